@@ -1,0 +1,97 @@
+"""The only room that knows about other replicas.
+
+Everything that crosses the network goes through `Comm`, in float32 or int32, and so
+do the questions of what varies from replica to replica. `axis_name=None` means alone:
+the same code, nothing to exchange.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks, _tree
+
+AxisName = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """The replicas along `axis_name`, seen from one of them."""
+
+    axis_name: AxisName
+
+    @property
+    def replicas(self) -> int:
+        """N, how many replicas there are; static."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        name = self.axis_name
+        return () if name is None else name if isinstance(name, tuple) else (name,)
+
+    @property
+    def _is_checked(self) -> bool:
+        # Under check_vma=False, pmap and vmap nothing is marked as varying, not even
+        # the axis index; under check_vma=True the axis index always is.
+        return bool(self._names) and not self._fixed_axes(
+            jax.lax.axis_index(self.axis_name)
+        )
+
+    def _fixed_axes(self, x: jax.Array) -> list[str]:
+        varying = jax.typeof(x).manual_axis_type.varying
+        return [name for name in self._names if name not in varying]
+
+    def check_local(self, tree: Any) -> None:
+        """Raise if a leaf of `tree` is known to be the same on every replica."""
+        if not self._is_checked:
+            return
+        for path, leaf in _tree.named_leaves(tree):
+            if fixed := self._fixed_axes(leaf):
+                _checks.still_local(path, fixed)
+
+    def cast(self, tree: Any) -> Any:
+        """`tree`, marked as varying over the axis where JAX keeps such marks."""
+        if not self._is_checked:
+            return tree
+
+        def vary(x: jax.Array) -> jax.Array:
+            fixed = tuple(self._fixed_axes(x))
+            return jax.lax.pcast(x, fixed, to="varying") if fixed else x
+
+        return jax.tree.map(vary, tree)
+
+    def mean(self, tree: Any) -> Any:
+        """The mean of `tree` over replicas, in float32, as one collective."""
+        if self.axis_name is None:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        mean = jax.lax.pmean(self.cast(_tree.ravel(leaves)), self.axis_name)
+        return jax.tree.unflatten(structure, _tree.unravel(mean, leaves))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """`[replicas, *x.shape]`, every replica's `x`, the same on all of them."""
+        if self.axis_name is None:
+            return x[None]
+        if self._is_checked:
+            # Only this form may leave shard_map as replicated, and vmap refuses it.
+            return jax.lax.all_gather(self.cast(x), self.axis_name, to="invarying")
+        return jax.lax.all_gather(x, self.axis_name)
+
+    def replica(self) -> jax.Array:
+        """`[]` int32, which replica this is."""
+        if self.axis_name is None:
+            return jnp.zeros((), jnp.int32)
+        return jax.lax.axis_index(self.axis_name)
+
+
+def mean_wire_bytes(payload_bytes: float, replicas: int) -> float:
+    """What one replica sends in a ring all-reduce of a buffer of `payload_bytes`."""
+    return 2 * (replicas - 1) / replicas * payload_bytes
+
+
+def gather_wire_bytes(payload_bytes: float, replicas: int) -> float:
+    """What one replica sends in an all-gather of `payload_bytes` from each."""
+    return (replicas - 1) * payload_bytes

@@ -1,0 +1,70 @@
+"""Compression gain: how much of the gradient a rung keeps."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+GAINS = ("energy", "norm")
+
+# Three compression gains are in print:
+#   (1) E|g_c|^2 / E|g_ef|^2             GraVAC, in the text: each energy smoothed first
+#   (2) E[|g_c|^2 / |g_ef|^2]            GraVAC, Algorithm 1: the quotient is smoothed
+#   (3) sum_l |g_c| / sum_l |g|          the authors' code: not squared, layer norms
+#       added up, and over the raw gradient instead of the error-fed one
+# We do (1): with g_ef = gradient + residual below, it is the share of the energy that
+# was sent and cannot exceed 1 for any selector. (3) can, whenever the residual is
+# large, and (2) lets one step with a small gradient dominate the average. "norm" is
+# the square root of (1): the paper's figures and the authors' code read as norms.
+
+
+def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
+    """The share of `total` energy that `sent` holds.
+
+    Args:
+      sent: float32, energy of what was sent, any shape.
+      total: `[]` float32, energy of the error-fed gradient.
+      kind: "energy" for the quotient, "norm" for its square root.
+
+    Returns:
+      float32 in [0, 1], the shape of `sent`; 1 where there is nothing to send.
+    """
+    # A comparison, since XLA divides by multiplying with the reciprocal, which makes
+    # 1 - 2**-24 of x / x.
+    is_all = sent >= total
+    share = jnp.where(is_all, 1.0, sent / jnp.where(is_all, 1.0, total))
+    return jnp.sqrt(share) if kind == "norm" else share
+
+
+class Averages(NamedTuple):
+    """Exponentially weighted averages of energies.
+
+    Attributes:
+      sent: `[rungs]` float32.
+      total: `[]` float32.
+    """
+
+    sent: jax.Array
+    total: jax.Array
+
+
+def no_averages(rungs: int) -> Averages:
+    """Nothing observed yet."""
+    return Averages(jnp.zeros(rungs), jnp.zeros(()))
+
+
+def smooth(
+    averages: Averages, sent: jax.Array, total: jax.Array, weight: float
+) -> Averages:
+    """Observe one step, which counts for `weight` (GraVAC uses replicas / 100).
+
+    Since only quotients are used, the averages need no correction for their start at
+    zero: the correction cancels. Energies beyond float32 are left out, or they would
+    stay in the averages for ever.
+    """
+    used = jnp.where(jnp.isfinite(total), jnp.float32(weight), 0.0)
+    sent, total = (jnp.where(used > 0, x, 0.0) for x in (sent, total))
+    return Averages(
+        averages.sent + used * (sent - averages.sent),
+        averages.total + used * (total - averages.total),
+    )

@@ -1,0 +1,89 @@
+"""The ladder: the static tuple of factors that a controller may choose from.
+
+Shapes are static in XLA, so each factor is a branch of the compiled step and a rung
+is the traced index of one. GraVAC's scaling policies are ladders: where the paper
+multiplies a factor at the end of a window, we climb to the next rung.
+"""
+
+import math
+
+from gravac_jax import _checks
+
+
+def entries(n: int, factor: float) -> int:
+    """k, the entries that `factor` sends of `n`: `max(1, floor(n / factor))`.
+
+    Example:
+      >>> entries(1_000_000, 1000), entries(5, 1000)
+      (1000, 1)
+    """
+    return min(n, max(1, math.floor(n / factor)))
+
+
+def exponential(minimum: float = 10, maximum: float = 1000) -> tuple[float, ...]:
+    """GraVAC's exponential scaling policy, after a dense first rung.
+
+    The multiplier of `minimum` is squared at each rung: 2, 4, 16, 256, and so on.
+
+    Args:
+      minimum: the smallest compressed factor, the paper's theta_min.
+      maximum: the largest factor, the paper's theta_max; the last rung is clipped to
+        it.
+
+    Returns:
+      The ladder, from factor 1 to `maximum`.
+
+    Raises:
+      ValueError: if a factor is below 1, or the two are out of order.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.exponential(10, 1000)
+      (1.0, 10.0, 20.0, 40.0, 160.0, 1000.0)
+
+    References:
+      Tyagi and Swany, GraVAC, IEEE CLOUD 2023, section on scaling policies.
+    """
+    return _climb(minimum, maximum, lambda multiplier: multiplier**2)
+
+
+def geometric(
+    minimum: float = 10, maximum: float = 2000, ratio: float = 2
+) -> tuple[float, ...]:
+    """GraVAC's geometric scaling policy, after a dense first rung.
+
+    Args:
+      minimum: the smallest compressed factor, the paper's theta_min.
+      maximum: the largest factor, the paper's theta_max; the last rung is clipped to
+        it.
+      ratio: each factor over the one before it, above 1. 2 in the paper.
+
+    Returns:
+      The ladder, from factor 1 to `maximum`.
+
+    Raises:
+      ValueError: if a factor is below 1, the two are out of order, or `ratio` is not
+        above 1.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.geometric(10, 2000)
+      (1.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2000.0)
+
+    References:
+      Tyagi and Swany, GraVAC, IEEE CLOUD 2023, section on scaling policies.
+    """
+    _checks.within(ratio, "ratio", 1 + 1e-6, 1e6, "It is the step from rung to rung.")
+    return _climb(minimum, maximum, lambda multiplier: multiplier * ratio, ratio)
+
+
+def _climb(minimum, maximum, scale, multiplier: float = 2) -> tuple[float, ...]:
+    _checks.factor(minimum, "minimum")
+    _checks.factor(maximum, "maximum")
+    _checks.ladder((minimum, maximum))
+    factors = [1.0] if minimum > 1 else []
+    factors.append(float(minimum))
+    while minimum * multiplier < maximum:
+        factors.append(float(minimum * multiplier))
+        multiplier = scale(multiplier)
+    return (*factors, float(maximum))

@@ -1,0 +1,54 @@
+"""Bytes to seconds, and compression throughput.
+
+Until a measured step time arrives, seconds are what a simple network would need.
+"""
+
+import dataclasses
+
+import jax
+
+from gravac_jax import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class WireCost:
+    """Predicts seconds from bytes: the alpha-beta model.
+
+    It stands in for measured step times (`update(..., step_seconds=...)`), which
+    replace it as soon as the first one comes.
+
+    Args:
+      bytes_per_second: of one replica's link. The default is 1 Gbit/s, commodity
+        Ethernet.
+      latency_seconds: of one exchange. The default, 1 ms, is arbitrary.
+      compute_seconds: of one step without any exchange. The default, 10 ms, is
+        arbitrary; it keeps the model from promising more speed than a step can give.
+
+    Raises:
+      ValueError: if a figure is negative or no number.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.WireCost(bytes_per_second=125e6).step_seconds(12.5e6)
+      0.111
+    """
+
+    bytes_per_second: float = 125e6
+    latency_seconds: float = 1e-3
+    compute_seconds: float = 1e-2
+
+    def __post_init__(self) -> None:
+        why = "See gravac.WireCost for its unit."
+        _checks.within(self.bytes_per_second, "bytes_per_second", 1, 1e15, why)
+        _checks.within(self.latency_seconds, "latency_seconds", 0, 1e6, why)
+        _checks.within(self.compute_seconds, "compute_seconds", 0, 1e6, why)
+
+    def step_seconds(self, wire_bytes: float) -> float:
+        """Seconds of a step in which one replica sends `wire_bytes`."""
+        exchange_seconds = self.latency_seconds + wire_bytes / self.bytes_per_second
+        return self.compute_seconds + exchange_seconds
+
+
+def compression_throughput(gain: jax.Array, step_seconds: jax.Array) -> jax.Array:
+    """GraVAC's T_compression, up to the constant N b: gain over seconds a step."""
+    return gain / step_seconds
