@@ -1,0 +1,10 @@
+"""Controllers decide how few entries to send: evidence in, rung out.
+
+A new one is a file here, a line in `CONTROLLERS` and a name in the package's front
+door.
+"""
+
+from gravac_jax._controllers.fixed import Fixed
+from gravac_jax._controllers.gravac import GraVAC
+
+CONTROLLERS = (Fixed, GraVAC)

@@ -1,0 +1,65 @@
+"""The interface of controllers, and its laws.
+
+A controller sees scalars only, and only such as were reduced over the replicas: all
+of them decide alike, because a predicate that differs between devices hangs the job.
+"""
+
+import abc
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Evidence(NamedTuple):
+    """What a controller may know of a step; the same on every replica.
+
+    Attributes:
+      step: `[]` int32, steps before this one.
+      replicas: N, static.
+      energies: `[rungs]` float32, the mean over replicas of the energy that each rung
+        would send in this step.
+      energy: `[]` float32, the mean energy of the error-fed gradient.
+      gradient_energy: `[]` float32, the mean energy of the raw gradient.
+      predicted_seconds: `[rungs]` float32, a step at each rung by the cost model.
+      measured_seconds: `[rungs]` float32, the mean of the step times that were handed
+        to `update` this time, each at the rung that it was measured at; NaN elsewhere.
+    """
+
+    step: jax.Array
+    replicas: int
+    energies: jax.Array
+    energy: jax.Array
+    gradient_energy: jax.Array
+    predicted_seconds: jax.Array
+    measured_seconds: jax.Array
+
+
+class Controller(abc.ABC):
+    """Chooses the rung of each step.
+
+    Law:
+      The rung is on the ladder, and so is every rung of its state; the state keeps its
+      shapes and dtypes; nothing in it depends on one replica alone.
+
+    Attributes:
+      ladder: the factors it may choose from, rising.
+    """
+
+    ladder: tuple[float, ...]
+
+    @abc.abstractmethod
+    def init(self) -> Any:
+        """The state before the first step: a NamedTuple of arrays."""
+
+    @abc.abstractmethod
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """Choose.
+
+        Args:
+          evidence: of this step, before anything is sent.
+          state: from `init` or the last step.
+
+        Returns:
+          rung: `[]` int32.
+          state: the new state.
+        """

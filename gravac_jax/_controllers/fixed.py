@@ -1,0 +1,46 @@
+"""Always the same factor: the off switch of the family."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks
+from gravac_jax._controllers.base import Controller, Evidence
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Controller):
+    """Sends one entry in `factor` at every step.
+
+    Args:
+      factor: n / k, at least 1; 1 is dense.
+
+    Raises:
+      ValueError: if `factor` is below 1, as a density would be.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.Fixed(factor=100).ladder
+      (100,)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _checks.factor(self.factor)
+
+    @property
+    def ladder(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One rung."""
+        return (self.factor,)
+
+    def init(self) -> Any:
+        """No state."""
+        return ()
+
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """The only rung there is."""
+        del evidence
+        return jnp.zeros((), jnp.int32), state

@@ -1,0 +1,198 @@
+"""The paper's controller: climb while the gain allows and the throughput rewards it."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks, _gain, _ladder, _throughput
+from gravac_jax._controllers.base import Controller, Evidence
+
+
+class GraVACState(NamedTuple):
+    """What GraVAC carries from step to step.
+
+    Attributes:
+      minimum: `[]` int32, rung of the paper's theta_min.
+      candidate: `[]` int32, rung under evaluation, theta_s theta_min in the paper.
+      is_settled: `[]` bool, whether the search has ended at `candidate`.
+      is_measured: `[]` bool, whether `throughputs` holds measured times.
+      averages: smoothed energies.
+      throughputs: `[rungs]` float32, the paper's table of compression throughputs; NaN
+        where a rung has none yet.
+    """
+
+    minimum: jax.Array
+    candidate: jax.Array
+    is_settled: jax.Array
+    is_measured: jax.Array
+    averages: _gain.Averages
+    throughputs: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GraVAC(Controller):
+    """Algorithm 1 of GraVAC: an epsilon gate at every step, a search by windows.
+
+    In plain words::
+
+        gain_minimum, gain_candidate = smoothed gains at the two rungs
+        if   gain_candidate >= epsilon: rung = candidate
+        elif gain_minimum   >= epsilon: rung = minimum
+        else:                           rung = dense
+        throughput[rung] = gain[rung] / step_seconds[rung]
+
+        every `window` steps, until settled:
+            if (gain_minimum - gain_candidate) / gain_minimum <= omega:
+                minimum = candidate
+            if the two best throughputs differ by at most omega:
+                candidate = the smaller factor of the two; settled
+            else:
+                candidate = the next rung up
+
+    The scaling policy is the ladder: `gravac.exponential` or `gravac.geometric`.
+    Gains of the step itself gate it, for which the replicas exchange one scalar per
+    rung. Throughputs come from measured step times where `update` is given any, and
+    from the wire-cost model until then.
+
+    Args:
+      epsilon: smallest gain that may be sent. Raising it sends more. The paper uses
+        0.7 and 0.9.
+      ladder: factor 1, then the factors to explore.
+      omega: relative difference that counts as none. 0.01 in the paper.
+      window: steps between two moves. 500 or 2,000 in the paper.
+      gain: "norm" compares norms, "energy" squared norms; see the default's reason in
+        the README.
+      smoothing: weight of the newest step in the averages, in (0, 1]; None for the
+        paper's replicas / 100, at most 1.
+
+    Raises:
+      TypeError: if `ladder` is no tuple of factors.
+      ValueError: if the ladder is out of order or does not begin with 1, or a knob is
+        out of its range.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.GraVAC(epsilon=0.9, ladder=gravac.geometric(10, 100)).ladder
+      (1.0, 10.0, 20.0, 40.0, 80.0, 100.0)
+
+    References:
+      Tyagi and Swany, GraVAC: Adaptive Compression for Communication-Efficient
+      Distributed DL Training, IEEE CLOUD 2023, Algorithm 1.
+    """
+
+    epsilon: float = 0.7
+    ladder: tuple[float, ...] = _ladder.exponential(10, 1000)
+    omega: float = 0.01
+    window: int = 100
+    gain: str = "norm"
+    smoothing: float | None = None
+
+    def __post_init__(self) -> None:
+        _checks.within(self.epsilon, "epsilon", 0, 1, "It is a gain.")
+        _checks.ladder(self.ladder)
+        _checks.dense_first(self.ladder, "GraVAC")
+        _checks.within(self.omega, "omega", 0, 1, "It is a relative difference.")
+        _checks.within(self.window, "window", 1, 2**31 - 1, "It counts steps.")
+        _checks.one_of(self.gain, "gain", _gain.GAINS)
+        if self.smoothing is not None:
+            why = "It is the weight of the newest step; None means replicas / 100."
+            _checks.within(self.smoothing, "smoothing", 1e-6, 1, why)
+
+    def init(self) -> GraVACState:
+        """Start at the smallest compressed factor, with the next one as candidate."""
+        rungs = len(self.ladder)
+        return GraVACState(
+            minimum=jnp.int32(1),
+            candidate=jnp.int32(min(2, rungs - 1)),
+            is_settled=jnp.zeros((), bool),
+            is_measured=jnp.zeros((), bool),
+            averages=_gain.no_averages(rungs),
+            throughputs=jnp.full(rungs, jnp.nan, jnp.float32),
+        )
+
+    def decide(
+        self, evidence: Evidence, state: GraVACState
+    ) -> tuple[jax.Array, GraVACState]:
+        """Gate, record, and at the end of a window move."""
+        # The paper's smoothing factor N / 100 exceeds 1 beyond 100 workers, where an
+        # average would swing: capped.
+        weight = self.smoothing or min(1.0, evidence.replicas / 100)
+        averages = _gain.smooth(
+            state.averages, evidence.energies, evidence.energy, weight
+        )
+        gains = _gain.gain(averages.sent, averages.total, self.gain)
+        state = self._record(state._replace(averages=averages), gains, evidence)
+        rung = self._gate(state, gains)
+        state = self._record_prediction(state, rung, gains, evidence)
+
+        # The end of a window: the paper's `i % window == 0`, counting steps from 1.
+        is_end = (evidence.step + 1) % self.window == 0
+        is_move = is_end & ~state.is_settled
+        moved = self._move(state, gains)
+        return rung, jax.tree.map(
+            lambda new, old: jnp.where(is_move, new, old), moved, state
+        )
+
+    def _gate(self, state: GraVACState, gains: jax.Array) -> jax.Array:
+        fallback = jnp.where(gains[state.minimum] >= self.epsilon, state.minimum, 0)
+        is_good = gains[state.candidate] >= self.epsilon
+        return jnp.where(is_good, state.candidate, fallback).astype(jnp.int32)
+
+    def _record(
+        self, state: GraVACState, gains: jax.Array, evidence: Evidence
+    ) -> GraVACState:
+        """Enter measured times; the first one clears what the model had guessed.
+
+        A guess of the network alone and a measured step are not on one scale, and the
+        search compares entries with each other.
+        """
+        seconds = evidence.measured_seconds
+        is_new = seconds > 0  # False where NaN
+        is_measured = state.is_measured | jnp.any(is_new)
+        is_first = is_measured & ~state.is_measured
+        table = jnp.where(is_first, jnp.nan, state.throughputs)
+        measured = _throughput.compression_throughput(gains, seconds)
+        return state._replace(
+            throughputs=jnp.where(is_new, measured, table), is_measured=is_measured
+        )
+
+    def _record_prediction(
+        self,
+        state: GraVACState,
+        rung: jax.Array,
+        gains: jax.Array,
+        evidence: Evidence,
+    ) -> GraVACState:
+        predicted = _throughput.compression_throughput(
+            gains, evidence.predicted_seconds
+        )
+        is_here = (jnp.arange(len(self.ladder)) == rung) & ~state.is_measured
+        throughputs = jnp.where(is_here, predicted, state.throughputs)
+        return state._replace(throughputs=throughputs)
+
+    def _move(self, state: GraVACState, gains: jax.Array) -> GraVACState:
+        """The paper's CheckGraVAC, by its prose where Algorithm 1 differs from it."""
+        # Promotion comes before the step up: Algorithm 1 scales first and would promote
+        # to a factor that nobody measured yet; the prose says "to the currently
+        # evaluated CF".
+        low, high = gains[state.minimum], gains[state.candidate]
+        is_equal = low - high <= self.omega * low
+        minimum = jnp.where(is_equal, state.candidate, state.minimum)
+
+        # Of two throughputs that are alike, Algorithm 1 takes the second best; the
+        # prose takes the lower factor. They coincide only if throughput grows with it.
+        table = jnp.where(jnp.isnan(state.throughputs), -jnp.inf, state.throughputs)
+        (best, second), rungs = jax.lax.top_k(table, 2)
+        is_settled = (second > 0) & (best - second <= self.omega * second)
+
+        # Algorithm 1 goes on to scale after it has settled; we stay.
+        climbed = jnp.minimum(state.candidate + 1, len(self.ladder) - 1)
+        candidate = jnp.where(is_settled, jnp.min(rungs), climbed)
+        return state._replace(
+            # A candidate below the minimum would leave the gate with nothing to try.
+            minimum=jnp.minimum(minimum, candidate).astype(jnp.int32),
+            candidate=candidate.astype(jnp.int32),
+            is_settled=is_settled,
+        )

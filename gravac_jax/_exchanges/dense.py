@@ -1,0 +1,75 @@
+"""The mean of everything: the off switch of the family, and others' first rung."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _comm, _tree
+from gravac_jax._comm import Comm
+from gravac_jax._exchanges.base import Exchange, Selection, Traffic
+
+VALUE_BYTES = 4
+
+
+def dense_mean(bucket: jax.Array, comm: Comm) -> tuple[jax.Array, jax.Array]:
+    """The mean of whole buckets, and the empty residual that it leaves."""
+    return comm.mean(bucket), comm.cast(jnp.zeros_like(bucket))
+
+
+def dense_traffic(entries: int, replicas: int) -> Traffic:
+    """The cost of a float32 mean of `entries`."""
+    payload_bytes = VALUE_BYTES * entries
+    wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
+    return Traffic(entries, payload_bytes, wire_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseMean(Exchange):
+    """A float32 all-reduce of the whole bucket, whatever the rung.
+
+    Cost:
+      Ring all-reduce: 2 (N - 1) alpha + 2 (N - 1) / N 4 n beta.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.DenseMean().traffic(1000, factor=100, replicas=4)
+      Traffic(entries=1000, payload_bytes=4000, wire_bytes=6000.0)
+    """
+
+    def init(self, n: int, ladder: tuple[float, ...]) -> Any:
+        """No state."""
+        del n, ladder
+        return ()
+
+    def select(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        *,
+        ladder: tuple[float, ...],
+        key: jax.Array,
+    ) -> tuple[Selection, Any]:
+        """Everything, at every rung."""
+        del key
+        energy = _tree.energy(bucket)
+        return Selection(jnp.broadcast_to(energy, (len(ladder),)), energy, ()), state
+
+    def exchange(
+        self,
+        bucket: jax.Array,
+        selection: Selection,
+        rung: jax.Array,
+        *,
+        ladder: tuple[float, ...],
+        comm: Comm,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The mean of whole buckets."""
+        del selection, rung, ladder
+        return dense_mean(bucket, comm)
+
+    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
+        """4 bytes an entry."""
+        del factor
+        return dense_traffic(n, replicas)

@@ -1,0 +1,48 @@
+"""The interface of memories, and its laws.
+
+A memory sees one bucket of one replica. It does not know how the selection was made.
+"""
+
+import abc
+from typing import Any
+
+import jax
+
+
+class Memory(abc.ABC):
+    """Feeds what was held back into the next step's gradient.
+
+    Law:
+      What is sent plus what is kept is what came in: over a run, the sum of what was
+      sent plus the last residual is the sum of what the memory made of the gradients.
+    """
+
+    @abc.abstractmethod
+    def init(self, n: int) -> Any:
+        """This replica's state for a bucket of `n` entries."""
+
+    @abc.abstractmethod
+    def compensate(self, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """The vector to select from.
+
+        Args:
+          gradient: `[n]` float32, this replica's own gradient.
+          state: from `init` or `retain`.
+
+        Returns:
+          compensated: `[n]` float32.
+          state: for `retain`.
+        """
+
+    @abc.abstractmethod
+    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+        """The state after an exchange.
+
+        Args:
+          residual: `[n]` float32, what was not sent of `compensated`.
+          compensated: `[n]` float32, from `compensate`.
+          state: from `compensate`.
+
+        Returns:
+          The new state.
+        """
