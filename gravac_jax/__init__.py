@@ -1,0 +1,32 @@
+"""Adaptive gradient compression for data-parallel JAX, as one Optax transformation.
+
+Replicas exchange the few gradient entries that matter, remember the rest, and decide
+how few while training runs::
+
+    import gravac_jax as gravac
+    tx = optax.chain(gravac.transform(), optax.sgd(0.1))
+"""
+
+from gravac_jax._buckets import matrices as matrices
+from gravac_jax._compressors import Identity as Identity
+from gravac_jax._compressors import TopK as TopK
+from gravac_jax._controllers import Fixed as Fixed
+from gravac_jax._controllers import GraVAC as GraVAC
+from gravac_jax._exchanges import AllGather as AllGather
+from gravac_jax._exchanges import DenseMean as DenseMean
+from gravac_jax._grad import value_and_grad as value_and_grad
+from gravac_jax._guard import guard as guard
+from gravac_jax._info import StepInfo as StepInfo
+from gravac_jax._ladder import exponential as exponential
+from gravac_jax._ladder import geometric as geometric
+from gravac_jax._memory import NoMemory as NoMemory
+from gravac_jax._memory import Residual as Residual
+from gravac_jax._parallel import data_parallel as data_parallel
+from gravac_jax._parallel import simulate as simulate
+from gravac_jax._placement import init as init
+from gravac_jax._placement import place as place
+from gravac_jax._placement import state_specs as state_specs
+from gravac_jax._throughput import WireCost as WireCost
+from gravac_jax._transform import transform as transform
+
+__version__ = "0.1.0"

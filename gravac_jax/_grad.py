@@ -1,0 +1,69 @@
+"""Gradients that are still local to their replica."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from gravac_jax import _checks
+from gravac_jax._comm import AxisName, Comm
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: AxisName = "data",
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, with each replica's own gradients.
+
+    Under `shard_map`, `jax.grad` with respect to replicated params returns gradients
+    that are already *summed* over the axis: the dense all-reduce has happened. Here
+    the params are first marked as varying over the axis, so that nothing is exchanged
+    before `gravac.transform` does. Under `check_vma=False`, `pmap`, `vmap`, and with
+    `axis_name=None`, this is `jax.value_and_grad`.
+
+    The value is local too; `jax.lax.pmean` it to report it (`gravac.data_parallel`
+    averages whatever a step returns beside its state).
+
+    Args:
+      fun: the loss, as for `jax.value_and_grad`.
+      axis_name: that of `gravac.transform`.
+      argnums: which arguments to differentiate.
+      has_aux: whether `fun` returns (loss, aux).
+
+    Returns:
+      A function of the same arguments that returns (value, gradients).
+
+    Raises:
+      TypeError: if `axis_name` is no axis name.
+      ValueError: when called outside the axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+      ... def gradients(x):
+      ...     grad = gravac.value_and_grad(lambda w: jnp.sum(w * x))(jnp.float32(1))[1]
+      ...     return grad[None]
+      >>> sharding = jax.NamedSharding(mesh, jax.P("data"))
+      >>> x = jax.device_put(jnp.array([1.0, 2.0]), sharding)
+      >>> gradients(x).tolist()
+      [1.0, 2.0]
+    """
+    _checks.axis(axis_name)
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    inner = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _checks.bound_axis(axis_name)
+        comm = Comm(axis_name)
+        places = {i % len(args) for i in chosen}
+        cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
+        return inner(*cast, **kwargs)
+
+    return wrapped

@@ -1,0 +1,159 @@
+"""From a plain train step to one that runs on all replicas: on a mesh, or simulated."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _checks, _placement
+from gravac_jax._comm import AxisName, Comm
+
+Step = Callable[..., Any]
+
+
+def data_parallel(
+    train_step: Step,
+    mesh: jax.sharding.Mesh,
+    axis_name: AxisName = "data",
+    *,
+    donate: bool = True,
+    check_vma: bool = True,
+) -> Step:
+    """Run a train step on every replica of a mesh, as one compiled program.
+
+    `train_step(*state, batch)` is written for one replica and returns `(*state,
+    *metrics)`: `(params, opt_state, batch) -> (params, opt_state, loss)`, say, or
+    `(train_state, batch) -> (train_state, loss)`. The last argument is the batch, split
+    over the replicas along its first axis; the arguments before it are training state,
+    placed by `gravac.place`, and come back first. What follows them is averaged over
+    the replicas.
+
+    Args:
+      train_step: a function of one replica.
+      mesh: the mesh.
+      axis_name: the axis, or axes, of the transform.
+      donate: whether the state's memory is reused for the new state.
+      check_vma: as for `jax.shard_map`.
+
+    Returns:
+      The step, of the same arguments, jitted.
+
+    Raises:
+      ValueError: if the mesh does not have the axis; when called, if a batch's first
+        axis does not divide over the replicas.
+
+    Example:
+      See `gravac.transform`.
+    """
+    _checks.mesh_axis(mesh, axis_name)
+    sharding = jax.NamedSharding(mesh, jax.P(axis_name))
+    body = _averaged(train_step, axis_name)
+
+    def run(state: tuple[Any, ...], batch: Any) -> Any:
+        specs = _placement.state_specs(state, axis_name)
+        return jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(specs, jax.P(axis_name)),
+            out_specs=(specs, jax.P()),
+            check_vma=check_vma,
+        )(state, batch)
+
+    jitted = jax.jit(run, donate_argnums=0 if donate else ())
+    replicas = sharding.num_devices // _other_devices(mesh, axis_name)
+
+    @functools.wraps(train_step)
+    def step(*args: Any) -> Any:
+        *state, batch = args
+        _checks.divides(batch, replicas)
+        batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
+        state, metrics = jitted(tuple(state), batch)
+        return (*state, *metrics)
+
+    return step
+
+
+def _other_devices(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return int(np.prod([mesh.shape[x] for x in mesh.axis_names if x not in names]))
+
+
+def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
+    # Several processes each bring their own part of the batch.
+    if jax.process_count() > 1 and not isinstance(x, jax.Array):
+        return jax.make_array_from_process_local_data(sharding, x)
+    return jax.device_put(x, sharding)
+
+
+def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
+    """Run a train step on `replicas` replicas that share one device, by `vmap`.
+
+    For laptops, tests and experiments with many replicas: the same arguments and
+    results as `gravac.data_parallel`, with a state placed by `gravac.place(tree,
+    replicas)`. The rung stays one scalar for all, so that one branch runs, not all.
+
+    Args:
+      train_step: a function of one replica, as for `gravac.data_parallel`.
+      replicas: N.
+      axis_name: the axis of the transform.
+
+    Returns:
+      The step, jitted.
+
+    Raises:
+      ValueError: if `replicas` is not a positive number; when called, if a batch's
+        first axis does not divide over the replicas.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
+      >>> def train_step(params, opt_state, batch):
+      ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+      ...     value, grads = gravac.value_and_grad(loss)(params, batch)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state, value
+      >>> params = {"w": jnp.ones((256, 256))}
+      >>> params, opt_state = gravac.place((params, tx.init(params)), 8)
+      >>> step = gravac.simulate(train_step, replicas=8)
+      >>> params, opt_state, value = step(params, opt_state, jnp.ones((16, 256)))
+      >>> float(value)
+      65536.0
+    """
+    _checks.within(replicas, "replicas", 1, 1e6, "It counts replicas.")
+    body = _averaged(train_step, axis_name)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(state: tuple[Any, ...], batch: Any) -> Any:
+        split = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
+        axes = _placement.per_leaf(state, 0, None)
+        return jax.vmap(
+            body, in_axes=(axes, 0), out_axes=(axes, None), axis_name=axis_name
+        )(state, split)
+
+    @functools.wraps(train_step)
+    def step(*args: Any) -> Any:
+        *state, batch = args
+        _checks.divides(batch, replicas)
+        state, metrics = run(tuple(state), batch)
+        return (*state, *metrics)
+
+    return step
+
+
+def _averaged(train_step: Step, axis_name: AxisName) -> Step:
+    """Split what a step returns into state and metrics, and average the metrics."""
+
+    def body(state: tuple[Any, ...], batch: Any) -> tuple[Any, Any]:
+        results = train_step(*state, batch)
+        results = results if isinstance(results, tuple) else (results,)
+        metrics = results[len(state) :]
+        mean = Comm(axis_name).mean(
+            jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+        )
+        return results[: len(state)], mean
+
+    return body

@@ -1,0 +1,98 @@
+"""From a rung to what it sent: the figures of StepInfo."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax._buckets import Buckets
+from gravac_jax._exchanges.base import Exchange, Traffic
+from gravac_jax._exchanges.dense import dense_traffic
+from gravac_jax._info import StepInfo
+from gravac_jax._throughput import WireCost
+
+
+class Tables(NamedTuple):
+    """Static figures per rung, and in the last row those of a skipped step.
+
+    Attributes:
+      factors: `[rungs + 1]`, entries over entries sent.
+      payload_bytes: `[rungs + 1]`.
+      wire_bytes: `[rungs + 1]`.
+      dense: of a float32 mean of all leaves.
+    """
+
+    factors: np.ndarray
+    payload_bytes: np.ndarray
+    wire_bytes: np.ndarray
+    dense: Traffic
+
+
+def tables(
+    buckets: Buckets, exchange: Exchange, ladder: tuple[float, ...], replicas: int
+) -> Tables:
+    """What each rung of `ladder` sends."""
+    rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
+    # The step's own evidence: a count and an energy, and per rung an energy and a time
+    # with its count, beside the total.
+    common = dense_traffic(m + 2 + 2 * rungs, replicas)
+    evidence = dense_traffic(rungs + 1, replicas)
+
+    rows = []
+    for factor in ladder:
+        per_bucket = [exchange.traffic(n, factor, replicas) for n in buckets.sizes]
+        entries, *sizes = np.sum([common, evidence, *per_bucket], axis=0)
+        entries -= common.entries + evidence.entries
+        rows.append((n / entries if n else 1.0, *sizes))
+    rows.append((np.inf, common.payload_bytes, common.wire_bytes))
+    factors, payload_bytes, wire_bytes = np.asarray(rows, np.float32).T
+    dense = dense_traffic(n + m, replicas)
+    return Tables(factors, payload_bytes, wire_bytes, dense)
+
+
+def predicted_seconds(table: Tables, wire: WireCost) -> jax.Array:
+    """`[rungs]` float32, seconds a step at each rung by the cost model."""
+    seconds = [wire.step_seconds(float(x)) for x in table.wire_bytes[:-1]]
+    return jnp.asarray(seconds, jnp.float32)
+
+
+def before_the_first_step(rungs: int) -> StepInfo:
+    """A report of nothing."""
+    # An array each: a buffer that stands twice in a state cannot be donated.
+    return StepInfo(
+        factor=jnp.ones(()),
+        gain=jnp.zeros(()),
+        gains=jnp.zeros(rungs),
+        payload_bytes=jnp.zeros(()),
+        wire_bytes=jnp.zeros(()),
+        dense_bytes=jnp.zeros(()),
+        dense_wire_bytes=jnp.zeros(()),
+        is_finite=jnp.ones((), bool),
+        dense_steps=jnp.zeros((), jnp.int32),
+        skipped_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def after(
+    before: StepInfo,
+    table: Tables,
+    rung: jax.Array,
+    gains: jax.Array,
+    is_finite: jax.Array,
+) -> StepInfo:
+    """The report of a step that ran at `rung`, or was skipped: the last row."""
+    factor = jnp.asarray(table.factors)[rung]
+    is_dense = (factor == 1).astype(jnp.int32)
+    return StepInfo(
+        factor=factor,
+        gain=jnp.append(gains, 0.0)[rung],
+        gains=gains,
+        payload_bytes=jnp.asarray(table.payload_bytes)[rung],
+        wire_bytes=jnp.asarray(table.wire_bytes)[rung],
+        dense_bytes=jnp.float32(table.dense.payload_bytes),
+        dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
+        is_finite=is_finite,
+        dense_steps=before.dense_steps + is_dense,
+        skipped_steps=before.skipped_steps + (~is_finite).astype(jnp.int32),
+    )
