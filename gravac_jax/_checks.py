@@ -6,6 +6,7 @@ raised while a component is built or a step is traced, before anything is change
 
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,13 @@ import optax
 from gravac_jax import _tree
 
 
+def _is_number(value: Any, kind: type = numbers.Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def factor(value: Any, name: str = "factor") -> None:
     """Refuse what is not a factor; the likely slip is a density."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         raise TypeError(
             f"`{name}` must be a number of at least 1, got {value!r}. A factor is n / k"
             " (10 sends one entry in ten)."
@@ -34,7 +39,7 @@ def factor(value: Any, name: str = "factor") -> None:
 
 def ladder(factors: Any) -> None:
     """Refuse a ladder that is empty, out of order, or holds something else."""
-    if isinstance(factors, str) or not isinstance(factors, Sequence) or not factors:
+    if not isinstance(factors, tuple) or not factors:
         raise TypeError(
             f"`ladder` must be a tuple of factors such as (1, 10, 100), got"
             f" {factors!r}. See gravac.exponential and gravac.geometric."
@@ -61,11 +66,28 @@ def dense_first(factors: Sequence[float], owner: str) -> None:
 
 def within(value: Any, name: str, low: float, high: float, why: str) -> None:
     """Refuse a knob outside `[low, high]`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and low <= value <= high):
+    if not (_is_number(value) and low <= value <= high):
         raise ValueError(
             f"`{name}` must be a number between {low:g} and {high:g}, got {value!r}."
             f" {why}"
+        )
+
+
+def count(value: Any, name: str, what: str) -> None:
+    """Refuse what is no positive whole number."""
+    if not (_is_number(value, numbers.Integral) and value >= 1):
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1, got {value!r}. It counts"
+            f" {what}."
+        )
+
+
+def rising(minimum: float, maximum: float) -> None:
+    """Refuse two factors between which there is nothing to climb."""
+    if minimum >= maximum:
+        raise ValueError(
+            f"`minimum` must be below `maximum`, got {minimum} and {maximum}. They are"
+            f" the first compressed factor and the last."
         )
 
 
@@ -182,14 +204,12 @@ def state_matches(received: Any, expected: Any) -> None:
 
 def mask_matches(mask: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
-    leaves = jax.tree.leaves(mask)
-    if len(leaves) != len(jax.tree.leaves(tree)) or not all(
-        isinstance(leaf, bool) for leaf in leaves
-    ):
+    is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
+    if not is_bool or jax.tree.structure(mask) != jax.tree.structure(tree):
         raise ValueError(
-            f"`compress` must be a bool, a pytree of bools with one per leaf of the"
-            f" params, or a function of (path, leaf), got {len(leaves)} leaves for"
-            f" {len(jax.tree.leaves(tree))} params: {mask!r}."
+            f"`compress` must be a bool, a function of (path, leaf), or a pytree of"
+            f" bools of the params' own structure, got {mask!r} for"
+            f" {jax.tree.structure(tree)}. With nnx, write a function."
         )
 
 

@@ -68,7 +68,7 @@ class Comm:
         if self.axis_name is None:
             return tree
         leaves, structure = jax.tree.flatten(tree)
-        mean = jax.lax.pmean(self.cast(_tree.ravel(leaves)), self.axis_name)
+        mean = jax.lax.pmean(_tree.ravel(leaves), self.axis_name)
         return jax.tree.unflatten(structure, _tree.unravel(mean, leaves))
 
     def gather(self, x: jax.Array) -> jax.Array:

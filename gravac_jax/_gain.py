@@ -27,12 +27,15 @@ def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
       kind: "energy" for the quotient, "norm" for its square root.
 
     Returns:
-      float32 in [0, 1], the shape of `sent`; 1 where there is nothing to send.
+      float32 in [0, 1], the shape of `sent`; 1 where there is nothing to send, 0
+      where the energy is beyond float32 (norms above 1e19): then only a dense step is
+      known to be good.
     """
     # A comparison, since XLA divides by multiplying with the reciprocal, which makes
     # 1 - 2**-24 of x / x.
     is_all = sent >= total
     share = jnp.where(is_all, 1.0, sent / jnp.where(is_all, 1.0, total))
+    share = jnp.where(jnp.isfinite(total), share, 0.0)
     return jnp.sqrt(share) if kind == "norm" else share
 
 

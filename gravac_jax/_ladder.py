@@ -34,7 +34,7 @@ def exponential(minimum: float = 10, maximum: float = 1000) -> tuple[float, ...]
       The ladder, from factor 1 to `maximum`.
 
     Raises:
-      ValueError: if a factor is below 1, or the two are out of order.
+      ValueError: if a factor is below 1, or `minimum` is not below `maximum`.
 
     Example:
       >>> import gravac_jax as gravac
@@ -62,8 +62,8 @@ def geometric(
       The ladder, from factor 1 to `maximum`.
 
     Raises:
-      ValueError: if a factor is below 1, the two are out of order, or `ratio` is not
-        above 1.
+      ValueError: if a factor is below 1, `minimum` is not below `maximum`, or `ratio`
+        is below 1.01.
 
     Example:
       >>> import gravac_jax as gravac
@@ -73,17 +73,17 @@ def geometric(
     References:
       Tyagi and Swany, GraVAC, IEEE CLOUD 2023, section on scaling policies.
     """
-    _checks.within(ratio, "ratio", 1 + 1e-6, 1e6, "It is the step from rung to rung.")
+    _checks.within(ratio, "ratio", 1.01, 1e6, "It is the step from rung to rung.")
     return _climb(minimum, maximum, lambda multiplier: multiplier * ratio, ratio)
 
 
 def _climb(minimum, maximum, scale, multiplier: float = 2) -> tuple[float, ...]:
     _checks.factor(minimum, "minimum")
     _checks.factor(maximum, "maximum")
-    _checks.ladder((minimum, maximum))
+    _checks.rising(minimum, maximum)
     factors = [1.0] if minimum > 1 else []
     factors.append(float(minimum))
-    while minimum * multiplier < maximum:
+    while minimum * multiplier < maximum * (1 - 1e-9):  # a product may round down
         factors.append(float(minimum * multiplier))
         multiplier = scale(multiplier)
     return (*factors, float(maximum))

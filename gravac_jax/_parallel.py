@@ -123,7 +123,7 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
       >>> float(value)
       65536.0
     """
-    _checks.within(replicas, "replicas", 1, 1e6, "It counts replicas.")
+    _checks.count(replicas, "replicas", "replicas")
     body = _averaged(train_step, axis_name)
 
     @functools.partial(jax.jit, donate_argnums=0)

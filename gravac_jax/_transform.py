@@ -5,31 +5,24 @@ A recipe is a memory, an exchange (with its compressor) and a controller:
   dense data parallelism    NoMemory + DenseMean + Fixed(1)
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
   GraVAC, the default       Residual + AllGather(TopK()) + GraVAC()
-
-Nothing is computed here; `update` is the order in which the rooms are visited, which
-is that of GraVAC's Algorithm 1.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from gravac_jax import _buckets, _checks, _gain, _report, _state, _tree
-from gravac_jax._buckets import Buckets
-from gravac_jax._comm import AxisName, Comm
+from gravac_jax import _buckets, _checks
+from gravac_jax._comm import AxisName
 from gravac_jax._compressors import TopK
 from gravac_jax._compressors.base import Compressor
 from gravac_jax._controllers import GraVAC
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges import AllGather
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._memory import Residual
 from gravac_jax._memory.base import Memory
-from gravac_jax._state import LocalState, TransformState
 from gravac_jax._throughput import WireCost
+from gravac_jax._wiring import Wiring
 
 
 def transform(
@@ -56,7 +49,8 @@ def transform(
     counted from 0; by default the one before.
 
     Args:
-      axis_name: the mapped axis, or several in a tuple; None for one replica alone.
+      axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
+        replica alone.
       exchange: how replicas average. Default: `AllGather(compressor)`.
       compressor: short for `exchange=AllGather(compressor)`. Default: `TopK()`.
       memory: what becomes of entries that were not sent. Default: `Residual()`.
@@ -80,7 +74,8 @@ def transform(
         summed over it, and for a state that does not fit the gradients.
 
     Law:
-      On every replica and step, sent + kept == gradient + residual, exactly. At
+      On every replica and step, sent + kept == gradient + residual, exactly (but for
+      numbers below 2**-126, which XLA may flush to zero). At
       factor 1 the update is `jax.lax.pmean` of the gradients. If any gradient of any
       replica is not finite, the update is zero and the state but for its counters
       stays as it was, on all replicas.
@@ -110,7 +105,7 @@ def transform(
         _checks.component(compressor, Compressor, "compressor", "gravac.TopK()")
         _checks.only_one(exchange, compressor)
         exchange = AllGather(compressor)
-    wiring = _Wiring(
+    wiring = Wiring(
         axis_name=axis_name,
         exchange=AllGather(TopK()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
@@ -120,211 +115,3 @@ def transform(
         seed=seed,
     )
     return optax.GradientTransformationExtraArgs(wiring.init, wiring.update)
-
-
-class _Common(NamedTuple):
-    """What every step averages over replicas, in one collective, whatever its rung."""
-
-    dense: jax.Array  # [dense entries] gradients of the leaves that go dense
-    bad: jax.Array  # [] gradient entries that are not finite
-    gradient_energy: jax.Array  # []
-    seconds: jax.Array  # [rungs] the measured step time, at its rung
-    timed: jax.Array  # [rungs] 1 at that rung, 0 elsewhere
-
-
-class _Outcome(NamedTuple):
-    """What `_run` and `_skip` agree on."""
-
-    means: tuple[jax.Array, ...]
-    local: LocalState
-    controller: Any
-    rung: jax.Array
-    gains: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wiring:
-    """The components of one transform; its methods are the transform."""
-
-    axis_name: AxisName
-    exchange: Exchange
-    memory: Memory
-    controller: Controller
-    compress: Any
-    wire: WireCost
-    seed: int
-
-    def __post_init__(self) -> None:
-        _checks.axis(self.axis_name)
-        _checks.component(self.exchange, Exchange, "exchange", "gravac.AllGather()")
-        _checks.component(self.memory, Memory, "memory", "gravac.Residual()")
-        example = "gravac.Fixed(factor=100)"
-        _checks.component(self.controller, Controller, "controller", example)
-        _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
-        _checks.ladder(self.controller.ladder)
-
-    def init(self, params: Any) -> TransformState:
-        """The state before the first step, in its local form."""
-        _checks.gradients(params, "params")
-        buckets = _buckets.plan(params, self.compress)
-        _buckets.warn_if_empty(buckets)
-        rungs = len(self.controller.ladder)
-        return TransformState(
-            steps=jnp.zeros((), jnp.int32),
-            local=self._local(buckets),
-            controller=self.controller.init(),
-            past_rungs=jnp.full(_state.PAST_STEPS, rungs, jnp.int32),
-            info=_report.before_the_first_step(rungs),
-        )
-
-    def update(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        step_seconds: Any = None,
-        measured_step: Any = None,
-        **ignored: Any,
-    ) -> tuple[Any, TransformState]:
-        """One step of GraVAC's Algorithm 1, from local gradients to their mean."""
-        del params, ignored
-        comm = Comm(self.axis_name)
-        _checks.bound_axis(self.axis_name)
-        _checks.gradients(updates)
-        comm.check_local(updates)
-        buckets = _buckets.plan(updates, self.compress)
-        local = comm.cast(self._enter(state.local, buckets))._replace(
-            replica=comm.cast(comm.replica())
-        )
-
-        flat, dense = buckets.pack(updates)
-        seconds, timed = self._credit(state, step_seconds, measured_step)
-        common = comm.mean(
-            _Common(
-                dense=dense,
-                bad=sum(map(_tree.count_not_finite, (*flat, dense)), jnp.zeros(())),
-                gradient_energy=sum(map(_tree.energy, flat), jnp.zeros(())),
-                seconds=seconds,
-                timed=timed,
-            )
-        )
-        tables = _report.tables(
-            buckets, self.exchange, self.controller.ladder, comm.replicas
-        )
-        is_finite = common.bad == 0
-        outcome = jax.lax.cond(
-            is_finite,
-            lambda: self._run(flat, local, state, common, tables, comm),
-            lambda: self._skip(flat, local, state),
-        )
-
-        dense = jnp.where(is_finite, common.dense, 0.0)
-        slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-        return buckets.unpack(outcome.means, dense), TransformState(
-            steps=jnp.asarray(optax.safe_increment(state.steps)),
-            local=_leave(outcome.local, state.local),
-            controller=outcome.controller,
-            past_rungs=jnp.where(slot, outcome.rung, state.past_rungs),
-            info=_report.after(
-                state.info, tables, outcome.rung, outcome.gains, is_finite
-            ),
-        )
-
-    def _run(
-        self,
-        flat: tuple[jax.Array, ...],
-        local: LocalState,
-        state: TransformState,
-        common: _Common,
-        tables: _report.Tables,
-        comm: Comm,
-    ) -> _Outcome:
-        ladder = self.controller.ladder
-        key = jax.random.fold_in(jax.random.key(self.seed), state.steps)
-        compensated, memory = _unzip(map(self.memory.compensate, flat, local.memory))
-        selections, exchange = _unzip(
-            self.exchange.select(x, s, ladder=ladder, key=key)
-            for x, s in zip(compensated, local.exchange, strict=True)
-        )
-        energies, energy = comm.mean(
-            (
-                sum((s.energies for s in selections), jnp.zeros(len(ladder))),
-                sum((s.energy for s in selections), jnp.zeros(())),
-            )
-        )
-        evidence = Evidence(
-            step=state.steps,
-            replicas=comm.replicas,
-            energies=energies,
-            energy=energy,
-            gradient_energy=common.gradient_energy,
-            predicted_seconds=_report.predicted_seconds(tables, self.wire),
-            measured_seconds=common.seconds / common.timed,  # NaN where not timed
-        )
-        rung, controller = self.controller.decide(evidence, state.controller)
-        means, residuals = _unzip(
-            self.exchange.exchange(x, s, rung, ladder=ladder, comm=comm)
-            for x, s in zip(compensated, selections, strict=True)
-        )
-        retained = tuple(map(self.memory.retain, residuals, compensated, memory))
-        local = local._replace(memory=retained, exchange=exchange)
-        return _Outcome(means, local, controller, rung, _gain.gain(energies, energy))
-
-    def _skip(
-        self, flat: tuple[jax.Array, ...], local: LocalState, state: TransformState
-    ) -> _Outcome:
-        rungs = len(self.controller.ladder)
-        return _Outcome(
-            means=tuple(jnp.zeros(x.size) for x in flat),
-            local=local,
-            controller=state.controller,
-            rung=jnp.int32(rungs),
-            gains=jnp.zeros(rungs),
-        )
-
-    def _local(self, buckets: Buckets) -> LocalState:
-        sizes, ladder = buckets.sizes, self.controller.ladder
-        return LocalState(
-            replica=jnp.full((), -1, jnp.int32),
-            memory=tuple(self.memory.init(n) for n in sizes),
-            exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
-        )
-
-    def _enter(self, local: LocalState, buckets: Buckets) -> LocalState:
-        """The state in its local form, whichever form it came in."""
-        expected = jax.eval_shape(lambda: self._local(buckets))
-        if _state.is_placed(local):
-            is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
-            local = jax.tree.map(lambda x: x[0], local) if is_mine else local
-        _checks.state_matches(local, expected)
-        return local
-
-    def _credit(
-        self, state: TransformState, step_seconds: Any, measured_step: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """Enter a measured time at the rung of the step that it was measured at."""
-        rungs = jnp.arange(len(self.controller.ladder))
-        seconds = _checks.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-        step = _checks.scalar(
-            measured_step, state.steps - 1, jnp.int32, "measured_step"
-        )
-        age = state.steps - step
-        is_known = (seconds > 0) & (age >= 1) & (age <= _state.PAST_STEPS)
-        is_here = is_known & (rungs == state.past_rungs[step % _state.PAST_STEPS])
-        return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
-
-
-def _leave(local: LocalState, like: LocalState) -> LocalState:
-    """The state in the form in which it came."""
-    if not _state.is_placed(like):
-        return local
-    return jax.tree.map(lambda x: x[None], local)
-
-
-def _unzip(pairs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    firsts, seconds = [], []
-    for first, second in pairs:
-        firsts.append(first)
-        seconds.append(second)
-    return tuple(firsts), tuple(seconds)

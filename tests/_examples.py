@@ -1,0 +1,85 @@
+"""What the laws are tried on: buckets, runs of gradients, runs of evidence."""
+
+import itertools
+
+import numpy as np
+
+from gravac_jax._controllers.base import Evidence
+
+
+def _random(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+def dyadic(*shape: int, seed: int = 0) -> np.ndarray:
+    """Multiples of 1/8 up to 8, float32: sums and squares of many are exact."""
+    integers = np.random.default_rng(seed).integers(-64, 65, shape)
+    return (integers / 8).astype(np.float32)
+
+
+HUGE = _random(30)
+HUGE[17] = -(2.0**60)
+
+# The situation, a bucket and a factor.
+BUCKETS = {
+    "gaussian": (_random(96), 6),
+    "nothing divides": (_random(97), 6.5),
+    "one entry": (_random(1), 10),
+    "k is 1": (_random(30), 1000),
+    "k is n": (_random(30), 1),
+    "ties": (dyadic(30) // 4, 3),
+    "constant": (np.full(30, -2.5, np.float32), 3),
+    "one huge entry": (HUGE, 3),
+    "denormals": (_random(30) * np.float32(2.0**-140), 3),
+    "zeros of both signs": (np.copysign(np.float32(0), _random(30)), 3),
+}
+
+REPLICAS = 4  # a power of two, so that means of dyadic numbers are exact
+LADDER = (1.0, 4.0, 9.5, 1000.0)
+EXCHANGED = dyadic(REPLICAS, 40)
+
+STEPS = 40
+GRADIENTS = np.random.default_rng(1).integers(-9, 10, (STEPS, 12)).astype(np.float32)
+# Entries come and go, and every fifth step is dense.
+IS_SENT = np.random.default_rng(2).random((STEPS, 12)) < 0.3
+IS_SENT[::5] = True
+
+
+def evidence(
+    rungs: int, seed: int, steps: int = 300, measured_from: int | None = None
+) -> Evidence:
+    """A run in which gains rise and fall for stretches of random length.
+
+    Args:
+      rungs: of the ladder.
+      seed: of everything.
+      steps: how many.
+      measured_from: the first step with measured times, at random rungs; None for
+        a run without any.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = itertools.accumulate(rng.integers(20, 60, steps).tolist())
+    ends = [end for end in lengths if end < steps]
+    stretch = np.searchsorted(ends, np.arange(steps), side="right")
+    # The energy sent falls along the ladder, in every stretch at another pace.
+    falls = rng.beta(1, 6, (len(ends) + 1, rungs)) * rng.choice([0.02, 0.3, 1], rungs)
+    falls[:, 0] = 0
+    shares = np.cumprod(1 - falls, axis=1)[stretch]
+    energy = rng.lognormal(0, 0.3, steps)
+    noise = rng.uniform(0.98, 1.0, (steps, rungs)) ** (np.arange(rungs) > 0)
+    seconds = 0.02 + 0.2 * rng.uniform(0.3, 0.9) ** np.arange(rungs)
+    measured = np.full((steps, rungs), np.nan)
+    if measured_from is not None:
+        now = np.arange(measured_from, steps, 3)
+        at = rng.integers(0, rungs, now.size)
+        measured[now, at] = seconds[at] * rng.lognormal(0, 0.05, now.size)
+    to_float32 = lambda x: np.asarray(x, np.float32)
+    return Evidence(
+        step=np.arange(steps, dtype=np.int32),
+        replicas=REPLICAS,
+        energies=to_float32(shares * noise * energy[:, None]),
+        energy=to_float32(energy),
+        gradient_energy=to_float32(energy / 2),
+        predicted_seconds=to_float32(np.tile(seconds, (steps, 1))),
+        measured_seconds=to_float32(measured),
+    )

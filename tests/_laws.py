@@ -1,0 +1,459 @@
+"""What must hold for every compressor, memory, exchange and controller.
+
+A law is a function that raises AssertionError where it is broken. The tests hold every
+member of a registry to every law of its family, and every law to the saboteurs.
+"""
+
+import functools
+from fractions import Fraction
+from typing import Any
+
+import _oracles
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from gravac_jax import _payload
+from gravac_jax._comm import Comm
+from gravac_jax._controllers.base import Evidence
+
+KEY_SEED = 7
+
+
+def assert_same(left: Any, right: Any, what: str = "") -> None:
+    """Two trees are equal bit for bit, down to dtypes and the sign of zero."""
+    assert jax.tree.structure(left) == jax.tree.structure(right), what
+    for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), what
+        assert x.tobytes() == y.tobytes(), f"{what}: {x} is not {y}"
+
+
+def form(tree: Any) -> Any:
+    """The structure, shapes and dtypes of `tree`, weak types told apart."""
+    describe = lambda x: (x.shape, str(x.dtype), bool(getattr(x, "weak_type", False)))
+    return jax.tree.map(lambda x: describe(jnp.asarray(x)), tree)
+
+
+# Compressors: each law takes a compressor, a bucket `[n]` and a factor. ------------
+
+
+def _select(compressor: Any, k: int, bucket: Any) -> Any:
+    state, key = compressor.init(bucket.size), jax.random.key(KEY_SEED)
+    payload, _ = compressor.compress(bucket, state, k=k, key=key)
+    return payload
+
+
+@functools.cache
+def _jitted_select(compressor: Any, k: int, is_mapped: bool = False) -> Any:
+    select = functools.partial(_select, compressor, k)
+    return jax.jit(jax.vmap(select) if is_mapped else select)
+
+
+def selected(compressor: Any, bucket: np.ndarray, factor: float) -> Any:
+    """The payload, by one compiled call, in NumPy."""
+    k = compressor.count(bucket.size, factor)
+    return jax.tree.map(np.asarray, _jitted_select(compressor, k)(bucket))
+
+
+def sends_what_is_there(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """What is sent and what is left make up the bucket, bit for bit."""
+    payload = selected(compressor, bucket, factor)
+    rebuilt = np.array(_payload.drop(jnp.asarray(bucket), payload))
+    assert not rebuilt[payload.indices].any()
+    rebuilt[payload.indices] = payload.values
+    assert_same(rebuilt, bucket)
+
+
+def contracts(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """What is sent holds at least the average energy, k / n of the whole."""
+    sent = selected(compressor, bucket, factor).values
+    energy = lambda values: sum(Fraction(float(x)) ** 2 for x in values)
+    assert energy(sent) * bucket.size >= energy(bucket) * sent.size
+
+
+def sends_its_share(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Exactly `count` entries are sent, none twice, all of them in the bucket."""
+    values, indices = selected(compressor, bucket, factor)
+    k = compressor.count(bucket.size, factor)
+    assert isinstance(k, int)
+    assert 1 <= k <= bucket.size
+    assert (values.shape, values.dtype) == ((k,), np.float32)
+    assert (indices.shape, indices.dtype) == ((k,), np.int32)
+    assert len(set(indices.tolist())) == k
+    assert indices.min() >= 0
+    assert indices.max() < bucket.size
+
+
+def narrows(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Compressing a payload further is compressing the bucket further."""
+    payload = selected(compressor, bucket, factor)
+    smaller = factor * 3
+    k = compressor.count(bucket.size, smaller)
+    direct = selected(compressor, bucket, smaller)
+    assert_same(compressor.narrow(payload, k), direct, "narrow")
+
+
+def leaves_zeros_alone(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """No zero becomes something else, and nothing becomes NaN."""
+    zeros = selected(compressor, np.zeros_like(bucket), factor)
+    assert_same(zeros.values, np.zeros_like(zeros.values))
+    assert np.isfinite(selected(compressor, bucket, factor).values).all()
+
+
+def commutes_with_scaling(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Scaled by a power of two, a bucket has the same selection, scaled."""
+    payload = selected(compressor, bucket, factor)
+    for scale in np.float32([2.0**-10, 2.0**20]):
+        if ((bucket * scale) / scale == bucket).all():  # nothing leaves float32
+            scaled = selected(compressor, bucket * scale, factor)
+            assert_same(scaled, payload._replace(values=payload.values * scale))
+
+
+def is_itself_under_jit(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Compiled or not, the payload is the same."""
+    k = compressor.count(bucket.size, factor)
+    eager = _select(compressor, k, jnp.asarray(bucket))
+    assert_same(eager, selected(compressor, bucket, factor))
+
+
+def is_itself_under_vmap(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Many buckets at once are compressed as one by one."""
+    buckets = np.stack([bucket, -bucket[::-1]])
+    k = compressor.count(bucket.size, factor)
+    together = _jitted_select(compressor, k, is_mapped=True)(buckets)
+    one_by_one = [selected(compressor, x, factor) for x in buckets]
+    assert_same(together, jax.tree.map(lambda *x: np.stack(x), *one_by_one))
+
+
+def selects_like_its_oracle(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """The entries are those of the oracle, in its order."""
+    oracle = _oracles.look_up(_oracles.COMPRESSORS, compressor)
+    k = oracle.count(bucket.size, factor)
+    assert compressor.count(bucket.size, factor) == k
+    indices = np.array(oracle.indices(bucket, k), np.int32)
+    payload = selected(compressor, bucket, factor)
+    assert_same(payload, _payload.Payload(bucket[indices], indices))
+
+
+COMPRESSOR_LAWS = (
+    sends_what_is_there,
+    contracts,
+    sends_its_share,
+    narrows,
+    leaves_zeros_alone,
+    commutes_with_scaling,
+    is_itself_under_jit,
+    is_itself_under_vmap,
+    selects_like_its_oracle,
+)
+
+
+# Exchanges: each law takes an exchange, buckets `[replicas, n]` of dyadic numbers, so
+# that sums are exact in any order, and a ladder that begins with 1. ----------------
+
+
+def _step(exchange: Any, ladder: Any, comm: Comm, bucket: Any, rung: Any) -> Any:
+    key, state = jax.random.key(KEY_SEED), exchange.init(bucket.size, ladder)
+    selection, _ = exchange.select(bucket, state, ladder=ladder, key=key)
+    mean, residual = exchange.exchange(
+        bucket, selection, rung, ladder=ladder, comm=comm
+    )
+    return mean, residual, selection.energies, selection.energy
+
+
+@functools.cache
+def _jitted_step(exchange: Any, ladder: Any, is_alone: bool) -> Any:
+    if is_alone:
+        return jax.jit(functools.partial(_step, exchange, ladder, Comm(None)))
+    step = functools.partial(_step, exchange, ladder, Comm("data"))
+    return jax.jit(jax.vmap(step, in_axes=(0, None), axis_name="data"))
+
+
+def exchanged(exchange: Any, buckets: np.ndarray, ladder: Any, rung: int) -> Any:
+    """(mean, residual, energies, energy), each `[replicas, ...]`, in NumPy."""
+    step = _jitted_step(exchange, ladder, is_alone=False)
+    return tuple(map(np.asarray, step(buckets, np.int32(rung))))
+
+
+def bytes_put_in(jaxpr: Any, rung: int) -> int:
+    """What one replica hands to the collectives of `jaxpr` if `rung` is taken."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        params = dict(eqn.params)
+        if eqn.primitive.name == "cond" and len(params["branches"]) > rung:
+            params["branches"] = (params["branches"][rung],)
+        axes = params.get("axes", params.get("axis_name", ()))
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        if any(isinstance(axis, str) for axis in axes):
+            total += sum(x.aval.size * x.aval.dtype.itemsize for x in eqn.invars)
+        total += sum(bytes_put_in(x, rung) for x in jaxprs_in_params(params))
+    return total
+
+
+def averages_what_was_sent(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """The mean is the mean over replicas of bucket minus residual."""
+    for rung in range(len(ladder)):
+        mean, residual, *_ = exchanged(exchange, buckets, ladder, rung)
+        np.testing.assert_array_equal(mean[0], (buckets - residual).mean(0))
+
+
+def agrees_on_all_replicas(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """Every replica receives the same mean, bit for bit."""
+    for rung in range(len(ladder)):
+        mean, *_ = exchanged(exchange, buckets, ladder, rung)
+        assert_same(mean, np.stack([mean[0]] * len(mean)))
+
+
+def sends_everything_at_factor_1(
+    exchange: Any, buckets: np.ndarray, ladder: Any
+) -> None:
+    """A dense rung leaves no residual, and its mean is that of the buckets."""
+    mean, residual, *_ = exchanged(exchange, buckets, ladder, ladder.index(1))
+    assert not residual.any()
+    np.testing.assert_array_equal(mean[0], buckets.mean(0))
+
+
+def knows_what_it_will_send(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """The energies told before the decision are those of what is then sent."""
+    for rung in range(len(ladder)):
+        _, residual, energies, energy = exchanged(exchange, buckets, ladder, rung)
+        np.testing.assert_array_equal(energies.shape, (len(buckets), len(ladder)))
+        np.testing.assert_array_equal(
+            energies[:, rung], np.square(buckets - residual).sum(1)
+        )
+        np.testing.assert_array_equal(energy, np.square(buckets).sum(1))
+
+
+def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """`traffic` counts what is put into the collectives, and no entry too many."""
+    replicas, n = buckets.shape
+    trace = jax.make_jaxpr(
+        functools.partial(_step, exchange, ladder, Comm("data")),
+        axis_env=[("data", replicas)],
+    )
+    jaxpr = trace(buckets[0], np.int32(0)).jaxpr
+    for rung, factor in enumerate(ladder):
+        traffic = exchange.traffic(n, factor, replicas)
+        assert traffic.payload_bytes == bytes_put_in(jaxpr, rung)
+        _, residual, *_ = exchanged(exchange, buckets, ladder, rung)
+        assert np.count_nonzero(buckets - residual, axis=1).max() <= traffic.entries
+        assert exchange.traffic(n, factor, 1).wire_bytes == 0
+
+
+def ignores_the_order_of_replicas(
+    exchange: Any, buckets: np.ndarray, ladder: Any
+) -> None:
+    """Replicas that change places change places, and the mean stays."""
+    for rung in range(len(ladder)):
+        mean, *local = exchanged(exchange, buckets, ladder, rung)
+        other_mean, *other_local = exchanged(exchange, buckets[::-1], ladder, rung)
+        assert_same(other_mean, mean)
+        assert_same(other_local, [x[::-1] for x in local])
+
+
+def selects_in_silence(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """Selection does not communicate: the decision comes after it."""
+
+    def select(bucket: Any) -> Any:
+        state, key = exchange.init(bucket.size, ladder), jax.random.key(KEY_SEED)
+        return exchange.select(bucket, state, ladder=ladder, key=key)
+
+    axis_env = [("data", len(buckets))]
+    assert not bytes_put_in(
+        jax.make_jaxpr(select, axis_env=axis_env)(buckets[0]).jaxpr, rung=0
+    )
+
+
+def is_the_same_alone(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """Without other replicas it does what it does among one."""
+    alone = _jitted_step(exchange, ladder, is_alone=True)
+    for rung in range(len(ladder)):
+        one = exchanged(exchange, buckets[:1], ladder, rung)
+        assert_same([x[None] for x in alone(buckets[0], np.int32(rung))], list(one))
+
+
+def exchanges_like_its_oracle(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """Mean, residual and energies are those of the oracle."""
+    oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
+    for rung, factor in enumerate(ladder):
+        mean, residual, energies, _ = exchanged(exchange, buckets, ladder, rung)
+        expected = oracle(exchange, buckets, factor)
+        np.testing.assert_array_equal(mean[0], expected.mean)
+        np.testing.assert_array_equal(residual, expected.residuals)
+        np.testing.assert_array_equal(energies[:, rung], expected.energies)
+
+
+EXCHANGE_LAWS = (
+    averages_what_was_sent,
+    agrees_on_all_replicas,
+    sends_everything_at_factor_1,
+    knows_what_it_will_send,
+    declares_its_bytes,
+    ignores_the_order_of_replicas,
+    selects_in_silence,
+    is_the_same_alone,
+    exchanges_like_its_oracle,
+)
+
+
+# Memories: each law takes a memory, the gradients of a run, `[steps, n]` integers, and
+# a mask `[steps, n]` of the entries that are sent. ---------------------------------
+
+
+@functools.cache
+def _jitted_memory_step(memory: Any) -> Any:
+    def step(gradient: Any, is_sent: Any, state: Any) -> Any:
+        compensated, state = memory.compensate(gradient, state)
+        residual = jnp.where(is_sent, 0, compensated)
+        state = memory.retain(residual, compensated, state)
+        return compensated, residual, state
+
+    return jax.jit(step)
+
+
+def remembered(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> Any:
+    """(compensated, residuals, states) of a run, each a list over steps."""
+    states, steps = [memory.init(gradients.shape[1])], []
+    for gradient, mask in zip(gradients, is_sent, strict=True):
+        *step, state = _jitted_memory_step(memory)(gradient, mask, states[-1])
+        steps.append(tuple(map(np.asarray, step)))
+        states.append(state)
+    compensated, residuals = map(list, zip(*steps, strict=True))
+    return compensated, residuals, states
+
+
+def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
+    """What was sent, is held, or was openly lost adds up to the gradients."""
+    oracle = _oracles.look_up(_oracles.MEMORIES, memory)
+    compensated, residuals, states = remembered(memory, gradients, is_sent)
+    sent = np.sum(compensated, 0) - np.sum(residuals, 0)
+    held, _ = memory.compensate(jnp.zeros_like(gradients[0]), states[-1])
+    total = sent + np.asarray(held) + oracle.lost(residuals)
+    np.testing.assert_array_equal(total, gradients.sum(0))
+
+
+def keeps_its_form(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
+    """Structure, shapes and dtypes stay: of the state, and from gradient to bucket."""
+    compensated, _, states = remembered(memory, gradients, is_sent)
+    assert form(compensated) == form(list(gradients))
+    assert form(states[1:]) == [form(states[0])] * len(gradients)
+
+
+def remembers_like_its_oracle(
+    memory: Any, gradients: np.ndarray, is_sent: np.ndarray
+) -> None:
+    """Each step selects from what the oracle says."""
+    oracle = _oracles.look_up(_oracles.MEMORIES, memory)
+    compensated, residuals, _ = remembered(memory, gradients, is_sent)
+    so_far = [np.zeros_like(gradients[0])]
+    for gradient, x, residual in zip(gradients, compensated, residuals, strict=True):
+        np.testing.assert_array_equal(x, oracle.compensated(gradient, so_far))
+        so_far.append(residual)
+
+
+MEMORY_LAWS = (telescopes, keeps_its_form, remembers_like_its_oracle)
+
+
+# Controllers: each law takes a controller and the evidence of a run, whose arrays are
+# stacked `[steps, ...]`. -----------------------------------------------------------
+
+BAD_STEP = 3  # of a run, arbitrary
+# An average in which a step weighs 0.04 or more remembers the roundings of 25 steps; a
+# gain is a quotient of two, of three roundings each, and a comparison adds two.
+MARGIN = 25 * (2 * 3 + 2) * 2**-24
+
+
+@functools.cache
+def _jitted_run(controller: Any, replicas: int) -> Any:
+    def step(state: Any, e: Evidence) -> Any:
+        rung, state = controller.decide(e._replace(replicas=replicas), state)
+        return state, (rung, state)
+
+    return jax.jit(lambda e: jax.lax.scan(step, controller.init(), e)[1])
+
+
+def decided(controller: Any, evidence: Evidence, jitted_run: Any = _jitted_run) -> Any:
+    """The rung of every step, and the states after them, stacked, in NumPy."""
+    run = jitted_run(controller, evidence.replicas)
+    return jax.tree.map(np.asarray, run(evidence._replace(replicas=None)))
+
+
+def steps_of(evidence: Evidence) -> list[Evidence]:
+    """The evidence step by step."""
+    arrays, replicas = evidence._replace(replicas=None), evidence.replicas
+    at = lambda i: jax.tree.map(lambda x: x[i], arrays)._replace(replicas=replicas)
+    return [at(i) for i in range(len(evidence.step))]
+
+
+def steady(evidence: Evidence) -> Evidence:
+    """The evidence of the first step again and again."""
+    repeat = lambda x: np.repeat(x[:1], len(x), axis=0)
+    first = jax.tree.map(repeat, evidence._replace(replicas=None))
+    return first._replace(step=evidence.step, replicas=evidence.replicas)
+
+
+def stays_on_the_ladder(controller: Any, evidence: Evidence) -> None:
+    """Every rung is one of the ladder, in the state too."""
+    oracle = _oracles.look_up(_oracles.CONTROLLERS, controller)
+    rungs, states = decided(controller, evidence)
+    for x in (rungs, *oracle.rungs_of_state(states)):
+        assert x.dtype == np.int32
+        assert x.min() >= 0
+        assert x.max() < len(controller.ladder)
+
+
+def compiles_once(controller: Any, evidence: Evidence) -> None:
+    """The state keeps its form, so one executable serves all steps."""
+    decide = jax.jit(
+        lambda e, state: controller.decide(
+            e._replace(replicas=evidence.replicas), state
+        )
+    )
+    state = controller.init()
+    for e in steps_of(evidence)[:3]:
+        rung, after = decide(e._replace(replicas=None), state)
+        assert form(rung) == ((), "int32", False)
+        assert form(after) == form(state)
+        state = after
+    assert decide._cache_size() == 1
+
+
+def decides_alike(controller: Any, evidence: Evidence) -> None:
+    """The same evidence leads to the same decisions, traced once or again."""
+    traced_anew = decided(controller, evidence, _jitted_run.__wrapped__)
+    assert_same(decided(controller, evidence), traced_anew)
+
+
+def survives_overflow(controller: Any, evidence: Evidence) -> None:
+    """Energies beyond float32 leave no trace in later decisions."""
+    calm = steady(evidence)
+    rungs, _ = decided(controller, calm)
+    for energy in (np.inf, np.nan):
+        bad = Evidence(*map(np.copy, calm))._replace(replicas=evidence.replicas)
+        bad.energies[BAD_STEP] = bad.energy[BAD_STEP] = energy
+        bad_rungs, states = decided(controller, bad)
+        assert_same(np.delete(bad_rungs, BAD_STEP), np.delete(rungs, BAD_STEP))
+        assert not any(np.isinf(x).any() for x in jax.tree.leaves(states))
+
+
+def decides_like_its_oracle(controller: Any, evidence: Evidence) -> None:
+    """Every decision is that of the oracle, and none stands on a knife's edge."""
+    oracle = _oracles.look_up(_oracles.CONTROLLERS, controller)
+    rungs, states = decided(controller, evidence)
+    expected = list(oracle.decisions(controller, steps_of(evidence)))
+    assert min(x.margin for x in expected) > MARGIN, "choose another seed"
+    assert rungs.tolist() == [x.rung for x in expected]
+    in_state = [x.tolist() for x in oracle.rungs_of_state(states)]
+    by_step = zip(*(x.rungs_of_state for x in expected), strict=True)
+    assert in_state == [list(x) for x in by_step]
+
+
+CONTROLLER_LAWS = (
+    stays_on_the_ladder,
+    compiles_once,
+    decides_alike,
+    survives_overflow,
+    decides_like_its_oracle,
+)

@@ -1,0 +1,224 @@
+"""Components that break a law, kept to show that the laws can be broken.
+
+Each differs from a good component by one slip, of the kind that gets past a reader.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import gravac_jax as gravac
+from gravac_jax import _payload
+from gravac_jax._payload import Payload
+
+# How often a saboteur with a mood has been asked.
+MOOD = itertools.count()
+
+# Compressors ---------------------------------------------------------------------
+
+
+class _SelectsBy(gravac.TopK):
+    """Top-k of another score."""
+
+    def score(self, bucket: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def compress(self, bucket, state, *, k, key):
+        _, indices = jax.lax.top_k(self.score(bucket), k)
+        return _payload.take(bucket, indices), state
+
+
+class _Tampers(gravac.TopK):
+    """Top-k, then a change to the payload."""
+
+    def tamper(self, payload: Payload) -> Payload:
+        raise NotImplementedError
+
+    def compress(self, bucket, state, *, k, key):
+        payload, state = super().compress(bucket, state, k=k, key=key)
+        return self.tamper(payload), state
+
+
+class SendsTheSmallest(_SelectsBy):
+    def score(self, bucket):
+        return -jnp.abs(bucket)
+
+
+class ForgetsTheAbsoluteValue(_SelectsBy):
+    def score(self, bucket):
+        return bucket
+
+
+class IsBlindAboveOne(_SelectsBy):
+    def score(self, bucket):
+        return jnp.minimum(jnp.abs(bucket), 1)
+
+
+class HasMoods(_SelectsBy):
+    def score(self, bucket):
+        return jnp.roll(jnp.abs(bucket), next(MOOD))
+
+
+class SendsOneIndexTwice(_Tampers):
+    def tamper(self, payload):
+        return jax.tree.map(lambda x: x.at[-1].set(x[0]), payload)
+
+
+class SendsOneFewer(_Tampers):
+    def tamper(self, payload):
+        return jax.tree.map(lambda x: x[:-1], payload)
+
+
+class SendsInOrderOfIndex(_Tampers):
+    def tamper(self, payload):
+        order = jnp.argsort(payload.indices)
+        return jax.tree.map(lambda x: x[order], payload)
+
+
+class NormalizesOnTheWay(_Tampers):
+    def tamper(self, payload):
+        norm = jnp.sqrt(jnp.sum(jnp.square(payload.values)))
+        return payload._replace(values=payload.values / norm * norm)
+
+
+# Exchanges -----------------------------------------------------------------------
+
+
+class _Gathers(gravac.AllGather):
+    """An all-gather with a change to what comes out; `sent` is bucket - residual."""
+
+    def change(self, mean, residual, bucket, comm) -> Any:
+        raise NotImplementedError
+
+    def exchange(self, bucket, selection, rung, *, ladder, comm):
+        mean, residual = super().exchange(
+            bucket, selection, rung, ladder=ladder, comm=comm
+        )
+        return self.change(mean, residual, bucket, comm)
+
+
+class DividesBySenders(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        senders = comm.mean((bucket != residual).astype(jnp.float32))
+        return mean / jnp.maximum(senders, 1 / comm.replicas), residual
+
+
+class KeepsWhatItSentDense(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        return mean, jnp.where(jnp.any(residual != 0), residual, bucket)
+
+
+class TrustsItselfMore(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        return mean + (bucket - residual) / comm.replicas, residual
+
+
+class FavorsTheFirstReplica(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        first = comm.gather(bucket - residual)[0]
+        return mean + first / comm.replicas, residual
+
+
+class IsSilentAlone(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        return mean * float(comm.axis_name is not None), residual
+
+
+class PromisesTheEnergyOfTheTop(gravac.AllGather):
+    def select(self, bucket, state, *, ladder, key):
+        selection, state = super().select(bucket, state, ladder=ladder, key=key)
+        top = jnp.broadcast_to(selection.energies[-1], (len(ladder),))
+        return selection._replace(energies=top), state
+
+
+class TalksBeforeTheDecision(gravac.AllGather):
+    def select(self, bucket, state, *, ladder, key):
+        bucket = jax.lax.pmean(bucket, "data")
+        return super().select(bucket, state, ladder=ladder, key=key)
+
+
+class CountsNoIndices(gravac.AllGather):
+    def traffic(self, n, factor, replicas):
+        traffic = super().traffic(n, factor, replicas)
+        return traffic._replace(payload_bytes=4 * traffic.entries)
+
+
+# Memories ------------------------------------------------------------------------
+
+
+class ForgetsToClear(gravac.Residual):
+    def retain(self, residual, compensated, state):
+        return state._replace(residual=compensated)
+
+
+class IsStaleAfterDenseSteps(gravac.Residual):
+    def retain(self, residual, compensated, state):
+        kept = jnp.where(jnp.any(residual != 0), residual, state.residual)
+        return state._replace(residual=kept)
+
+
+class RemembersInHalfPrecision(gravac.Residual):
+    def retain(self, residual, compensated, state):
+        return state._replace(residual=residual.astype(jnp.bfloat16))
+
+    def compensate(self, gradient, state):
+        return gradient + state.residual.astype(jnp.float32), state
+
+
+# Controllers ---------------------------------------------------------------------
+
+
+class _Decides(gravac.GraVAC):
+    """GraVAC with a change to its decision."""
+
+    def change(self, rung, state) -> Any:
+        raise NotImplementedError
+
+    def decide(self, evidence, state):
+        return self.change(*super().decide(evidence, state))
+
+
+class StepsOffTheLadder(_Decides):
+    def change(self, rung, state):
+        return rung + 1, state
+
+
+class SearchesOffTheLadder(_Decides):
+    def change(self, rung, state):
+        return rung, state._replace(candidate=state.candidate + 1)
+
+
+class ChangesItsType(_Decides):
+    def change(self, rung, state):
+        return rung, state._replace(is_settled=state.is_settled.astype(jnp.int32))
+
+
+class FollowsItsMood(_Decides):
+    def change(self, rung, state):
+        return (rung + next(MOOD)) % len(self.ladder), state
+
+
+class GatesOnTheWrongSide(gravac.GraVAC):
+    def _gate(self, state, gains):
+        is_good = gains[state.candidate] < self.epsilon
+        return jnp.where(is_good, state.candidate, state.minimum)
+
+
+class SettlesOnTheLargerFactor(gravac.GraVAC):
+    def _move(self, state, gains):
+        moved = super()._move(state, gains)
+        larger = jnp.minimum(moved.candidate + 1, len(self.ladder) - 1)
+        candidate = jnp.where(moved.is_settled, larger, moved.candidate)
+        return moved._replace(candidate=candidate)
+
+
+class SwallowsInfinity(gravac.GraVAC):
+    def decide(self, evidence, state):
+        rung, after = super().decide(evidence, state)
+        averages = state.averages._replace(
+            sent=state.averages.sent + evidence.energies,
+            total=state.averages.total + evidence.energy,
+        )
+        return rung, after._replace(averages=averages)

@@ -1,0 +1,141 @@
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax import _buckets
+
+DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+LEAVES = st.builds(
+    lambda shape, dtype, seed: (
+        np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    ),
+    SHAPES,
+    DTYPES,
+    st.integers(0, 9),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.tuples(inner, st.none())
+    ),
+    max_leaves=5,
+)
+
+MATRIX, BIAS = np.ones((3, 2), np.float32), np.full(4, 2.0, np.float32)
+PARAMS = {"kernel": MATRIX, "bias": BIAS}
+
+
+def chosen(compress, tree=None):
+    """Per path, whether it is compressed."""
+    tree = PARAMS if tree is None else tree
+    plan = _buckets.plan(tree, compress)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(tree)]
+    return dict(zip(paths, plan.is_compressed, strict=True))
+
+
+@hypothesis.settings(deadline=None, max_examples=40)  # new shapes compile
+@hypothesis.given(tree=TREES, data=st.data())
+def test_any_tree_comes_back_as_it_was(tree, data):
+    leaves, structure = jax.tree.flatten(tree)
+    mask = [data.draw(st.booleans()) for _ in leaves]
+    plan = _buckets.plan(tree, jax.tree.unflatten(structure, mask))
+    buckets, dense = plan.pack(tree)
+    assert tuple(bucket.size for bucket in buckets) == plan.sizes
+    assert dense.size == plan.dense_size
+    assert sum(plan.sizes) + plan.dense_size == sum(x.size for x in leaves)
+    assert all(x.dtype == np.float32 for x in (*buckets, dense))
+    back = plan.unpack(buckets, dense)
+    assert jax.tree.structure(back) == structure
+    for x, y in zip(leaves, jax.tree.leaves(back), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert np.asarray(y).tobytes() == x.tobytes()
+
+
+def test_a_plan_can_be_made_from_shapes_alone():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    assert _buckets.plan(shapes, True) == _buckets.plan(PARAMS, True)
+
+
+def test_compressed_leaves_are_one_bucket_in_the_order_of_the_tree():
+    (bucket,), dense = _buckets.plan(PARAMS, True).pack(PARAMS)
+    assert bucket.tolist() == [2.0] * 4 + [1.0] * 6
+    assert dense.size == 0
+
+
+def test_without_compressed_leaves_there_is_no_bucket():
+    plan = _buckets.plan(PARAMS, False)
+    assert (plan.sizes, plan.dense_size) == ((), 10)
+    assert plan.pack(PARAMS)[0] == ()
+
+
+def test_a_bool_is_for_all_leaves():
+    assert set(chosen(True).values()) == {True}
+    assert set(chosen(False).values()) == {False}
+
+
+def test_a_predicate_sees_path_and_leaf():
+    assert chosen(lambda path, x: path == "['bias']" and x.shape == (4,)) == {
+        "['bias']": True,
+        "['kernel']": False,
+    }
+
+
+def test_a_mask_has_a_bool_for_every_leaf():
+    mask = {"kernel": True, "bias": False}
+    assert chosen(mask) == {"['bias']": False, "['kernel']": True}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"kernel": True},
+        {"kernel": 1, "bias": 0},
+        {"weight": True, "bias": False},
+        [True, False],
+        None,
+    ],
+)
+def test_a_mask_of_another_shape_is_refused(mask):
+    with pytest.raises(ValueError, match="`compress` must be"):
+        _buckets.plan(PARAMS, mask)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_compressed"),
+    [
+        ((128, 128), True),
+        ((4, 8, 512), True),
+        ((128, 127), False),
+        ((16_384,), False),
+        ((), False),
+    ],
+)
+def test_matrices_from_16384_entries_on_are_compressed(shape, is_compressed):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert gravac.matrices()("w", leaf) is is_compressed
+
+
+def test_the_smallest_matrix_is_a_setting():
+    assert chosen(gravac.matrices(min_entries=6))["['kernel']"]
+    assert not chosen(gravac.matrices(min_entries=7))["['kernel']"]
+
+
+def test_a_run_that_compresses_nothing_says_so():
+    with pytest.warns(UserWarning, match=r"compresses none of the 2 leaves \(10"):
+        gravac.transform(axis_name=None).init(PARAMS)
+
+
+@pytest.mark.parametrize("params", [{}, {"w": np.ones((128, 128), np.float32)}])
+def test_a_run_that_compresses_something_or_has_nothing_is_silent(params):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gravac.transform(axis_name=None).init(params)

@@ -1,0 +1,200 @@
+"""Every controller keeps every law; GraVAC climbs, falls back and settles."""
+
+import json
+import os
+import pathlib
+
+import _examples
+import _laws
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax._controllers import CONTROLLERS
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+LADDER = (1, 4, 16, 64)
+UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": LADDER}
+
+# Each class with the arguments to try it with.
+EXAMPLES = [
+    gravac.Fixed(factor=100),
+    gravac.GraVAC(epsilon=0.7, window=10, ladder=LADDER, gain="energy"),
+    gravac.GraVAC(epsilon=0.9, window=7, omega=0.05, smoothing=0.5),
+    gravac.GraVAC(epsilon=0.9, window=4, ladder=(1, 10), smoothing=1.0),
+]
+RUNS = {"predicted": None, "measured": 0, "measured later": 90}
+by_law = pytest.mark.parametrize(
+    "law", _laws.CONTROLLER_LAWS, ids=lambda law: law.__name__
+)
+
+
+def steady(gain, *, seconds=(8.0, 4.0, 2.0, 1.0), measured=None, steps=60):
+    """Evidence that stays as it is; `gain` and `seconds` per rung."""
+    rungs = len(LADDER)
+    shares = np.broadcast_to(np.float32(gain), (rungs,)).copy()
+    shares[0] = 1
+    measured = np.full(rungs, np.nan) if measured is None else measured
+    one = _examples.evidence(rungs, seed=0, steps=steps)
+    return _laws.steady(
+        one._replace(
+            energies=np.tile(shares, (steps, 1)),
+            energy=np.ones(steps, np.float32),
+            predicted_seconds=np.tile(np.float32(seconds), (steps, 1)),
+            measured_seconds=np.tile(np.float32(measured), (steps, 1)),
+        )
+    )
+
+
+def test_every_controller_is_tried():
+    assert {type(controller) for controller in EXAMPLES} == set(CONTROLLERS)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@by_law
+@pytest.mark.parametrize("controller", EXAMPLES, ids=repr)
+def test_every_controller_keeps_the_law(controller, law, run):
+    rungs = len(controller.ladder)
+    law(controller, _examples.evidence(rungs, seed=8, measured_from=RUNS[run]))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("controller", EXAMPLES[1:], ids=repr)
+def test_gravac_decides_like_its_oracle_over_many_runs(controller, seed):
+    for start in RUNS.values():
+        evidence = _examples.evidence(len(controller.ladder), seed, measured_from=start)
+        _laws.decides_like_its_oracle(controller, evidence)
+
+
+def test_a_gain_of_1_climbs_to_the_top_one_rung_a_window():
+    rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(1.0))
+    # The first window tries the second compressed rung; the next one the top.
+    assert rungs.tolist() == [2] * 5 + [3] * 55
+
+
+def test_a_gain_of_0_goes_dense_at_once_and_stays():
+    rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(0.0))
+    assert not rungs.any()
+
+
+def test_a_candidate_below_epsilon_leaves_the_minimum_in_use():
+    gain = [1, 0.9, 0.5, 0.1]
+    controller = gravac.GraVAC(epsilon=0.7, gain="energy", **UNTIL_THE_TOP)
+    rungs, states = _laws.decided(controller, steady(gain))
+    assert set(rungs.tolist()) == {1}
+    assert set(states.minimum.tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("gain", "rungs"),
+    [
+        ([1, 0.5, 0.5, 0.5], [2] * 5 + [3] * 55),
+        ([1, 0.5, 0.25, 0.25], [1] * 60),
+    ],
+)
+def test_epsilon_itself_is_enough(gain, rungs):
+    controller = gravac.GraVAC(epsilon=0.5, gain="energy", **UNTIL_THE_TOP)
+    assert _laws.decided(controller, steady(gain))[0].tolist() == rungs
+
+
+@pytest.mark.parametrize(("kind", "rung"), [("norm", 3), ("energy", 0)])
+def test_a_norm_is_the_root_of_an_energy(kind, rung):
+    controller = gravac.GraVAC(epsilon=0.6, gain=kind, **UNTIL_THE_TOP)
+    rungs, _ = _laws.decided(controller, steady(0.49))
+    assert rungs[-1] == rung
+
+
+def test_like_throughputs_settle_on_the_smaller_factor_and_stay():
+    evidence = steady(1.0, seconds=[8.0, 4.0, 2.0, 1.99])
+    evidence.predicted_seconds[30:] = [8.0, 4.0, 2.0, 0.1]  # too late
+    rungs, states = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), evidence)
+    assert rungs.tolist() == [2] * 5 + [3] * 5 + [2] * 50
+    assert states.is_settled.tolist() == [False] * 9 + [True] * 51
+
+
+def test_a_settled_search_still_gates_every_step():
+    evidence = steady(1.0, seconds=[8.0, 4.0, 2.0, 1.99])
+    evidence.energies[30:, 1:] = 0
+    rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), evidence)
+    assert rungs[29] == 2
+    assert rungs[-1] == 0
+
+
+@pytest.mark.parametrize(("seconds", "is_settled"), [(1.45, True), (1.8, False)])
+def test_throughputs_are_compared_relative_to_the_lower_one(seconds, is_settled):
+    # One throughput is `seconds` times the other; over the higher one both would do.
+    controller = gravac.GraVAC(omega=0.5, **UNTIL_THE_TOP)
+    evidence = steady(1.0, seconds=[8.0, 4.0, seconds, 1.0])
+    assert _laws.decided(controller, evidence)[1].is_settled[-1] == is_settled
+
+
+def test_a_throughput_that_keeps_growing_never_settles():
+    _, states = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(1.0))
+    assert not states.is_settled.any()
+    assert states.candidate[-1] == 3
+
+
+def test_throughputs_of_nothing_settle_nothing():
+    controller = gravac.GraVAC(epsilon=0, **UNTIL_THE_TOP)
+    rungs, states = _laws.decided(controller, steady(0.0))
+    assert rungs[-1] == 3
+    assert not states.is_settled.any()
+
+
+def test_the_first_measured_time_clears_what_was_predicted():
+    controller = gravac.GraVAC(**UNTIL_THE_TOP)
+    calm = steady(1.0)
+    calm.measured_seconds[12:, 3] = 0.5
+    _, states = _laws.decided(controller, calm)
+    nan = np.nan
+    np.testing.assert_array_equal(states.throughputs[11], [nan, nan, 0.5, 1.0])
+    np.testing.assert_array_equal(states.throughputs[12], [nan, nan, nan, 2.0])
+    assert states.is_measured.tolist() == [False] * 12 + [True] * 48
+
+
+def test_a_late_time_is_credited_to_its_own_rung():
+    evidence = steady([1, 0.64, 0.36, 0.25], measured=[np.nan, 2.0, np.nan, np.nan])
+    _, states = _laws.decided(gravac.GraVAC(gain="norm", **UNTIL_THE_TOP), evidence)
+    table = states.throughputs[-1]
+    assert np.isnan(table[[0, 2, 3]]).all()
+    assert table[1] == np.float32(0.8) / 2
+
+
+def test_the_smoothing_of_the_paper_is_a_hundredth_a_replica():
+    # After gain 1 for a while, gain 0: with weight N / 100 the average halves after
+    # log(1 / 2) / log(1 - N / 100) steps.
+    evidence = steady(1.0, steps=60)._replace(replicas=8)
+    evidence.energies[20:, 1:] = 0
+    controller = gravac.GraVAC(epsilon=0.5, window=1000, gain="energy", ladder=LADDER)
+    rungs, states = _laws.decided(controller, evidence)
+    gain = states.averages.sent[:, 2] / states.averages.total
+    first_dense = int(np.argmax(gain < 0.5))
+    assert rungs[:first_dense].all()
+    assert not rungs[first_dense:].any()
+    # The averages start at zero, so 20 steps at 1 weigh 1 - 0.92**20 of themselves.
+    weights = 1 - 0.92 ** np.arange(1, 61)
+    expected = np.argmax(weights[19] * 0.92 ** np.arange(-19, 41) < 0.5 * weights)
+    assert first_dense == expected
+
+
+def test_from_a_hundred_replicas_on_only_the_newest_step_counts():
+    evidence = _examples.evidence(len(LADDER), seed=8)._replace(replicas=128)
+    by_default = _laws.decided(gravac.GraVAC(ladder=LADDER), evidence)
+    newest = _laws.decided(gravac.GraVAC(ladder=LADDER, smoothing=1.0), evidence)
+    _laws.assert_same(by_default, newest)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda p: p.stem)
+def test_decisions_are_those_of_the_golden_trace(path):
+    golden = json.loads(path.read_text())
+    ladder = tuple(golden["controller"]["ladder"])
+    controller = gravac.GraVAC(**golden["controller"] | {"ladder": ladder})
+    evidence = _examples.evidence(len(ladder), **golden["evidence"])
+    rungs, _ = _laws.decided(controller, evidence)
+    starts = [0, *(np.flatnonzero(np.diff(rungs)) + 1).tolist()]
+    golden["changes"] = {str(i): int(rungs[i]) for i in starts}
+    text = json.dumps(golden, indent=2) + "\n"
+    if os.environ.get("WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text(), "WRITE_GOLDEN=1 rewrites the golden traces"
+    assert len(starts) > 3

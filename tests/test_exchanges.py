@@ -1,0 +1,88 @@
+"""Every exchange keeps every law, and returns what its oracle returns."""
+
+import _examples
+import _laws
+import _oracles
+import jax
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax._comm import Comm
+from gravac_jax._compressors import COMPRESSORS
+from gravac_jax._exchanges import EXCHANGES
+
+# Each class with the arguments to try it with.
+EXAMPLES = [
+    gravac.DenseMean(),
+    *(gravac.AllGather(compressor()) for compressor in COMPRESSORS),
+]
+ids = repr
+
+# What summing N float32 may be off by, as a share of the sum of magnitudes.
+SUM_RTOL = _examples.REPLICAS * 2**-24
+
+
+def test_every_exchange_is_tried():
+    assert {type(exchange) for exchange in EXAMPLES} == set(EXCHANGES)
+
+
+@pytest.mark.parametrize("law", _laws.EXCHANGE_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+def test_every_exchange_keeps_the_law(exchange, law):
+    law(exchange, _examples.EXCHANGED, _examples.LADDER)
+
+
+@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+def test_a_bucket_of_one_entry_is_sent_whole_at_every_factor(exchange):
+    for rung in range(len(_examples.LADDER)):
+        mean, residual, *_ = _laws.exchanged(
+            exchange, _examples.EXCHANGED[:, :1], _examples.LADDER, rung
+        )
+        assert mean[0] == _examples.EXCHANGED[:, 0].mean()
+        assert not residual.any()
+
+
+@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+def test_arbitrary_values_are_selected_exactly_and_summed_to_rounding(exchange):
+    rng = np.random.default_rng(3)
+    buckets = rng.standard_normal(_examples.EXCHANGED.shape).astype(np.float32)
+    oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
+    for rung, factor in enumerate(_examples.LADDER):
+        mean, residual, *_ = _laws.exchanged(exchange, buckets, _examples.LADDER, rung)
+        expected = oracle(exchange, buckets, factor)
+        np.testing.assert_array_equal(residual, expected.residuals)
+        off = np.abs(mean - expected.mean)
+        assert (off <= SUM_RTOL * np.abs(buckets).mean(0)).all()
+        _laws.assert_same(mean, np.stack([mean[0]] * len(mean)))
+
+
+@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+def test_the_rung_is_data_and_one_executable_serves_the_ladder(exchange):
+    step = _laws._jitted_step.__wrapped__(exchange, _examples.LADDER, is_alone=False)
+    for rung in range(len(_examples.LADDER)):
+        step(_examples.EXCHANGED, np.int32(rung))
+    assert step._cache_size() == 1
+
+
+def test_a_gathered_entry_costs_a_value_with_its_index_times_the_others():
+    traffic = gravac.AllGather().traffic(1000, factor=10, replicas=5)
+    assert traffic == (100, 100 * (4 + 4), 4 * 100 * (4 + 4))
+
+
+def test_factor_1_costs_as_much_as_a_dense_mean():
+    for replicas in (1, 2, 5):
+        gathered = gravac.AllGather().traffic(1000, factor=1, replicas=replicas)
+        dense = gravac.DenseMean().traffic(1000, factor=1, replicas=replicas)
+        assert gathered == dense
+        assert dense == (1000, 4000, 2 * (replicas - 1) / replicas * 4000)
+
+
+def test_one_collective_carries_values_and_indices_together():
+    exchange, ladder = gravac.AllGather(), (8.0,)
+    jaxpr = jax.make_jaxpr(
+        lambda x: _laws._step(exchange, ladder, Comm("data"), x, np.int32(0)),
+        axis_env=[("data", 4)],
+    )(_examples.EXCHANGED[0])
+    assert str(jaxpr).count("all_gather[") == 1
+    assert "psum[" not in str(jaxpr)

@@ -1,0 +1,89 @@
+"""The front door: what is there, and that each name explains itself."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import gravac_jax as gravac
+
+# All of them; a name that comes or goes is a decision, and belongs in the changelog.
+PUBLIC = [
+    "AllGather",
+    "DenseMean",
+    "Fixed",
+    "GraVAC",
+    "Identity",
+    "NoMemory",
+    "Residual",
+    "StepInfo",
+    "TopK",
+    "WireCost",
+    "data_parallel",
+    "exponential",
+    "geometric",
+    "guard",
+    "init",
+    "matrices",
+    "place",
+    "simulate",
+    "state_specs",
+    "transform",
+    "value_and_grad",
+]
+FUNCTIONS = [x for x in PUBLIC if inspect.isfunction(getattr(gravac, x))]
+CLASSES = [x for x in PUBLIC if inspect.isclass(getattr(gravac, x))]
+
+
+def section(name, title):
+    """One section of the docstring of a public name, dedented."""
+    doc = inspect.getdoc(getattr(gravac, name)) or ""
+    found = re.search(rf"^{title}:\n((?:  .*\n|\n)+)", doc + "\n", re.MULTILINE)
+    return inspect.cleandoc(found[1]) if found else ""
+
+
+def entries(text):
+    """The names that an Args or Attributes section explains."""
+    return re.findall(r"^(\w+): \S", text, re.MULTILINE)
+
+
+def test_what_is_public_is_pinned():
+    assert sorted(x for x in vars(gravac) if not x.startswith("_")) == PUBLIC
+
+
+def test_every_public_name_is_a_function_or_a_class():
+    assert sorted(FUNCTIONS + CLASSES) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_one_first_sentence(name):
+    first, *rest = inspect.getdoc(getattr(gravac, name)).split("\n")
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_has_an_example_or_says_where_one_is(name):
+    example = section(name, "Example")
+    elsewhere = re.fullmatch(r"See `gravac\.(\w+)`\.", example)
+    example = section(elsewhere[1], "Example") if elsewhere else example
+    assert ">>> import gravac_jax as gravac" in example
+    assert re.search(rf"gravac\.{name}\b|StepInfo|data_parallel", example)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_explains_its_arguments_in_order_and_what_it_returns(name):
+    parameters = list(inspect.signature(getattr(gravac, name)).parameters)
+    assert entries(section(name, "Args")) == parameters
+    assert section(name, "Returns")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_explains_its_fields_in_order(name):
+    kind = getattr(gravac, name)
+    if dataclasses.is_dataclass(kind):
+        fields = [field.name for field in dataclasses.fields(kind)]
+        assert entries(section(name, "Args")) == fields
+    else:
+        assert entries(section(name, "Attributes")) == list(kind._fields)

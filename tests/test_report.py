@@ -1,0 +1,137 @@
+import _laws
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax import _buckets, _report
+
+N, LADDER = 4, (1.0, 4.0, 1000.0)
+WEIGHTS = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
+TREES = {
+    "all compressed": (WEIGHTS, True),
+    "some dense": (WEIGHTS, {"w": True, "b": False}),
+    "all dense": (WEIGHTS, False),
+}
+EXCHANGES = [
+    gravac.AllGather(),
+    gravac.AllGather(gravac.Identity()),
+    gravac.DenseMean(),
+]
+
+
+def tables(tree=WEIGHTS, compress=True, exchange=None, replicas=N):
+    plan = _buckets.plan(tree, compress)
+    return _report.tables(plan, exchange or gravac.AllGather(), LADDER, replicas)
+
+
+after = jax.jit(
+    lambda before, rung, gains, is_finite: _report.after(
+        before, tables(), rung, gains, is_finite
+    )
+)
+
+
+@pytest.mark.filterwarnings("ignore:gravac.transform compresses none")
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
+def test_every_byte_of_a_whole_step_is_reported(exchange, tree):
+    params, compress = TREES[tree]
+    controller = gravac.GraVAC(ladder=LADDER)
+    tx = gravac.transform(exchange=exchange, controller=controller, compress=compress)
+    state = tx.init(params)
+    jaxpr = jax.make_jaxpr(tx.update, axis_env=[("data", N)])(params, state).jaxpr
+    table = tables(params, compress, exchange)
+    for rung in range(len(LADDER)):
+        assert table.payload_bytes[rung] == _bytes_of_step(jaxpr, rung)
+    assert table.payload_bytes[-1] == _bytes_of_step(jaxpr, None)
+
+
+def _bytes_of_step(jaxpr, rung):
+    """The bytes of a step at `rung`; of a skipped one for None."""
+    # The outermost conditional skips the step, in its branch 0, or runs it.
+    (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    skip, run = (branch.jaxpr for branch in choice.params["branches"])
+    others = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if eqn is not choice])
+    chosen = skip if rung is None else run
+    return _laws.bytes_put_in(others, 0) + _laws.bytes_put_in(chosen, rung or 0)
+
+
+def test_the_factor_is_entries_over_entries_sent():
+    assert tables().factors.tolist() == [1, np.float32(69 / 17), 69, np.inf]
+
+
+def test_the_factor_speaks_of_the_compressed_leaves_alone():
+    factors = tables(compress={"w": True, "b": False}).factors
+    assert factors.tolist() == [1, 4, 64, np.inf]
+
+
+def test_without_compressed_leaves_every_step_is_dense():
+    table = tables(compress=False)
+    assert table.factors.tolist() == [1, 1, 1, np.inf]
+    assert len(set(table.payload_bytes[:-1].tolist())) == 1
+
+
+def test_the_dense_figures_are_those_of_a_plain_mean():
+    dense = tables(compress={"w": True, "b": False}).dense
+    assert dense == (69, 4 * 69, 2 * 3 / 4 * 4 * 69)
+
+
+def test_alone_nothing_goes_over_the_wire():
+    table = tables(replicas=1)
+    assert not table.wire_bytes.any()
+    assert table.dense.wire_bytes == 0
+    assert (table.payload_bytes > 0).all()
+
+
+def test_seconds_are_predicted_for_every_rung_from_its_own_bytes():
+    wire = gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
+    predicted = _report.predicted_seconds(tables(), wire)
+    assert (predicted.shape, predicted.dtype) == ((len(LADDER),), np.float32)
+    expected = 3 + tables().wire_bytes[: len(LADDER)] / 1024
+    np.testing.assert_array_equal(predicted, expected)
+
+
+def test_a_step_is_reported_from_its_rung():
+    gains = jnp.array([1.0, 0.5, 0.25])
+    before = _report.before_the_first_step(len(LADDER))
+    info = after(before, jnp.int32(1), gains, jnp.array(True))
+    table = tables()
+    assert info.factor == table.factors[1]
+    assert info.gain == 0.5
+    assert info.gains.tolist() == gains.tolist()
+    assert info.payload_bytes == table.payload_bytes[1]
+    assert info.wire_bytes == table.wire_bytes[1]
+    assert (info.dense_bytes, info.dense_wire_bytes) == table.dense[1:]
+    assert (info.dense_steps, info.skipped_steps) == (0, 0)
+
+
+def test_a_skipped_step_sent_nothing_and_gained_nothing():
+    before = _report.before_the_first_step(len(LADDER))
+    skipped = jnp.int32(len(LADDER))
+    info = after(before, skipped, jnp.ones(3), jnp.array(False))
+    assert (info.factor, info.gain) == (np.inf, 0)
+    assert info.payload_bytes == tables().payload_bytes[-1]
+    assert not info.is_finite
+    assert (info.dense_steps, info.skipped_steps) == (0, 1)
+
+
+def test_dense_and_skipped_steps_are_counted():
+    info = _report.before_the_first_step(len(LADDER))
+    for rung in (0, 3, 1, 0, 3, 3):
+        info = after(info, jnp.int32(rung), jnp.ones(3), jnp.array(rung < 3))
+    assert (info.dense_steps, info.skipped_steps) == (2, 3)
+
+
+def test_a_report_keeps_its_form():
+    before = _report.before_the_first_step(len(LADDER))
+    info = after(before, jnp.int32(2), jnp.ones(3), jnp.array(True))
+    assert _laws.form(info) == _laws.form(before)
+
+
+def test_no_two_figures_share_a_buffer():
+    # A buffer that stands twice in a state cannot be donated.
+    before = _report.before_the_first_step(len(LADDER))
+    pointers = [x.unsafe_buffer_pointer() for x in before]
+    assert len(set(pointers)) == len(pointers)

@@ -1,0 +1,51 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax import _throughput
+
+
+def test_a_step_is_compute_then_latency_then_bytes_over_bandwidth():
+    wire = gravac.WireCost(
+        bytes_per_second=1024, latency_seconds=0.25, compute_seconds=2
+    )
+    assert wire.step_seconds(512) == 2 + 0.25 + 0.5
+
+
+def test_without_bytes_a_step_still_takes_its_time():
+    wire = gravac.WireCost()
+    assert wire.step_seconds(0) == wire.compute_seconds + wire.latency_seconds
+
+
+def test_many_rungs_are_predicted_at_once():
+    wire = gravac.WireCost(8, latency_seconds=0, compute_seconds=1)
+    assert wire.step_seconds(np.array([8.0, 16.0])).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bytes_per_second", 0),
+        ("bytes_per_second", -125e6),
+        ("bytes_per_second", "1 Gbit/s"),
+        ("latency_seconds", -1e-3),
+        ("latency_seconds", float("nan")),
+        ("compute_seconds", float("inf")),
+        ("compute_seconds", True),
+    ],
+)
+def test_a_figure_that_no_network_has_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        gravac.WireCost(**{name: value})
+
+
+def test_throughput_falls_with_seconds_and_grows_with_gain():
+    gains, seconds = jnp.array([1.0, 0.5, 0.5]), jnp.array([4.0, 4.0, 1.0])
+    throughput = _throughput.compression_throughput(gains, seconds)
+    assert throughput.tolist() == [0.25, 0.125, 0.5]
+
+
+def test_an_unknown_time_is_an_unknown_throughput():
+    throughput = _throughput.compression_throughput(jnp.ones(1), jnp.array([jnp.nan]))
+    assert jnp.isnan(throughput).all()
