@@ -1,0 +1,137 @@
+"""The quickstart over several seeds and settings, paired, as a record.
+
+Every line of the JSONL is one run; seeds share initial params and batches across runs.
+A run that is already in the file is not made again.
+
+    python examples/benchmarks/quickstart_seeds.py --seeds 5 --out FILE.jsonl
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+import gravac_jax as gravac
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import quickstart
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Which runs to make."""
+
+    out: Path
+    """JSONL, appended to."""
+    seeds: int = 5
+    """Seeds 0, 1, ..."""
+    epsilons: tuple[float, ...] = (gravac.GraVAC.epsilon,)
+    """One adaptive run for each."""
+    factors: tuple[float, ...] = ()
+    """One static run for each."""
+    steps: int = quickstart.Config.steps
+    """Steps of each run."""
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    names = ("jax", "optax", "flax", "numpy")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return found | {"python": platform.python_version(), "machine": machine()}
+
+
+def machine() -> str:
+    """Processor and cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [x.split(":")[1].strip() for x in lines if x.startswith("model name")]
+    name = names[0] if names else platform.processor()
+    return f"{len(names) or '?'} cores, {name}; {jax.devices()[0].platform}"
+
+
+def controllers(args: Args) -> dict[str, Any]:
+    """Every run of one seed, by name."""
+    runs: dict[str, Any] = {"dense": gravac.Fixed(factor=1)}
+    runs |= {f"epsilon {x:g}": gravac.GraVAC(epsilon=x) for x in args.epsilons}
+    return runs | {f"factor {x:g}": gravac.Fixed(factor=x) for x in args.factors}
+
+
+def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
+    """Make what is missing in the file, and return all of it."""
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    records = [json.loads(line) for line in lines]
+    done = {(r["seed"], r["run"], r["steps"]) for r in records}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for seed in range(args.seeds):
+        for name, controller in controllers(args).items():
+            if (seed, name, args.steps) in done:
+                continue
+            config = quickstart.Config(seed=seed, steps=args.steps)
+            run = quickstart.train(name, controller, config, console)
+            if len(run.loss) < args.steps:
+                raise SystemExit(f"{name} was stopped; what is complete is kept")
+            record = {
+                "seed": seed,
+                "run": name,
+                "steps": args.steps,
+                "held_out": round(run.held_out, 5),
+                "payload_factor": round(run.payload_factor, 3),
+                "wire_factor": round(run.wire_factor, 3),
+                "step_ms": round(1e3 * run.step_seconds, 1),
+                "factors": [round(x) for x in run.factor[:: max(1, args.steps // 24)]],
+                "gravac_jax": gravac.__version__,
+                **versions(),
+            }
+            records.append(record)
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            console.print(f"seed {seed}, {name}: {run.held_out:.4f}")
+    return records
+
+
+def summary(records: list[dict[str, Any]]) -> Table:
+    """Medians over seeds, with the range."""
+    dense = {(r["seed"], r["steps"]): r for r in records if r["run"] == "dense"}
+    table = Table(box=SIMPLE, title="Median over paired seeds (smallest to largest)")
+    table.add_column("run")
+    for title in ("steps", "seeds", "gap to dense, %", "payload factor", "ms / step"):
+        table.add_column(title, justify="right")
+    for name, steps in dict.fromkeys((r["run"], r["steps"]) for r in records):
+        rows = [r for r in records if (r["run"], r["steps"]) == (name, steps)]
+        gaps = [
+            100 * (r["held_out"] / dense[r["seed"], steps]["held_out"] - 1)
+            for r in rows
+        ]
+        factors = [r["payload_factor"] for r in rows]
+        times = [r["step_ms"] for r in rows]
+        table.add_row(
+            name, str(steps), str(len(rows)), *map(spread, (gaps, factors, times))
+        )
+    return table
+
+
+def spread(figures: list[float]) -> str:
+    """Median (smallest to largest)."""
+    middle, low, high = statistics.median(figures), min(figures), max(figures)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def main(args: Args) -> None:
+    """Make the runs and print the table."""
+    jax.config.update("jax_num_cpu_devices", quickstart.Config.replicas)
+    console = Console()
+    console.print(summary(make_runs(args, console)))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,349 @@
+"""Train a small language model with adaptively compressed gradients, and densely.
+
+The text is the source code of the running Python's standard library, byte by byte, or
+any file given with --data. On a CPU the replicas are virtual devices; where there are
+enough GPUs or TPUs they are real ones. Lines marked `# gravac` are all that a training
+loop needs.
+
+    python examples/quickstart.py --help
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+import gravac_jax as gravac
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train with compressed gradients, train densely, compare."""
+
+    replicas: int = 4
+    """Data-parallel workers."""
+    steps: int = 600
+    """Steps of each run."""
+    controller: Literal["gravac", "fixed"] = "gravac"
+    """Who chooses the factor; "fixed" stays on the last rung of the ladder."""
+    ladder: tuple[float, ...] = gravac.exponential(10, 1000)
+    """Factors to choose from: 10 sends one gradient entry in ten, 1 sends all."""
+    epsilon: float = gravac.GraVAC.epsilon
+    """Smallest gain that GraVAC may send."""
+    window: int = gravac.GraVAC.window
+    """Steps between two of GraVAC's moves."""
+    data: Path | None = None
+    """Any text file, the last tenth held out; default: Python's own library."""
+    seed: int = 0
+    """Of the initial params and the order of the batches."""
+    compare: bool = False
+    """Also run static factors 10 and 100."""
+    out: Path = Path("runs/quickstart.png")
+    """The picture."""
+    batch: int = 8
+    """Sequences per replica and step."""
+    length: int = 64
+    """Bytes per sequence."""
+    learning_rate: float = 0.3
+    """Peak, after a short warm-up and before a cosine decay."""
+
+
+class ByteModel(nnx.Module):
+    """Predicts the next byte by gated causal convolutions of growing reach.
+
+    0.8 million params, nearly all in matrices; each block looks 1, 2, 4, ... bytes
+    further back.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 128, gate: int = 192):
+        """Six blocks of `width` channels with `gate` gated units each."""
+        self.embed = nnx.Embed(256, width, rngs=rngs)
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(6)])
+        self.inner = nnx.List(
+            [nnx.Linear(2 * width, 2 * gate, rngs=rngs) for _ in range(6)]
+        )
+        self.outer = nnx.List([nnx.Linear(gate, width, rngs=rngs) for _ in range(6)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, 256, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """`[batch, length]` bytes to `[batch, length, 256]` logits."""
+        x = self.embed(tokens)
+        blocks = zip(self.norms, self.inner, self.outer, strict=True)
+        for i, (norm, inner, outer) in enumerate(blocks):
+            y = norm(x)
+            past = jnp.pad(y, ((0, 0), (2**i, 0), (0, 0)))[:, : -(2**i)]
+            value, gate = jnp.split(inner(jnp.concatenate([past, y], axis=-1)), 2, -1)
+            x = x + outer(value * nnx.silu(gate))
+        return self.head(self.norm(x))
+
+
+def read_text(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out bytes; the library is split by file, a file by position."""
+    if path is not None:
+        text = np.frombuffer(path.read_bytes(), np.uint8)
+        cut = len(text) * 9 // 10
+        return text[:cut], text[cut:]
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
+    np.random.default_rng(0).shuffle(files)
+    cut = len(files) * 9 // 10
+    parts = [b"".join(p.read_bytes() for p in x) for x in (files[:cut], files[cut:])]
+    return np.frombuffer(parts[0], np.uint8), np.frombuffer(parts[1], np.uint8)
+
+
+def draw(text: np.ndarray, rows: int, length: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches `[rows, length + 1]` int32 of random places in `text`."""
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(text) - length, rows)
+        yield text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run left behind; lists have one figure per step."""
+
+    name: str
+    parameters: int = 0
+    held_out: float = float("nan")
+    step_seconds: float = float("nan")
+    loss: list[float] = dataclasses.field(default_factory=list)
+    factor: list[float] = dataclasses.field(default_factory=list)
+    gain: list[float] = dataclasses.field(default_factory=list)
+    payload_bytes: list[float] = dataclasses.field(default_factory=list)
+    wire_bytes: list[float] = dataclasses.field(default_factory=list)
+    dense_bytes: list[float] = dataclasses.field(default_factory=list)
+    dense_wire_bytes: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def payload_factor(self) -> float:
+        """Dense payload bytes over payload bytes, over the whole run."""
+        return sum(self.dense_bytes) / max(sum(self.payload_bytes), 1)
+
+    @property
+    def wire_factor(self) -> float:
+        """Dense wire bytes over wire bytes, over the whole run."""
+        return sum(self.dense_wire_bytes) / max(sum(self.wire_bytes), 1)
+
+
+def train(name: str, controller: Any, config: Config, console: Console) -> Run:
+    """Train one model under one controller; Ctrl-C ends it early."""
+    training_text, held_out_text = read_text(config.data)
+    graph, params = nnx.split(ByteModel(nnx.Rngs(config.seed)), nnx.Param)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, max(1, config.steps // 20), max(2, config.steps)
+    )
+    tx = optax.chain(
+        gravac.transform(controller=controller),  # gravac
+        optax.clip_by_global_norm(1.0),
+        optax.sgd(schedule, momentum=0.9, nesterov=True),
+    )
+
+    def loss_of(params: Any, batch: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, params)(batch[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return losses.mean()
+
+    def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
+        loss, grads = gravac.value_and_grad(loss_of)(params, batch)  # gravac
+        updates, opt_state = tx.update(grads, opt_state, params)
+        info = optax.tree.get(opt_state, "StepInfo")
+        return optax.apply_updates(params, updates), opt_state, loss, info
+
+    run = Run(name, parameters=sum(x.size for x in jax.tree.leaves(params)))
+    step, place = replicated(train_step, config.replicas)
+    state = place((params, tx.init(params)))  # gravac
+    rows = config.replicas * config.batch
+    batches = draw(training_text, rows, config.length, config.seed + 1)
+    pending: list[Any] = []
+    seconds: list[float] = []
+    with ctrl_c() as stop, Live(console=console, transient=True) as live:
+        while len(seconds) < config.steps and not stop.is_set():
+            started = time.perf_counter()
+            *state, loss, info = step(*state, next(batches))
+            pending.append((loss, info))
+            if len(pending) == 10:
+                collect(run, pending)
+                live.update(display(run, config.steps))
+            seconds.append(time.perf_counter() - started)
+        collect(run, pending)
+    if stop.is_set():
+        console.print(f"{name}: stopped at step {len(run.loss)}")
+    run.step_seconds = float(np.mean(seconds[1:] or [np.nan]))  # the first compiles
+    test = next(draw(held_out_text, 256, 256, seed=0))
+    alone = jax.device_get(state[0])
+    run.held_out = float(jax.jit(loss_of)(alone, test))
+    return run
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets; a second Ctrl-C interrupts as usual.
+
+    An exception could come between a step that has taken its state's memory and the
+    assignment of the new state.
+    """
+    event = threading.Event()
+
+    def handle(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def replicated(train_step: Any, replicas: int) -> tuple[Any, Any]:
+    """The step and the placement on real devices, or all replicas on one."""
+    if len(jax.devices()) < replicas:
+        step = gravac.simulate(train_step, replicas)  # gravac
+        return step, lambda tree: gravac.place(tree, replicas)
+    mesh = jax.make_mesh((replicas,), ("data",), devices=jax.devices()[:replicas])
+    step = gravac.data_parallel(train_step, mesh)  # gravac
+    return step, lambda tree: gravac.place(tree, mesh)
+
+
+def collect(run: Run, pending: list[Any]) -> None:
+    """Fetch the figures of the last steps, in one transfer."""
+    for loss, info in jax.device_get(pending):
+        run.loss.append(float(loss))
+        for name in ("factor", "gain", "payload_bytes", "wire_bytes"):
+            getattr(run, name).append(float(getattr(info, name)))
+        run.dense_bytes.append(float(info.dense_bytes))
+        run.dense_wire_bytes.append(float(info.dense_wire_bytes))
+    pending.clear()
+
+
+def display(run: Run, steps: int) -> Group:
+    """One frame of the live view."""
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for title in (
+        "run",
+        "step",
+        "loss",
+        "factor",
+        "gain",
+        "MB on the wire",
+        "dense MB",
+    ):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    table.add_row(
+        run.name,
+        f"{len(run.loss)} / {steps}",
+        f"{np.mean(run.loss[-20:]):.3f}",
+        f"{run.factor[-1]:.0f}",
+        f"{run.gain[-1]:.2f}",
+        f"{sum(run.wire_bytes) / 1e6:,.1f}",
+        f"{sum(run.dense_wire_bytes) / 1e6:,.1f}",
+    )
+    return Group(table, ProgressBar(total=steps, completed=len(run.loss), width=60))
+
+
+def summary(runs: list[Run]) -> Table:
+    """The table at the end; gaps are against the dense run."""
+    dense = next((run.held_out for run in runs if run.name == "dense"), float("nan"))
+    table = Table(
+        box=SIMPLE,
+        title="Same model, same batches, same number of steps",
+        caption="payload: handed to the collectives; wire: sent for them by a replica",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("run", no_wrap=True)
+    columns = "held-out\nloss|gap|payload\nkB/step|payload\nMB|payload\nfactor"
+    for title in (*columns.split("|"), "wire\nfactor", "steps", "ms/\nstep"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        table.add_row(
+            run.name,
+            f"{run.held_out:.4f}",
+            f"{100 * (run.held_out / dense - 1):+.1f}%",
+            f"{np.mean(run.payload_bytes) / 1e3:,.0f}",
+            f"{sum(run.payload_bytes) / 1e6:,.1f}",
+            f"{run.payload_factor:.1f}",
+            f"{run.wire_factor:.1f}",
+            f"{len(run.loss)}",
+            f"{1e3 * run.step_seconds:.0f}",
+        )
+    return table
+
+
+def draw_picture(runs: list[Run], path: Path) -> None:
+    """Loss, factor and gain over steps, legible in gray."""
+    fig, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
+        smooth = np.convolve(run.loss, np.ones(20) / 20, "valid")
+        axes[0].plot(np.arange(len(smooth)) + 20, smooth, line, label=run.name)
+        for axis, figures in zip(axes[1:], (run.factor, run.gain), strict=True):
+            axis.plot(np.arange(len(figures)) + 1, figures, line, linewidth=1)
+    axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")
+    axes[0].legend()
+    axes[1].set(ylabel="factor\n(entries / entries sent)", yscale="log")
+    axes[2].set(ylabel="gain\n(share of energy sent)", xlabel="step", ylim=(0, 1.05))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+def controllers(config: Config) -> dict[str, Any]:
+    """The runs to make, by name."""
+    chosen = {
+        "gravac": lambda: gravac.GraVAC(
+            epsilon=config.epsilon, ladder=config.ladder, window=config.window
+        ),
+        "fixed": lambda: gravac.Fixed(factor=config.ladder[-1]),
+    }[config.controller]()
+    runs = {"adaptive" if config.controller == "gravac" else "fixed": chosen}
+    runs["dense"] = gravac.Fixed(factor=1)
+    if config.compare:
+        runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (10, 100)}
+    return runs
+
+
+def main(config: Config) -> list[Run]:
+    """Make the runs, print the table, draw the picture."""
+    jax.config.update("jax_num_cpu_devices", config.replicas)
+    console, runs = Console(), []
+    for name, controller in controllers(config).items():
+        run = train(name, controller, config, console)
+        if run.loss:
+            runs.append(run)
+        if len(run.loss) < config.steps:
+            break
+    if runs:
+        console.print(f"{runs[0].parameters:,} params, {config.replicas} replicas")
+        console.print(summary(runs))
+        draw_picture(runs, config.out)
+        console.print(f"The picture is in {config.out}")
+    return runs
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,69 @@
+"""The examples run, at toy size."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, str(EXAMPLES / "quickstart.py"), *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    return str(path)
+
+
+TOY = ("--steps", "3", "--batch", "2", "--length", "16")
+
+
+def test_the_quickstart_compares_adaptive_with_dense_and_draws(tmp_path, text):
+    output = run(*TOY, "--data", text, "--out", "a/b.png", cwd=tmp_path)
+    assert "807,040 params, 4 replicas" in output
+    rows = [line.split() for line in output.splitlines()]
+    assert [row[0] for row in rows if row[-2:-1] == ["3"]] == ["adaptive", "dense"]
+    assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_quickstart_compares_static_factors_on_request(tmp_path, text):
+    options = ("--controller", "fixed", "--ladder", "1", "50", "--compare")
+    output = run(*TOY, "--data", text, *options, "--replicas", "2", cwd=tmp_path)
+    names = ("fixed", "dense", "factor 10", "factor 100")
+    starts = [output.index(f"\n  {name} ") for name in names]
+    assert all(a < b for a, b in itertools.pairwise(starts))
+
+
+def test_the_quickstart_ends_cleanly_on_ctrl_c(tmp_path, text):
+    script = f"""
+import os, signal, sys; sys.path.insert(0, {str(EXAMPLES)!r})
+import quickstart
+batches = quickstart.draw
+def interrupted(*arguments, **options):
+    for i, batch in enumerate(batches(*arguments, **options)):
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        yield batch
+quickstart.draw = interrupted
+from pathlib import Path
+config = quickstart.Config(steps=50, batch=2, length=16, data=Path({text!r}))
+runs = quickstart.main(config)
+assert [len(run.loss) for run in runs] == [6], runs
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stopped at step 6" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "runs/quickstart.png").exists()
