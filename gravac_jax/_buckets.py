@@ -51,9 +51,8 @@ class Buckets:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size n of each bucket; none where no leaf is compressed."""
-        n = sum(x.size for x in self._chosen(self.leaves, True))
-        return (n,) if n else ()
+        """The size n of each bucket: one for the whole model, 0 if all goes dense."""
+        return (sum(x.size for x in self._chosen(self.leaves, True)),)
 
     @property
     def dense_size(self) -> int:
@@ -63,19 +62,14 @@ class Buckets:
     def pack(self, tree: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The buckets (`[n]` float32 each) and the dense vector of `tree`."""
         leaves = jax.tree.leaves(tree)
-        compressed = self._chosen(leaves, True)
-        buckets = (_tree.ravel(compressed),) if self.sizes else ()
-        return buckets, _tree.ravel(self._chosen(leaves, False))
+        bucket = _tree.ravel(self._chosen(leaves, True))
+        return (bucket,), _tree.ravel(self._chosen(leaves, False))
 
     def unpack(self, buckets: tuple[jax.Array, ...], dense: jax.Array) -> Any:
         """The inverse of `pack`, in the leaves' own dtypes."""
-        compressed = self._chosen(self.leaves, True)
+        (bucket,) = buckets
         parts = {
-            True: iter(
-                _tree.unravel(buckets[0], compressed)
-                if buckets
-                else [jax.numpy.zeros(x.shape, x.dtype) for x in compressed]
-            ),
+            True: iter(_tree.unravel(bucket, self._chosen(self.leaves, True))),
             False: iter(_tree.unravel(dense, self._chosen(self.leaves, False))),
         }
         leaves = [next(parts[chosen]) for chosen in self.is_compressed]
@@ -104,6 +98,8 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
         chosen = [compress] * len(leaves)
     elif callable(compress):
         chosen = [bool(compress(path, x)) for path, x in _tree.named_leaves(tree)]
+    elif not leaves:
+        chosen = []  # optax.tree.map_params asks for the state of no params at all
     else:
         _checks.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
@@ -113,7 +109,7 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
 
 def warn_if_empty(buckets: Buckets) -> None:
     """Say so when nothing will be compressed: a silent dense run helps nobody."""
-    if buckets.dense_size and not buckets.sizes:
+    if buckets.dense_size and not sum(buckets.sizes):
         warnings.warn(
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
             f" ({buckets.dense_size:,} entries): all are one-dimensional or small."

@@ -137,13 +137,13 @@ def axis(axis_name: Any) -> None:
         )
 
 
-def bound_axis(axis_name: Any) -> None:
+def bound_axis(axis_name: Any, caller: str) -> None:
     """Refuse a call outside the axis that the components were built for."""
     try:
         _ = axis_name is None or jax.lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"`update` was called outside axis_name={axis_name!r} ({error}). Call it"
+            f"`{caller}` was called outside axis_name={axis_name!r} ({error}). Call it"
             f" inside shard_map, pmap or vmap over that axis (gravac.data_parallel"
             f" does), give the name that your mesh has, or pass axis_name=None to run"
             f" alone."

@@ -60,7 +60,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _checks.bound_axis(axis_name)
+        _checks.bound_axis(axis_name, "value_and_grad")
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]

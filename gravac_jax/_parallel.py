@@ -149,7 +149,8 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
 
     def body(state: tuple[Any, ...], batch: Any) -> tuple[Any, Any]:
         results = train_step(*state, batch)
-        results = results if isinstance(results, tuple) else (results,)
+        # By type: a lone NamedTuple is a state, not several results.
+        results = results if type(results) is tuple else (results,)
         metrics = results[len(state) :]
         mean = Comm(axis_name).mean(
             jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)

@@ -27,11 +27,11 @@ def place(
       axis_name: the axis, or axes, of the transform.
 
     Returns:
-      The tree, of the same structure.
+      The tree, of the same structure, in memory of its own.
 
     Raises:
-      ValueError: if the mesh does not have the axis, or the state is placed on
-        another number of replicas.
+      ValueError: if the mesh does not have the axis, the state is placed on another
+        number of replicas, or `mesh` is neither a mesh nor a positive number.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -43,7 +43,8 @@ def place(
       >>> optax.tree.get(opt_state, "residual").shape
       (2, 65536)
     """
-    if isinstance(mesh, int):
+    if not isinstance(mesh, jax.sharding.Mesh):
+        _checks.count(mesh, "mesh", "replicas, where it is no jax.sharding.Mesh")
         replicas, local, shared = mesh, None, None
     else:
         _checks.mesh_axis(mesh, axis_name)
@@ -55,30 +56,27 @@ def place(
     def place_local(state: Any) -> Any:
         if _state.is_placed(state):
             _checks.placed_on(len(jax.tree.leaves(state)[0]), replicas)
-            return jax.device_put(state, local, may_alias=False)
-        state = jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
-        if isinstance(state, _state.LocalState):
-            ids = np.arange(replicas, dtype=np.int32)
-            place_ids = lambda x: _put(ids, local) if x.ndim == 1 else x
-            state = state._replace(replica=jax.tree.map(place_ids, state.replica))
-        return state
+            return jax.tree.map(lambda x: _copy(x, local), state)
+        return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
 
-    # Copies: the step may donate what it is given, and the caller's arrays stay his.
-    copy = lambda x: jax.device_put(x, shared, may_alias=False)
-    return _state.map_local(tree, place_local, copy)
+    return _state.map_local(tree, place_local, lambda x: _copy(x, shared))
+
+
+def _copy(x: Any, sharding: Any) -> jax.Array:
+    # device_put alone, also with may_alias=False, keeps the buffer of the device that
+    # the array comes from: a step that donates its state would delete the caller's.
+    return jax.device_put(jnp.array(x, copy=True), sharding)
 
 
 def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
     if sharding is None:
-        return jnp.broadcast_to(x, (replicas, *jnp.shape(x)))
-    return _put(np.broadcast_to(np.asarray(x), (replicas, *np.shape(x))), sharding)
-
-
-def _put(x: np.ndarray, sharding: Any) -> jax.Array:
-    # By callback each process makes only the shards that its own devices hold.
-    if sharding is None:
-        return jnp.asarray(x)
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jnp.tile(x, (replicas, *[1] * jnp.ndim(x)))
+    # By callback each process makes only the shards that its own devices hold, and
+    # each shard its own memory.
+    host = np.broadcast_to(np.asarray(x), (replicas, *np.shape(x)))
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: np.array(host[index])
+    )
 
 
 def init(

@@ -17,7 +17,7 @@ class LocalState(NamedTuple):
     of replicas, sharded over them, and inside shard_map one of length 1.
 
     Attributes:
-      replica: `[]` int32, which replica this is; -1 until placed.
+      replica: `[]` int32, which replica this is; -1 before the first step.
       memory: one state per bucket.
       exchange: one state per bucket.
     """

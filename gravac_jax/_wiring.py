@@ -66,7 +66,8 @@ class Wiring:
         """The state before the first step, in its local form."""
         _checks.gradients(params, "params")
         buckets = _buckets.plan(params, self.compress)
-        _buckets.warn_if_empty(buckets)
+        if self.compress is not False:
+            _buckets.warn_if_empty(buckets)
         rungs = len(self.controller.ladder)
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
@@ -89,7 +90,7 @@ class Wiring:
         """One step of GraVAC's Algorithm 1, from local gradients to their mean."""
         del params, ignored
         comm = Comm(self.axis_name)
-        _checks.bound_axis(self.axis_name)
+        _checks.bound_axis(self.axis_name, "update")
         _checks.gradients(updates)
         comm.check_local(updates)
         buckets = _buckets.plan(updates, self.compress)
@@ -209,7 +210,8 @@ class Wiring:
             measured_step, state.steps - 1, jnp.int32, "measured_step"
         )
         age = state.steps - step
-        is_known = (seconds > 0) & (age >= 1) & (age <= _state.PAST_STEPS)
+        is_time = jnp.isfinite(seconds) & (seconds > 0)
+        is_known = is_time & (age >= 1) & (age <= _state.PAST_STEPS)
         is_here = is_known & (rungs == state.past_rungs[step % _state.PAST_STEPS])
         return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
 

@@ -71,10 +71,10 @@ def test_compressed_leaves_are_one_bucket_in_the_order_of_the_tree():
     assert dense.size == 0
 
 
-def test_without_compressed_leaves_there_is_no_bucket():
+def test_without_compressed_leaves_the_bucket_is_empty():
     plan = _buckets.plan(PARAMS, False)
-    assert (plan.sizes, plan.dense_size) == ((), 10)
-    assert plan.pack(PARAMS)[0] == ()
+    assert (plan.sizes, plan.dense_size) == ((0,), 10)
+    assert plan.pack(PARAMS)[0][0].size == 0
 
 
 def test_a_bool_is_for_all_leaves():

@@ -39,7 +39,7 @@ def test_the_quickstart_compares_static_factors_on_request(tmp_path, text):
     options = ("--controller", "fixed", "--ladder", "1", "50", "--compare")
     output = run(*TOY, "--data", text, *options, "--replicas", "2", cwd=tmp_path)
     names = ("fixed", "dense", "factor 10", "factor 100")
-    starts = [output.index(f"\n  {name} ") for name in names]
+    starts = [output.index(f"\n {name} ") for name in names]
     assert all(a < b for a, b in itertools.pairwise(starts))
 
 

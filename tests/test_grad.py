@@ -1,0 +1,103 @@
+"""value_and_grad gives local gradients, wherever it runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _harness import AXIS_TYPES, HARNESSES, N, make_mesh
+
+import gravac_jax as gravac
+
+W = jnp.arange(3.0)
+X = jnp.arange(3.0 * N).reshape(N, 3) + 1
+LOSS = lambda w, x: jnp.sum(w * x) ** 2
+
+
+def everywhere(f, how, w=W, x=X, mesh=None, axis_name="data"):
+    """`f(w, x)` on every replica of its own x, stacked."""
+    if how == "pmap":
+        return jax.pmap(f, axis_name, in_axes=(None, 0))(w, x)
+    if how == "vmap":
+        return jax.vmap(f, in_axes=(None, 0), axis_name=axis_name)(w, x)
+    mesh = mesh or make_mesh()
+    w = jax.device_put(w, jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(axis_name)))
+    return jax.shard_map(
+        lambda w, x: jax.tree.map(lambda y: y[None], f(w, x[0])),
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P(axis_name)),
+        out_specs=jax.P(axis_name),
+        check_vma=how == "shard_map",
+    )(w, x)
+
+
+def is_local(received, expected):
+    """Whether replica r received `expected(X[r])`; all numbers are small integers."""
+    rows = [expected(x) for x in X]
+    expected = jax.tree.map(lambda *row: np.stack(row), *rows)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), received, expected)
+    assert jax.tree.structure(received) == jax.tree.structure(expected)
+    return all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_values_and_gradients_are_those_of_the_replica_alone(how):
+    received = everywhere(gravac.value_and_grad(LOSS), how)
+    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
+
+
+def test_alone_it_is_value_and_grad():
+    received = gravac.value_and_grad(LOSS, axis_name=None)(W, X[1])
+    expected = jax.value_and_grad(LOSS)(W, X[1])
+    assert all(map(np.array_equal, received, expected))
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_aux_is_returned(how):
+    loss = lambda w, x: (LOSS(w, x), {"x": x})
+    received = everywhere(gravac.value_and_grad(loss, has_aux=True), how)
+    assert is_local(received, lambda x: jax.value_and_grad(loss, has_aux=True)(W, x))
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("argnums", [(0,), (0, 1), (2, 0), -1, (0, -1)])
+def test_any_arguments_may_be_differentiated(argnums, how):
+    loss = lambda w, x, b: jnp.sum(w["w"] * x + b)
+    take = lambda grad: lambda w, x: grad(loss, argnums=argnums)({"w": w}, x, w)
+    received = everywhere(take(gravac.value_and_grad), how)
+    assert is_local(received, lambda x: take(jax.value_and_grad)(W, x))
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_keyword_arguments_are_passed_on(how):
+    loss = lambda w, *, x, scale: scale * LOSS(w, x)
+    take = lambda grad: lambda w, x: grad(loss)(w, x=x, scale=2.0)
+    received = everywhere(take(gravac.value_and_grad), how)
+    assert is_local(received, lambda x: take(jax.value_and_grad)(W, x))
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_gradients_are_local_to_every_axis_of_a_tuple(axis_type):
+    names = ("outer", "inner")
+    mesh = make_mesh((2, 2), names, axis_type)
+    grad = gravac.value_and_grad(LOSS, names)
+    received = everywhere(grad, "shard_map", mesh=mesh, axis_name=names)
+    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
+
+
+def test_params_that_vary_already_are_left_alone():
+    def twice(w, x):
+        w = jax.lax.pcast(w, "data", to="varying")
+        return gravac.value_and_grad(LOSS)(w, x)
+
+    received = everywhere(twice, "shard_map")
+    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
+
+
+def test_jax_grad_sums_over_replicas_where_jax_checks_what_varies():
+    """The trap that value_and_grad is for; if this fails, JAX has closed it."""
+    grads = everywhere(jax.grad(LOSS), "shard_map")
+    total = sum(jax.grad(LOSS)(W, x) for x in X)
+    assert all(np.array_equal(row, total) for row in grads)
+    unchecked = everywhere(jax.grad(LOSS), "shard_map unchecked")
+    assert is_local(unchecked, lambda x: jax.grad(LOSS)(W, x))

@@ -1,0 +1,178 @@
+"""data_parallel on a mesh and simulate on one device are the same training."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import (
+    AXIS_TYPES,
+    SUM_ROUNDING,
+    N,
+    agreed,
+    assert_same,
+    collectives,
+    make_mesh,
+)
+
+import gravac_jax as gravac
+
+STEPS = 10
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
+TX = optax.chain(
+    gravac.transform(
+        compress=lambda path, leaf: leaf.ndim == 2, controller=gravac.Fixed(4)
+    ),
+    optax.sgd(1.0),
+)
+
+
+def train_step(params, opt_state, batch):
+    """A loss whose gradients are the batch's rows."""
+    loss = lambda p: sum(jnp.sum(p[k] * jnp.sum(batch[k], axis=0)) for k in p)
+    value, grads = gravac.value_and_grad(loss)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    metrics = {"b": jnp.sum(batch["b"]), "rows": len(batch["b"])}
+    return optax.apply_updates(params, updates), opt_state, value, metrics
+
+
+def batches(integers=False):
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        x = {k: rng.normal(size=(2 * N, *p.shape)) for k, p in PARAMS.items()}
+        x = {k: np.round(9 * v) for k, v in x.items()} if integers else x
+        yield {k: v.astype(np.float32) for k, v in x.items()}
+
+
+@functools.cache
+def runner(where):
+    """A step and its initial state."""
+    if where == "simulated":
+        return gravac.simulate(train_step, N), gravac.place(initial(), N)
+    axis_type, check_vma = where
+    mesh = make_mesh(axis_type=axis_type)
+    step = gravac.data_parallel(train_step, mesh, check_vma=check_vma, donate=False)
+    return step, gravac.place(initial(), mesh)
+
+
+def initial():
+    return PARAMS, TX.init(PARAMS)
+
+
+def train(where, **kwargs):
+    """Params, optimizer state and metrics of each step."""
+    step, state = runner(where)
+    state = jax.tree.map(jnp.copy, state)  # simulate donates
+    trajectory = []
+    for batch in batches(**kwargs):
+        *state, value, metrics = step(*state, batch)
+        results = (*state, value, metrics)
+        trajectory.append(jax.tree.map(agreed, results))
+    return trajectory
+
+
+WHERE = [(axis_type, check) for axis_type in AXIS_TYPES for check in (True, False)]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_mesh_and_a_simulation_train_alike_bit_for_bit_on_integers(where):
+    assert_same(train(where, integers=True), train("simulated", integers=True))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_on_floats_they_select_the_same_and_their_sums_round_differently(where):
+    came_in = dict.fromkeys(PARAMS, 0.0)
+    runs = zip(batches(), train(where), train("simulated"), strict=True)
+    for step, (batch, received, expected) in enumerate(runs, start=1):
+        assert_same(received[1][0].local, expected[1][0].local)
+        for leaf in PARAMS:
+            came_in[leaf] += np.abs(batch[leaf]).sum(axis=0)
+            # The means of all steps, and the param that every step rounds again.
+            bound = (SUM_ROUNDING + step * 2.0**-24) * came_in[leaf]
+            assert (np.abs(received[0][leaf] - expected[0][leaf]) <= bound).all()
+
+
+@pytest.mark.parametrize("where", [*WHERE, "simulated"])
+def test_metrics_are_averaged_over_replicas(where):
+    for batch, (_, _, value, metrics) in zip(
+        batches(integers=True), train(where, integers=True), strict=True
+    ):
+        assert value.dtype == metrics["rows"].dtype == np.float32
+        assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
+
+
+def test_a_simulation_runs_one_branch_and_not_all():
+    controller = gravac.GraVAC(ladder=(1, 4, 16))
+    tx = gravac.transform(compress=True, controller=controller)
+    step = gravac.simulate(lambda state, x: tx.update(x, state)[1:], N)
+    state = gravac.init(tx, PARAMS["b"], N)
+    program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()
+    assert collectives(program.as_text()) == ([], 2)  # the skip and the ladder
+
+
+def mean_step(params, batch):
+    """Plain data parallelism, without a transform."""
+    return params + jax.lax.pmean(jnp.sum(batch), "data")
+
+
+BATCH = np.arange(2.0 * N, dtype=np.float32)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_the_state_is_donated_unless_told_otherwise(donate, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    step = gravac.data_parallel(train_step, mesh, donate=donate)
+    state = gravac.place(initial(), mesh)
+    step(*state, next(batches()))
+    used = (state[0], optax.tree.get(state[1], "residual"))
+    assert [x.is_deleted() for x in jax.tree.leaves(used)] == [donate] * 3
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("kind", ["numpy", "jax", "sharded"])
+def test_a_batch_may_be_any_array_and_is_kept(kind, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    batch = {
+        "numpy": BATCH,
+        "jax": jnp.asarray(BATCH),
+        "sharded": jax.device_put(BATCH, sharding),
+    }[kind]
+    step = gravac.data_parallel(mean_step, mesh)
+    (params,) = step(gravac.place(np.float32(1), mesh), batch)
+    assert float(params) == 1 + BATCH.sum() / N
+    assert np.array_equal(batch, BATCH)
+
+
+@pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
+def test_one_replica_is_enough(run):
+    where = 1 if run is gravac.simulate else make_mesh((1,))
+    (params,) = run(mean_step, where)(gravac.place(np.float32(1), where), BATCH)
+    assert float(params) == 1 + BATCH.sum()
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("axis_name", ["data", ("data",), ("data", "other")])
+def test_the_mesh_may_have_other_axes(axis_name, axis_type):
+    mesh = make_mesh((2, 2), ("data", "other"), axis_type)
+    tx = gravac.transform(axis_name, compress=True, controller=gravac.Fixed(4))
+    step = gravac.data_parallel(
+        lambda state, x: tx.update(x[0], state)[::-1], mesh, axis_name
+    )
+    replicas = 4 if "other" in axis_name else 2
+    grads = np.arange(16.0 * replicas, dtype=np.float32).reshape(replicas, 4, 4)
+    state = gravac.init(tx, grads[0], mesh, axis_name)
+    state, updates = step(state, grads)
+    residual = np.asarray(optax.tree.get(state, "residual"))
+    assert residual.shape == (replicas, 16)
+    sent = grads.reshape(replicas, 16) - residual
+    assert np.array_equal(np.ravel(updates), sent.mean(axis=0))
+    assert np.count_nonzero(sent, axis=1).tolist() == [4] * replicas
+
+
+def test_the_step_keeps_its_name():
+    for run, where in ((gravac.data_parallel, make_mesh()), (gravac.simulate, N)):
+        assert run(mean_step, where).__name__ == "mean_step"

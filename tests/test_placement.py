@@ -1,0 +1,183 @@
+"""place, init and state_specs know what differs per replica in any training state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import AXIS_TYPES, N, assert_same, make_mesh
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gravac_jax as gravac
+
+TX = optax.chain(
+    gravac.transform(compress=True, controller=gravac.Fixed(4)),
+    optax.sgd(0.1, momentum=0.9),
+)
+SIZE = 15  # entries of a dense layer from 4 to 3
+
+
+def train_step(params, opt_state, x):
+    loss = lambda p: jnp.sum((x @ p["w"] + p["b"][None]) ** 2)
+    value, grads = gravac.value_and_grad(loss)(params)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, jax.lax.pmean(value, "data")
+
+
+def bare():
+    params = {"b": jnp.ones(3), "w": jnp.ones((4, 3))}
+    return params, TX.init(params)
+
+
+def linen():
+    module = nn.Dense(3)
+    params = module.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    return TrainState.create(apply_fn=module.apply, params=params, tx=TX)
+
+
+def nnx_optimizer():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+def nnx_split():
+    return nnx.split(nnx_optimizer())[1]
+
+
+TREES = {f.__name__: f for f in (bare, linen, nnx_optimizer, nnx_split)}
+PLACES = {
+    "auto": lambda: make_mesh(axis_type=AXIS_TYPES[0]),
+    "explicit": lambda: make_mesh(axis_type=AXIS_TYPES[1]),
+    "simulated": lambda: N,
+}
+
+
+def is_local(x):
+    """Whether a leaf of an unplaced tree differs per replica: residual or number."""
+    return np.shape(x) == (SIZE,) or np.array_equal(x, -1)
+
+
+def pairs(tree, placed):
+    assert jax.tree.structure(placed) == jax.tree.structure(tree)
+    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tree", TREES)
+def test_what_differs_gets_an_axis_of_replicas_and_the_rest_stays(tree, place):
+    tree, where = TREES[tree](), PLACES[place]()
+    before_and_after = pairs(tree, gravac.place(tree, where))
+    assert sum(is_local(x) for x, _ in before_and_after) == 2
+    for x, y in before_and_after:
+        if is_local(x):
+            assert y.shape == (N, *x.shape)
+        else:
+            assert np.array_equal(y, x, equal_nan=True)
+        assert y.dtype == jnp.result_type(x)
+        if where != N:
+            spec = jax.P("data") if is_local(x) else jax.P()
+            sharding = jax.NamedSharding(where, spec)
+            assert y.sharding.is_equivalent_to(sharding, y.ndim)
+
+
+def test_replicas_are_numbered_by_the_first_step():
+    params, opt_state = gravac.place(bare(), N)
+    assert optax.tree.get(opt_state, "replica").tolist() == [-1] * N
+    step = gravac.simulate(train_step, N)
+    _, opt_state, _ = step(params, opt_state, jnp.ones((N, 4)))
+    assert optax.tree.get(opt_state, "replica").tolist() == list(range(N))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tree", TREES)
+def test_placing_again_changes_nothing(tree, place):
+    where = PLACES[place]()
+    once = gravac.place(TREES[tree](), where)
+    for x, y in pairs(once, gravac.place(once, where)):
+        assert_same(y, x)
+        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+def test_what_is_held_back_moves_from_mesh_to_mesh():
+    params, opt_state = gravac.place(bare(), make_mesh())
+    residual = np.arange(N * SIZE, dtype=np.float32).reshape(N, SIZE)
+    opt_state = optax.tree.set(opt_state, residual=residual)
+    for place in ("explicit", "simulated", "auto"):
+        params, opt_state = gravac.place((params, opt_state), PLACES[place]())
+        assert_same(optax.tree.get(opt_state, "residual"), residual)
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_arrays_of_the_caller_survive_donation(place, make):
+    tree, where = jax.tree.map(make, bare()), PLACES[place]()
+    expected = jax.tree.map(np.array, tree)
+    run = gravac.simulate if where == N else gravac.data_parallel
+    placed = gravac.place(tree, where)
+    run(train_step, where)(*placed, np.ones((N, 4), np.float32))
+    assert optax.tree.get(placed[1], "residual").is_deleted()
+    assert_same(tree, expected)  # raises where they are deleted
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_init_is_place_of_init(place):
+    where = PLACES[place]()
+    params, opt_state = bare()
+    received = gravac.init(TX, params, where)
+    expected = gravac.place(opt_state, where)
+    assert_same(received, expected)
+    for x, y in pairs(received, expected):
+        assert x.sharding == y.sharding
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+@pytest.mark.parametrize("tree", TREES)
+def test_specs_say_which_leaves_differ(tree, is_placed):
+    tree = TREES[tree]()
+    specs = gravac.state_specs(gravac.place(tree, N) if is_placed else tree, "x")
+    for x, spec in pairs(tree, specs):
+        assert spec == (jax.P("x") if is_local(x) else jax.P())
+
+
+def test_specs_need_shapes_only():
+    tree = bare()
+    shapes = jax.eval_shape(lambda: tree)
+    assert gravac.state_specs(shapes) == gravac.state_specs(tree)
+
+
+def test_a_tuple_of_axes_has_the_product_of_their_replicas():
+    names = ("outer", "inner")
+    mesh = make_mesh((2, 2), names)
+    opt_state = gravac.init(TX, bare()[0], mesh, names)
+    residual = optax.tree.get(opt_state, "residual")
+    assert residual.shape == (N, SIZE)
+    sharding = jax.NamedSharding(mesh, jax.P(names))
+    assert residual.sharding.is_equivalent_to(sharding, 2)
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_the_specs_serve_a_hand_written_shard_map(axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    state = gravac.place(bare(), mesh)
+    specs = gravac.state_specs(state)
+
+    step = jax.jit(
+        jax.shard_map(
+            lambda state, x: train_step(*state, x),
+            mesh=mesh,
+            in_specs=(specs, jax.P("data")),
+            out_specs=(*specs, jax.P()),
+        )
+    )
+    batch = jax.device_put(jnp.ones((N, 4)), jax.NamedSharding(mesh, jax.P("data")))
+    values = []
+    for _ in range(2):
+        *state, value = step(tuple(state), batch)
+        values.append(float(value))
+    assert values[0] == 75  # 3 outputs of 1 + 4
+    assert values[1] < values[0]
+    residual = np.asarray(optax.tree.get(state, "residual"))
+    assert np.count_nonzero(residual, axis=1).tolist() == [SIZE - 3] * N

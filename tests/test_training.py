@@ -1,0 +1,136 @@
+"""Every training loop and optimizer that the transform promises to serve, trains."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, make_mesh
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gravac_jax as gravac
+
+STEPS = 80
+SHARE = 1 / 50  # of the first loss, which the last one must be below
+# A planted linear map, so that the loss can fall to nothing.
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8 * N, 16)).astype(np.float32)
+Y = X @ RNG.normal(size=(16, 4)).astype(np.float32) + 1
+
+EXCHANGE = gravac.transform(
+    compress=lambda path, leaf: leaf.ndim == 2,
+    controller=gravac.GraVAC(epsilon=0.25, ladder=(1, 4, 16), window=10),
+)
+MASK = {"b": False, "w": True}
+SGD = optax.sgd(0.02, momentum=0.9)
+DECAY = optax.add_decayed_weights(1e-4)
+OPTIMIZERS = {
+    "guarded adamw": gravac.guard(optax.chain(EXCHANGE, optax.adamw(0.1))),
+    "injected": optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(EXCHANGE, optax.sgd(learning_rate))
+    )(learning_rate=0.1),
+    "masked": optax.chain(EXCHANGE, optax.masked(DECAY, {"b": False, "w": True}), SGD),
+    "clipped": optax.chain(EXCHANGE, optax.clip_by_global_norm(5.0), SGD),
+}
+
+
+def mean_squares(predicted, y):
+    return jnp.mean((predicted - y) ** 2)
+
+
+def plain(tx):
+    """A training state, and a step from it and a batch to both and a loss."""
+    params = {"b": jnp.zeros(4), "w": jnp.zeros((16, 4))}
+    loss = lambda p, x, y: mean_squares(x @ p["w"] + p["b"][None], y)
+
+    def train_step(params, opt_state, batch):
+        value, grads = gravac.value_and_grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return (params, tx.init(params)), train_step
+
+
+def linen(tx):
+    module = nn.Dense(4)
+    params = module.init(jax.random.key(0), X)["params"]
+    state = TrainState.create(apply_fn=module.apply, params=params, tx=tx)
+
+    def train_step(state, batch):
+        x, y = batch
+        loss = lambda p: mean_squares(state.apply_fn({"params": p}, x), y)
+        value, grads = gravac.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return (state,), train_step
+
+
+def nnx_objects(tx):
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss = lambda model, x, y: mean_squares(model(x), y)
+
+    def train_step(model, optimizer, batch):
+        value, grads = gravac.value_and_grad(loss)(model, *batch)
+        optimizer.update(model, grads)
+        return model, optimizer, value
+
+    return (model, optimizer), train_step
+
+
+def nnx_split(tx):
+    (model, optimizer), step = nnx_objects(tx)
+    graph, state = nnx.split((model, optimizer))
+
+    def train_step(state, batch):
+        *objects, value = step(*nnx.merge(graph, state), batch)
+        return nnx.state(tuple(objects)), value
+
+    return (state,), train_step
+
+
+LOOPS = {f.__name__: f for f in (plain, linen, nnx_objects, nnx_split)}
+
+
+def sharded(state, train_step):
+    mesh = make_mesh()
+    step = gravac.data_parallel(train_step, mesh)
+    return gravac.place(state, mesh), lambda *state: step(*state, (X, Y))
+
+
+def pmapped(state, train_step):
+    step = jax.pmap(train_step, "data")
+    stack = lambda x: np.broadcast_to(x, (N, *np.shape(x)))
+    split = lambda x: x.reshape(N, -1, *x.shape[1:])
+    trees = jax.tree.map(stack, state), jax.tree.map(split, (X, Y))
+    # Where pmap itself would put them; else it compiles again on the second call.
+    sharding = jax.NamedSharding(make_mesh(), jax.P("data"))
+    state, batch = jax.device_put(trees, sharding)
+    return state, lambda *state: step(*state, batch)
+
+
+def assert_trains(run, loop, tx):
+    state, step = run(*loop(tx))
+    losses, factors = [], set()
+    for _ in range(STEPS):
+        *state, value = step(*state)
+        losses.append(float(jnp.mean(value)))
+        factors.add(float(np.ravel(optax.tree.get(state, "factor"))[0]))
+    assert losses[-1] < SHARE * losses[0]
+    assert factors == {4, 16}
+
+
+@pytest.mark.parametrize("run", [sharded, pmapped])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_trains(loop, run):
+    assert_trains(run, LOOPS[loop], optax.chain(EXCHANGE, SGD))
+
+
+@pytest.mark.parametrize("run", [sharded, pmapped])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains(optimizer, run):
+    # optax.adamw itself needs implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        assert_trains(run, plain, OPTIMIZERS[optimizer])

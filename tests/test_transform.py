@@ -1,0 +1,556 @@
+"""The whole transform: what it promises, in every way to run it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import (
+    AXIS_TYPES,
+    HARNESSES,
+    SUM_ROUNDING,
+    N,
+    Scripted,
+    agreed,
+    assert_same,
+    at,
+    collectives,
+    compilations,
+    make_mesh,
+    trajectory,
+)
+
+import gravac_jax as gravac
+
+STEPS = 24
+SIZE, DENSE_SIZE = 64, 5
+PARAMS = {"b": np.zeros(DENSE_SIZE, np.float32), "w": np.zeros((8, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+LADDER = (1, 4, 16)
+ENTRIES = {1: 64, 4: 16, 16: 4}  # n / factor
+
+
+def draw(scale):
+    """Local gradients `[STEPS, N, ...]`, of which in turn 4, 16 or all matter."""
+    rng = np.random.default_rng(0)
+    w = 0.01 * rng.normal(size=(STEPS, N, SIZE))
+    for step, x in enumerate(w):
+        x[:, : (4, 16, SIZE)[step % 3]] += rng.choice([-1, 1], (N, 1))
+    w = rng.permuted(w, axis=2).reshape(STEPS, N, 8, 8)
+    b = rng.normal(size=(STEPS, N, DENSE_SIZE))
+    return {"b": scale(b).astype(np.float32), "w": scale(w).astype(np.float32)}
+
+
+FLOATS = draw(lambda x: x)
+INTEGERS = draw(lambda x: np.round(100 * x))
+
+# Step, replica, leaf and value of the gradients that are not finite, after `spoil`.
+BAD = ((5, 2, "w", np.nan), (10, 0, "b", np.inf), (15, 3, "w", -np.inf))
+BAD += ((16, 1, "b", np.nan),)
+BAD_STEPS = [step for step, *_ in BAD]
+
+
+def spoil(gradients):
+    gradients = jax.tree.map(np.copy, gradients)
+    for step, replica, leaf, value in BAD:
+        gradients[leaf][step, replica].flat[3] = value
+    return gradients
+
+
+def times(seconds=np.nan, lag=1):
+    """`update`'s arguments for times `[STEPS, N]` of the step `lag` steps before."""
+    step = np.arange(STEPS, dtype=np.int32)[:, None] - np.broadcast_to(lag, N)
+    seconds = np.broadcast_to(np.float32(seconds), (STEPS, N))
+    return {"step_seconds": seconds, "measured_step": step.astype(np.int32)}
+
+
+def gravac_with(controller):
+    return gravac.transform(compress=COMPRESS, controller=controller)
+
+
+def sgd(exchange):
+    return optax.chain(exchange, optax.sgd(0.5, momentum=0.5))
+
+
+GRAVAC = gravac.GraVAC(
+    epsilon=0.9, ladder=LADDER, window=1000, gain="norm", smoothing=1.0
+)
+PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
+RECIPES = {
+    "scripted": gravac_with(Scripted(LADDER)),
+    "gravac": gravac_with(GRAVAC),
+    "factor 1": sgd(gravac_with(gravac.Fixed(1))),
+    "dense mean": sgd(
+        gravac.transform(
+            compress=True, exchange=gravac.DenseMean(), controller=gravac.Fixed(16)
+        )
+    ),
+    "pmean": sgd(PMEAN),
+}
+
+
+@functools.cache
+def compiled(recipe, how):
+    return trajectory(RECIPES[recipe], PARAMS, how)
+
+
+@functools.cache
+def story(recipe, how):
+    """A run through every branch: its gradients, updates and states."""
+    gradients = spoil(FLOATS)
+    updates, states = compiled(recipe, how)(gradients, **times())
+    factors = {1: "dense", 4: "minimum", 16: "candidate", np.inf: "skip"}
+    assert {float(x) for x in states.info.factor} == set(factors)
+    return gradients, updates, states
+
+
+def residuals(states):
+    """What every replica kept `[STEPS, N, SIZE]`, and what it came with."""
+    kept = states.local.memory[0].residual
+    return kept, np.concatenate([np.zeros_like(kept[:1]), kept[:-1]])
+
+
+# Dense
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
+def test_factor_1_is_pmean_step_for_step(recipe, how):
+    received, _ = compiled(recipe, how)(FLOATS)
+    expected, _ = compiled("pmean", how)(FLOATS)
+    for leaf in PARAMS:
+        # Momentum 0.5 adds up to twice the gradient, and the learning rate halves.
+        bound = SUM_ROUNDING * np.abs(FLOATS[leaf]).sum(axis=1).max()
+        np.testing.assert_allclose(received[leaf], expected[leaf], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
+def test_factor_1_is_pmean_bit_for_bit_on_integers(recipe, how):
+    received, _ = compiled(recipe, how)(INTEGERS)
+    assert_same(received, compiled("pmean", how)(INTEGERS)[0])
+
+
+# The same on all replicas, in all ways to run it
+
+
+@pytest.mark.parametrize("how", ["shard_map unchecked", "pmap"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_pmap_and_both_shard_maps_give_the_same_bits(recipe, how):
+    assert_same(story(recipe, how), story(recipe, "shard_map"))
+
+
+def test_vmap_selects_the_same_and_its_means_round_differently():
+    gradients, updates, states = story("scripted", "vmap")
+    _, expected, expected_states = story("scripted", "shard_map")
+    assert_same(states.local, expected_states.local)
+    kept, before = residuals(states)
+    sent = gradients["w"] + (before - kept).reshape(STEPS, N, 8, 8)
+    for step in set(range(STEPS)) - set(BAD_STEPS):
+        for leaf, x in {"b": gradients["b"], "w": sent}.items():
+            bound = SUM_ROUNDING * np.abs(x[step]).sum(axis=0)
+            error = np.abs(updates[leaf][step] - expected[leaf][step])
+            assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vma):
+    mesh = make_mesh(axis_type=axis_type)
+    tx = optax.chain(RECIPES["gravac"], optax.sgd(0.02, momentum=0.9))
+
+    def train_step(params, opt_state, batch):
+        loss = lambda p: jnp.mean(
+            (jnp.tanh(batch @ p["w"] + p["b"][None]) - batch) ** 2
+        )
+        value, grads = gravac.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    rng = np.random.default_rng(0)
+    params = {"b": np.zeros(8, np.float32), "w": PARAMS["w"]}
+    params, opt_state = gravac.place((params, tx.init(params)), mesh)
+    step = gravac.data_parallel(train_step, mesh, check_vma=check_vma)
+    factors = set()
+    for _ in range(200):
+        batch = rng.normal(size=(2 * N, 8)) * rng.choice([0.1, 1, 10], 8)
+        params, opt_state, _ = step(params, opt_state, batch.astype(np.float32))
+        factors.add(float(optax.tree.get(opt_state, "StepInfo").factor))
+    assert len(factors) > 1
+    shared = jax.tree.map(lambda x: x.is_fully_replicated, (params, opt_state))
+    assert sum(jax.tree.leaves(shared)) > len(PARAMS)
+    jax.tree.map(agreed, (params, opt_state))  # raises where replicas differ
+
+
+# Conservation
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, how):
+    gradients, updates, states = story(recipe, how)
+    kept, before = residuals(states)
+    for step, factor in enumerate(states.info.factor):
+        if factor == np.inf:
+            assert (kept[step] == before[step]).all()
+            continue
+        compensated = gradients["w"][step].reshape(N, SIZE) + before[step]
+        is_sent = kept[step] == 0
+        assert (is_sent.sum(axis=1) == ENTRIES[factor]).all()
+        assert (kept[step] == np.where(is_sent, 0, compensated)).all()
+        sent = np.where(is_sent, compensated, 0)
+        mean = functools.reduce(np.add, sent) / np.float32(N)  # in replica order
+        # Only JAX's own mean may add in another order.
+        bound = SUM_ROUNDING * np.abs(sent).sum(axis=0) if factor == 1 else 0
+        assert (np.abs(updates["w"][step].ravel() - mean) <= bound).all()
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_over_a_run_what_was_sent_and_what_is_left_is_what_came_in(recipe, how):
+    updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
+    came_in = INTEGERS["w"].sum(axis=1)
+    came_in[BAD_STEPS] = 0
+    left = residuals(states)[0].sum(axis=1).reshape(STEPS, 8, 8)
+    assert np.any(left)
+    total = N * np.cumsum(updates["w"], axis=0) + left
+    assert (total == np.cumsum(came_in, axis=0)).all()
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
+    updates, _ = compiled("scripted", how)(INTEGERS, **times())
+    assert (updates["b"] == INTEGERS["b"].mean(axis=1)).all()
+
+
+# One program
+
+
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_the_factor_changes_with_one_compilation(is_timed, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    ladder = (1, 2, 4, 8, 16, 32)
+    controller = gravac.GraVAC(epsilon=0.9, ladder=ladder, window=2, smoothing=1.0)
+    tx = gravac_with(controller)
+
+    def train_step(params, state, batch):
+        grads, seconds, measured = jax.tree.map(lambda x: x[0], batch)
+        extra = {"step_seconds": seconds, "measured_step": measured} if is_timed else {}
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    params, state = gravac.place((PARAMS, tx.init(PARAMS)), mesh)
+    step = gravac.data_parallel(train_step, mesh)
+    seconds, measured = times(np.linspace(0.1, 0.2, STEPS)[:, None]).values()
+    seconds = np.where(np.arange(STEPS)[:, None] % 2, seconds, np.float32(np.nan))
+    factors = set()
+    with compilations() as names:
+        for i in range(STEPS):
+            params, state = step(params, state, at((FLOATS, seconds, measured), i))
+            factors.add(float(state.info.factor))
+    assert len(names) == 1
+    assert len(factors) >= 3
+    assert bool(state.controller.is_measured) == is_timed
+
+
+@functools.cache
+def program(how, recipe="scripted"):
+    return compiled(recipe, how).text(FLOATS, **times())
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_the_rungs_and_the_skip_stay_branches(how):
+    # Under vmap a batched predicate would turn them into selects over all branches.
+    assert collectives(program(how))[1] == 2
+
+
+def test_a_decided_rung_stays_a_branch_under_vmap():
+    assert collectives(program("vmap", "gravac"))[1] == 2
+
+
+@pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
+def test_nothing_is_communicated_but_what_is_meant(how):
+    found, _ = collectives(program(how))
+    always, run = (), (1,)  # then the rung
+    rungs = len(LADDER)
+    assert sorted(found) == sorted(
+        [
+            # Dense leaves, a count and an energy, and a time with its count per rung.
+            ("all-reduce", "f32", 4 * (DENSE_SIZE + 2 + 2 * rungs), always),
+            # The energies of all rungs and of everything.
+            ("all-reduce", "f32", 4 * (rungs + 1), run),
+            ("all-reduce", "f32", 4 * SIZE, (*run, 0)),
+            ("all-gather", "s32", 8 * ENTRIES[4], (*run, 1)),
+            ("all-gather", "s32", 8 * ENTRIES[16], (*run, 2)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_the_host_is_not_asked(how):
+    assert not re.search(r"callback|infeed|outfeed|\b(send|recv)\(", program(how))
+
+
+@pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
+def test_the_reported_bytes_are_those_of_the_program(how):
+    found, _ = collectives(program(how))
+    info = story("scripted", how)[2].info
+    factors = 2 * (N - 1) / N, N - 1
+    wire_factors = dict(zip(("all-reduce", "all-gather"), factors, strict=True))
+    for step in range(STEPS):
+        taken = (0,) if step in BAD_STEPS else (1, step % len(LADDER))
+        used = [x for x in found if x.branches == taken[: len(x.branches)]]
+        wire_bytes = sum(wire_factors[x.kind] * x.payload_bytes for x in used)
+        assert info.payload_bytes[step] == sum(x.payload_bytes for x in used)
+        assert info.wire_bytes[step] == wire_bytes
+    dense_bytes = 4 * (SIZE + DENSE_SIZE)
+    assert (info.dense_bytes == dense_bytes).all()
+    assert (info.dense_wire_bytes == dense_bytes * 2 * (N - 1) / N).all()
+
+
+# Time
+
+
+def heard(how, gradients=FLOATS, **kwargs):
+    _, states = compiled("scripted", how)(gradients, **times(**kwargs))
+    return states.controller.measured_seconds  # [STEPS, rungs], NaN where none
+
+
+def credited(seconds, lags, bad=()):
+    """What the rungs should hear, when replica r reports `seconds[r]`."""
+    expected = np.full((STEPS, len(LADDER)), np.nan, np.float32)
+    for step in range(STEPS):
+        for rung in range(len(LADDER)):
+            measured = [step - lag for lag in lags]
+            own = [
+                second
+                for second, s in zip(seconds, measured, strict=True)
+                if s >= 0 and s not in bad and s % len(LADDER) == rung
+            ]
+            if own:
+                expected[step, rung] = np.mean(own)
+    return expected
+
+
+@pytest.mark.parametrize("lag", [1, 3, 8])
+def test_a_time_is_credited_to_the_rung_that_caused_it(lag):
+    received = heard("shard_map", seconds=2.0, lag=lag)
+    np.testing.assert_array_equal(received, credited([2.0] * N, [lag] * N))
+
+
+@pytest.mark.parametrize("lag", [9, 12, 0, -1])
+def test_a_time_that_is_stale_or_of_the_future_is_ignored(lag):
+    assert np.isnan(heard("shard_map", seconds=2.0, lag=lag)).all()
+
+
+@pytest.mark.parametrize("seconds", [np.nan, 0.0, -1.0])
+def test_a_time_that_is_none_is_ignored(seconds):
+    assert np.isnan(heard("shard_map", seconds=seconds)).all()
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_replicas_that_disagree_on_times_hear_the_same_mean(how):
+    seconds, lags = [1.0, 2.0, 4.0, 9.0], [1, 4, 2, 7]
+    received = heard(how, seconds=seconds, lag=lags)
+    np.testing.assert_array_equal(received, credited(seconds, lags))
+
+
+def test_a_skipped_step_has_no_rung_to_credit():
+    received = heard("shard_map", spoil(FLOATS), seconds=2.0, lag=1)
+    expected = credited([2.0] * N, [1] * N, bad=BAD_STEPS)
+    # The step was not run, so it heard nothing new either.
+    for step in BAD_STEPS:
+        expected[step] = expected[step - 1]
+    np.testing.assert_array_equal(received, expected)
+
+
+def test_a_time_alone_is_that_of_the_step_before():
+    run = trajectory(RECIPES["scripted"], PARAMS, "vmap")
+    _, states = run(FLOATS, step_seconds=times(2.0)["step_seconds"])
+    expected = credited([2.0] * N, [1] * N)
+    np.testing.assert_array_equal(states.controller.measured_seconds, expected)
+
+
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
+    _, updates, states = story(recipe, how)
+    is_bad = np.isin(np.arange(STEPS), BAD_STEPS)
+    assert (states.info.is_finite == ~is_bad).all()
+    assert (states.info.skipped_steps == np.cumsum(is_bad)).all()
+    assert (states.steps == np.arange(STEPS) + 1).all()
+    for step in BAD_STEPS:
+        assert not any(np.any(x) for x in jax.tree.leaves(at(updates, step)))
+        before, after = at(states, step - 1), at(states, step)
+        assert_same((after.local, after.controller), (before.local, before.controller))
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+def test_after_a_skipped_step_all_goes_on_as_if_it_had_not_been(how):
+    updates, states = compiled("gravac", how)(spoil(FLOATS), **times())
+    good = np.delete(np.arange(STEPS), BAD_STEPS)
+    # The bad steps once more at the end, to run as many.
+    gradients = at(FLOATS, np.append(good, BAD_STEPS))
+    expected, expected_states = compiled("gravac", how)(gradients, **times())
+    first = slice(len(good))
+    assert_same(at(updates, good), at(expected, first))
+    parts = lambda state: (state.local, state.controller, state.info.factor)
+    assert_same(at(parts(states), good), at(parts(expected_states), first))
+
+
+# Any pytree, any axis
+
+
+TREE = {
+    "scalar": np.zeros((), np.float32),
+    "empty": np.zeros((0, 3), np.float32),
+    "half": [np.zeros(4, np.float16), None],
+    "brain": (jnp.zeros((2, 3), jnp.bfloat16),),
+    "nested": {"x": {"y": np.zeros((3, 3), np.float32)}},
+}
+
+
+@pytest.mark.parametrize("compress", [True, lambda path, leaf: leaf.ndim == 2])
+def test_any_pytree_of_floats_is_averaged(compress):
+    tx = gravac.transform(compress=compress, controller=gravac.Fixed(2))
+    rng = np.random.default_rng(0)
+    # Multiples of 4 below 128: their means over 4 replicas are exact in bfloat16.
+    gradients = jax.tree.map(
+        lambda x: (4 * rng.integers(-31, 32, (1, N, *x.shape))).astype(x.dtype), TREE
+    )
+    updates, states = trajectory(tx, TREE, "shard_map")(gradients)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), at(updates, 0)) == (
+        jax.tree.map(lambda x: (x.shape, x.dtype), TREE)
+    )
+    residual = states.local.memory[0].residual
+    assert residual.dtype == np.float32
+    flat = lambda tree: np.concatenate(
+        [
+            np.ravel(x).astype(np.float32)
+            for x in jax.tree.leaves(tree)
+            if compress is True or x.ndim == 2
+        ]
+    )
+    by_replica = [
+        flat(jax.tree.map(lambda x, r=r: x[0, r], gradients)) for r in range(N)
+    ]
+    assert np.any(residual)
+    assert (N * flat(at(updates, 0)) + residual[0].sum(axis=0) == sum(by_replica)).all()
+
+
+@pytest.mark.parametrize("tree", [{}, {"empty": jnp.zeros((0, 3)), "none": None}])
+def test_a_tree_without_entries_comes_back(tree):
+    tx = gravac.transform(None, compress=True, controller=gravac.Fixed(2))
+    updates, state = jax.jit(tx.update)(tree, tx.init(tree))
+    assert_same(updates, tree)
+    assert int(state.steps) == 1
+
+
+def test_alone_is_one_replica_on_a_mesh():
+    alone = gravac.transform(None, compress=COMPRESS, controller=GRAVAC)
+    one = jax.tree.map(lambda x: x[:, :1], FLOATS)
+    expected, expected_states = trajectory(
+        RECIPES["gravac"], PARAMS, "shard_map", mesh=make_mesh((1,))
+    )(one)
+
+    def step(state, grads):
+        updates, state = alone.update(grads, state)
+        return state, (updates, state)
+
+    gradients = jax.tree.map(lambda x: x[:, 0], FLOATS)
+    run = jax.jit(lambda state: jax.lax.scan(step, state, gradients)[1])
+    updates, states = run(alone.init(PARAMS))
+    assert_same(updates, expected)
+    local = jax.tree.map(lambda x: x[:, 0], expected_states.local)
+    assert_same(states, expected_states._replace(local=local))
+
+
+@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
+    names = ("outer", "inner")
+    tx = gravac.transform(names, compress=COMPRESS, controller=Scripted(LADDER))
+    mesh = make_mesh((2, 2), names, axis_type)
+    received = trajectory(tx, PARAMS, how, mesh=mesh, axis_name=names)
+    expected = compiled("scripted", "shard_map")(INTEGERS, **times())
+    assert_same(received(INTEGERS, **times()), expected)
+
+
+def test_nothing_to_compress_is_said_and_averaged():
+    tx = gravac.transform(controller=gravac.Fixed(10))
+    with pytest.warns(UserWarning, match=r"none of the 2 leaves.*compress=True"):
+        run = trajectory(tx, PARAMS, "shard_map")
+    updates, states = run(INTEGERS)
+    assert_same(updates, jax.tree.map(lambda x: x.mean(axis=1), INTEGERS))
+    assert (states.info.factor == 1).all()
+
+
+# As an Optax transformation
+
+
+ALONE = gravac.transform(None, compress=COMPRESS)
+GRADIENTS = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), FLOATS)
+
+
+def test_init_needs_shapes_only():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    assert_same(ALONE.init(shapes), ALONE.init(PARAMS))
+
+
+def test_other_extra_arguments_are_ignored():
+    state = ALONE.init(PARAMS)
+    extra = {"value": 1.0, "value_fn": lambda params: 0.0, "step": None}
+    received = jax.jit(lambda x: ALONE.update(x, state, PARAMS, **extra))(GRADIENTS)
+    assert_same(received, jax.jit(ALONE.update)(GRADIENTS, state))
+
+
+def test_the_info_is_found_in_any_chain():
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(ALONE, clip, optax.inject_hyperparams(optax.sgd)(0.1))
+    _, opt_state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    info = optax.tree.get(opt_state, "StepInfo")
+    assert isinstance(info, gravac.StepInfo)
+    for name in info._fields:
+        assert_same(optax.tree.get(opt_state, name), getattr(info, name))
+
+
+@pytest.mark.parametrize("compress", [True, COMPRESS])
+def test_the_state_goes_through_map_params(compress):
+    exchange = gravac.transform(None, compress=compress)
+    tx = optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+    for state in (tx.init(PARAMS), gravac.init(tx, PARAMS, N)):
+        mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+        assert_same(mapped[0], state[0])  # none of it has the params' shapes
+        assert_same(mapped[1][0].trace, jax.tree.map(lambda x: x + 1, PARAMS))
+
+
+@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+def test_the_types_and_shardings_of_the_state_are_stable(how, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    tx = RECIPES["gravac"]
+    before = gravac.init(tx, PARAMS, mesh)
+    train_step = lambda state, batch: tx.update(at(batch, 0), state)[1:]
+    check_vma = how == "shard_map"
+    step = gravac.data_parallel(train_step, mesh, check_vma=check_vma, donate=False)
+    (after,) = step(before, at(FLOATS, 0))
+    kind = lambda x: (jax.typeof(x), x.weak_type, x.committed)
+    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
+    same = lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert all(jax.tree.leaves(jax.tree.map(same, after, before)))
+
+
+def test_a_state_may_be_donated():
+    update = jax.jit(ALONE.update, donate_argnums=1)
+    state = ALONE.init(PARAMS)
+    expected = jax.jit(ALONE.update)(GRADIENTS, state)
+    received = update(GRADIENTS, state)
+    assert_same(received, expected)
+    assert optax.tree.get(state, "residual").is_deleted()
