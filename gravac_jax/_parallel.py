@@ -29,7 +29,7 @@ def data_parallel(
     `(train_state, batch) -> (train_state, loss)`. The last argument is the batch, split
     over the replicas along its first axis; the arguments before it are training state,
     placed by `gravac.place`, and come back first. What follows them is averaged over
-    the replicas.
+    the replicas. Keyword arguments, such as `step_seconds`, reach every replica whole.
 
     Args:
       train_step: a function of one replica.
@@ -50,27 +50,29 @@ def data_parallel(
     """
     _checks.mesh_axis(mesh, axis_name)
     sharding = jax.NamedSharding(mesh, jax.P(axis_name))
+    everywhere = jax.NamedSharding(mesh, jax.P())
     body = _averaged(train_step, axis_name)
 
-    def run(state: tuple[Any, ...], batch: Any) -> Any:
+    def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
         specs = _placement.state_specs(state, axis_name)
         return jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(specs, jax.P(axis_name)),
+            in_specs=(specs, jax.P(axis_name), jax.P()),
             out_specs=(specs, jax.P()),
             check_vma=check_vma,
-        )(state, batch)
+        )(state, batch, shared)
 
     jitted = jax.jit(run, donate_argnums=0 if donate else ())
     replicas = sharding.num_devices // _other_devices(mesh, axis_name)
 
     @functools.wraps(train_step)
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **shared: Any) -> Any:
         *state, batch = args
         _checks.divides(batch, replicas)
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
-        state, metrics = jitted(tuple(state), batch)
+        shared = jax.device_put(shared, everywhere)
+        state, metrics = jitted(tuple(state), batch, shared)
         return (*state, *metrics)
 
     return step
@@ -127,18 +129,18 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
     body = _averaged(train_step, axis_name)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(state: tuple[Any, ...], batch: Any) -> Any:
+    def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
         split = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
         axes = _placement.per_leaf(state, 0, None)
         return jax.vmap(
-            body, in_axes=(axes, 0), out_axes=(axes, None), axis_name=axis_name
-        )(state, split)
+            body, in_axes=(axes, 0, None), out_axes=(axes, None), axis_name=axis_name
+        )(state, split, shared)
 
     @functools.wraps(train_step)
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **shared: Any) -> Any:
         *state, batch = args
         _checks.divides(batch, replicas)
-        state, metrics = run(tuple(state), batch)
+        state, metrics = run(tuple(state), batch, shared)
         return (*state, *metrics)
 
     return step
@@ -147,8 +149,10 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
 def _averaged(train_step: Step, axis_name: AxisName) -> Step:
     """Split what a step returns into state and metrics, and average the metrics."""
 
-    def body(state: tuple[Any, ...], batch: Any) -> tuple[Any, Any]:
-        results = train_step(*state, batch)
+    def body(
+        state: tuple[Any, ...], batch: Any, shared: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        results = train_step(*state, batch, **shared)
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         metrics = results[len(state) :]

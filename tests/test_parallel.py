@@ -103,6 +103,20 @@ def test_metrics_are_averaged_over_replicas(where):
         assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
 
 
+@pytest.mark.parametrize("where", [*AXIS_TYPES, "simulated"])
+def test_keyword_arguments_reach_every_replica_whole(where):
+    add = lambda total, x, *, scale: (total + 0, jnp.sum(x) * scale["by"])
+    if where == "simulated":
+        step, place = gravac.simulate(add, N), N
+    else:
+        place = make_mesh(axis_type=where)
+        step = gravac.data_parallel(add, place)
+    total = gravac.place(jnp.zeros(()), place)
+    x = np.arange(N, dtype=np.float32)
+    _, mean = step(total, x, scale={"by": np.float32(3)})
+    assert float(mean) == 3 * x.mean()
+
+
 def test_a_simulation_runs_one_branch_and_not_all():
     controller = gravac.GraVAC(ladder=(1, 4, 16))
     tx = gravac.transform(compress=True, controller=controller)
