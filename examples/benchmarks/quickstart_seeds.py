@@ -102,10 +102,14 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
 def summary(records: list[dict[str, Any]]) -> Table:
     """Medians over seeds, with the range."""
     dense = {(r["seed"], r["steps"]): r for r in records if r["run"] == "dense"}
-    table = Table(box=SIMPLE, title="Median over paired seeds (smallest to largest)")
+    table = Table(
+        box=SIMPLE,
+        pad_edge=False,
+        title="Median over paired seeds (smallest to largest)",
+    )
     table.add_column("run")
     for title in ("steps", "seeds", "gap to dense, %", "payload factor", "ms / step"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for name, steps in dict.fromkeys((r["run"], r["steps"]) for r in records):
         rows = [r for r in records if (r["run"], r["steps"]) == (name, steps)]
         gaps = [
@@ -115,15 +119,20 @@ def summary(records: list[dict[str, Any]]) -> Table:
         factors = [r["payload_factor"] for r in rows]
         times = [r["step_ms"] for r in rows]
         table.add_row(
-            name, str(steps), str(len(rows)), *map(spread, (gaps, factors, times))
+            name,
+            str(steps),
+            str(len(rows)),
+            spread(gaps, 2),
+            spread(factors, 1),
+            spread(times, 0),
         )
     return table
 
 
-def spread(figures: list[float]) -> str:
+def spread(figures: list[float], digits: int) -> str:
     """Median (smallest to largest)."""
     middle, low, high = statistics.median(figures), min(figures), max(figures)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main(args: Args) -> None:
