@@ -42,7 +42,7 @@ class Config:
     """Train with compressed gradients, train densely, compare."""
 
     replicas: int = 4
-    """Data-parallel workers."""
+    """Replicas of the model, each with its own batches."""
     steps: int = 600
     """Steps of each run."""
     controller: Literal["gravac", "fixed"] = "gravac"
@@ -103,6 +103,8 @@ def read_text(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out bytes; the library is split by file, a file by position."""
     if path is not None:
         text = np.frombuffer(path.read_bytes(), np.uint8)
+        if len(text) < 10_000:
+            raise SystemExit(f"{path} holds {len(text)} bytes; give at least 10,000")
         cut = len(text) * 9 // 10
         return text[:cut], text[cut:]
     root = Path(sysconfig.get_path("stdlib"))
@@ -188,10 +190,14 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
                 collect(run, pending)
                 live.update(display(run, config.steps))
             seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
         collect(run, pending)
+        seconds.append(time.perf_counter() - started)
     if stop.is_set():
         console.print(f"{name}: stopped at step {len(run.loss)}")
-    run.step_seconds = float(np.mean(seconds[1:] or [np.nan]))  # the first compiles
+    run.step_seconds = sum(seconds[1:]) / max(
+        1, len(run.loss) - 1
+    )  # the first compiles
     test = next(draw(held_out_text, 256, 256, seed=0))
     alone = jax.device_get(state[0])
     run.held_out = float(jax.jit(loss_of)(alone, test))
@@ -282,7 +288,7 @@ def summary(runs: list[Run]) -> Table:
         table.add_row(
             run.name,
             f"{run.held_out:.4f}",
-            f"{100 * (run.held_out / dense - 1):+.1f}%",
+            f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
             f"{np.mean(run.payload_bytes) / 1e3:,.0f}",
             f"{sum(run.payload_bytes) / 1e6:,.1f}",
             f"{run.payload_factor:.1f}",
@@ -297,8 +303,9 @@ def draw_picture(runs: list[Run], path: Path) -> None:
     """Loss, factor and gain over steps, legible in gray."""
     fig, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
     for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
-        smooth = np.convolve(run.loss, np.ones(20) / 20, "valid")
-        axes[0].plot(np.arange(len(smooth)) + 20, smooth, line, label=run.name)
+        window = min(20, len(run.loss))
+        smooth = np.convolve(run.loss, np.ones(window) / window, "valid")
+        axes[0].plot(np.arange(len(smooth)) + window, smooth, line, label=run.name)
         for axis, figures in zip(axes[1:], (run.factor, run.gain), strict=True):
             axis.plot(np.arange(len(figures)) + 1, figures, line, linewidth=1)
     axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _checks, _tree
+from gravac_jax import _step_checks, _tree
 
 Predicate = Callable[[str, Any], bool]
 
@@ -52,7 +52,12 @@ class Buckets:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The size n of each bucket: one for the whole model, 0 if all goes dense."""
-        return (sum(x.size for x in self._chosen(self.leaves, True)),)
+        return (sum(self.layout),)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The size of each compressed leaf, in order."""
+        return tuple(x.size for x in self._chosen(self.leaves, True))
 
     @property
     def dense_size(self) -> int:
@@ -91,7 +96,8 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
       The plan.
 
     Raises:
-      ValueError: if `compress` is a pytree that does not match `tree`.
+      ValueError: if `compress` is a pytree that does not match `tree`, or if more is
+        compressed than one bucket holds.
     """
     leaves, structure = jax.tree.flatten(tree)
     if isinstance(compress, bool):
@@ -101,10 +107,12 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
     elif not leaves:
         chosen = []  # optax.tree.map_params asks for the state of no params at all
     else:
-        _checks.mask_matches(compress, tree)
+        _step_checks.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return Buckets(structure, specs, tuple(chosen))
+    buckets = Buckets(structure, specs, tuple(chosen))
+    _step_checks.index_fits(max(buckets.sizes))
+    return buckets
 
 
 def warn_if_empty(buckets: Buckets) -> None:
@@ -115,5 +123,5 @@ def warn_if_empty(buckets: Buckets) -> None:
             f" ({buckets.dense_size:,} entries): all are one-dimensional or small."
             " Pass compress=True to compress all of them, or"
             " compress=gravac.matrices(min_entries=...).",
-            stacklevel=3,
+            stacklevel=2,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _tree
+from gravac_jax import _checks, _step_checks, _tree
 
 AxisName = str | tuple[str, ...] | None
 
@@ -29,8 +29,7 @@ class Comm:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        name = self.axis_name
-        return () if name is None else name if isinstance(name, tuple) else (name,)
+        return _checks.axis_names(self.axis_name)
 
     @property
     def _is_checked(self) -> bool:
@@ -50,7 +49,12 @@ class Comm:
             return
         for path, leaf in _tree.named_leaves(tree):
             if fixed := self._fixed_axes(leaf):
-                _checks.still_local(path, fixed)
+                _step_checks.still_local(path, fixed)
+
+    def is_shared(self, tree: Any) -> bool:
+        """Whether some leaf of `tree` is known to be the same on every replica."""
+        leaves = jax.tree.leaves(tree) if self._is_checked else []
+        return any(self._fixed_axes(x) for x in leaves)
 
     def cast(self, tree: Any) -> Any:
         """`tree`, marked as varying over the axis where JAX keeps such marks."""

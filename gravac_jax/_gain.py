@@ -53,7 +53,7 @@ class Averages(NamedTuple):
 
 def no_averages(rungs: int) -> Averages:
     """Nothing observed yet."""
-    return Averages(jnp.zeros(rungs), jnp.zeros(()))
+    return Averages(jnp.zeros(rungs, jnp.float32), jnp.zeros((), jnp.float32))
 
 
 def smooth(

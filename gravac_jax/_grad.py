@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _checks
+from gravac_jax import _checks, _step_checks
 from gravac_jax._comm import AxisName, Comm
 
 
@@ -38,7 +38,8 @@ def value_and_grad(
       A function of the same arguments that returns (value, gradients).
 
     Raises:
-      TypeError: if `axis_name` is no axis name.
+      TypeError: if `axis_name` is no axis name; when called, if an argument to
+        differentiate is not given by position.
       ValueError: when called outside the axis.
 
     Example:
@@ -60,7 +61,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _checks.bound_axis(axis_name, "value_and_grad")
+        _step_checks.bound_axis(axis_name, "value_and_grad")
+        _step_checks.positional(args, chosen)
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]

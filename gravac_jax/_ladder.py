@@ -44,11 +44,11 @@ def exponential(minimum: float = 10, maximum: float = 1000) -> tuple[float, ...]
     References:
       Tyagi and Swany, GraVAC, IEEE CLOUD 2023, section on scaling policies.
     """
-    return _climb(minimum, maximum, lambda multiplier: multiplier**2)
+    return _climb(minimum, maximum, lambda x: x**2)
 
 
 def geometric(
-    minimum: float = 10, maximum: float = 2000, ratio: float = 2
+    minimum: float = 10, maximum: float = 2000, multiplier: float = 2
 ) -> tuple[float, ...]:
     """GraVAC's geometric scaling policy, after a dense first rung.
 
@@ -56,14 +56,14 @@ def geometric(
       minimum: the smallest compressed factor, the paper's theta_min.
       maximum: the largest factor, the paper's theta_max; the last rung is clipped to
         it.
-      ratio: each factor over the one before it, above 1. 2 in the paper.
+      multiplier: each factor over the one before it. 2 in the paper.
 
     Returns:
       The ladder, from factor 1 to `maximum`.
 
     Raises:
-      ValueError: if a factor is below 1, `minimum` is not below `maximum`, or `ratio`
-        is below 1.01.
+      ValueError: if a factor is below 1, `minimum` is not below `maximum`, or
+        `multiplier` is below 1.01.
 
     Example:
       >>> import gravac_jax as gravac
@@ -73,8 +73,9 @@ def geometric(
     References:
       Tyagi and Swany, GraVAC, IEEE CLOUD 2023, section on scaling policies.
     """
-    _checks.within(ratio, "ratio", 1.01, 1e6, "It is the step from rung to rung.")
-    return _climb(minimum, maximum, lambda multiplier: multiplier * ratio, ratio)
+    why = "It is the step from rung to rung."
+    _checks.within(multiplier, "multiplier", 1.01, 1e6, why)
+    return _climb(minimum, maximum, lambda x: x * multiplier, multiplier)
 
 
 def _climb(minimum, maximum, scale, multiplier: float = 2) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _placement
+from gravac_jax import _checks, _placement, _step_checks
 from gravac_jax._comm import AxisName, Comm
 
 Step = Callable[..., Any]
@@ -29,7 +29,8 @@ def data_parallel(
     `(train_state, batch) -> (train_state, loss)`. The last argument is the batch, split
     over the replicas along its first axis; the arguments before it are training state,
     placed by `gravac.place`, and come back first. What follows them is averaged over
-    the replicas. Keyword arguments, such as `step_seconds`, reach every replica whole.
+    the replicas, in float32. Keyword arguments, such as `step_seconds`, reach every
+    replica whole.
 
     Args:
       train_step: a function of one replica.
@@ -42,8 +43,10 @@ def data_parallel(
       The step, of the same arguments, jitted.
 
     Raises:
-      ValueError: if the mesh does not have the axis; when called, if a batch's first
-        axis does not divide over the replicas.
+      TypeError: if `mesh` is no mesh.
+      ValueError: if the mesh does not have the axis; when called, if the state is not
+        placed on it, a batch's first axis does not divide over the replicas, or the
+        step does not return its state.
 
     Example:
       See `gravac.transform`.
@@ -64,12 +67,14 @@ def data_parallel(
         )(state, batch, shared)
 
     jitted = jax.jit(run, donate_argnums=0 if donate else ())
-    replicas = sharding.num_devices // _other_devices(mesh, axis_name)
+    replicas = _placement.count_replicas(mesh, axis_name)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
+        _step_checks.arguments(args)
         *state, batch = args
-        _checks.divides(batch, replicas)
+        _placement.check_placed(state, replicas)
+        _step_checks.divides(batch, max(1, replicas // jax.process_count()))
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
         shared = jax.device_put(shared, everywhere)
         state, metrics = jitted(tuple(state), batch, shared)
@@ -78,16 +83,12 @@ def data_parallel(
     return step
 
 
-def _other_devices(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return int(np.prod([mesh.shape[x] for x in mesh.axis_names if x not in names]))
-
-
 def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
     # Several processes each bring their own part of the batch.
-    if jax.process_count() > 1 and not isinstance(x, jax.Array):
-        return jax.make_array_from_process_local_data(sharding, x)
-    return jax.device_put(x, sharding)
+    is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or is_global:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 
 def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
@@ -106,8 +107,8 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
       The step, jitted.
 
     Raises:
-      ValueError: if `replicas` is not a positive number; when called, if a batch's
-        first axis does not divide over the replicas.
+      ValueError: if `replicas` is not a positive number; when called, as
+        `gravac.data_parallel`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -138,8 +139,10 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
+        _step_checks.arguments(args)
         *state, batch = args
-        _checks.divides(batch, replicas)
+        _placement.check_placed(state, replicas)
+        _step_checks.divides(batch, replicas)
         state, metrics = run(tuple(state), batch, shared)
         return (*state, *metrics)
 
@@ -155,6 +158,7 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
         results = train_step(*state, batch, **shared)
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
+        _step_checks.returned_state(results, state)
         metrics = results[len(state) :]
         mean = Comm(axis_name).mean(
             jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _checks, _state
+from gravac_jax import _checks, _state, _step_checks
 from gravac_jax._comm import AxisName
 
 
@@ -48,34 +48,54 @@ def place(
         replicas, local, shared = mesh, None, None
     else:
         _checks.mesh_axis(mesh, axis_name)
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        replicas = int(np.prod([mesh.shape[name] for name in names]))
+        replicas = count_replicas(mesh, axis_name)
         local = jax.NamedSharding(mesh, jax.P(axis_name))
         shared = jax.NamedSharding(mesh, jax.P())
 
     def place_local(state: Any) -> Any:
         if _state.is_placed(state):
-            _checks.placed_on(len(jax.tree.leaves(state)[0]), replicas)
+            _step_checks.placed_on(len(jax.tree.leaves(state)[0]), replicas)
             return jax.tree.map(lambda x: _copy(x, local), state)
         return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
 
     return _state.map_local(tree, place_local, lambda x: _copy(x, shared))
 
 
+def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
+    """N, the devices along the axis or axes of the transform."""
+    return int(np.prod([mesh.shape[name] for name in _checks.axis_names(axis_name)]))
+
+
+def check_placed(tree: Any, replicas: int) -> None:
+    """Raise unless every per-replica state in `tree` is placed on `replicas`."""
+
+    def check(state: Any) -> None:
+        is_placed = _state.is_placed(state)
+        leading = len(jax.tree.leaves(state)[0]) if is_placed else None
+        _step_checks.is_placed(leading, replicas)
+
+    _state.map_local(tree, check, lambda _: None)
+
+
 def _copy(x: Any, sharding: Any) -> jax.Array:
     # device_put alone, also with may_alias=False, keeps the buffer of the device that
     # the array comes from: a step that donates its state would delete the caller's.
-    return jax.device_put(jnp.array(x, copy=True), sharding)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(jnp.array(x, copy=True), sharding)
+    return _from_host(np.asarray(x), sharding)
 
 
 def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
     if sharding is None:
         return jnp.tile(x, (replicas, *[1] * jnp.ndim(x)))
+    return _from_host(np.broadcast_to(x, (replicas, *np.shape(x))), sharding)
+
+
+def _from_host(x: np.ndarray, sharding: Any) -> jax.Array:
     # By callback each process makes only the shards that its own devices hold, and
     # each shard its own memory.
-    host = np.broadcast_to(np.asarray(x), (replicas, *np.shape(x)))
     return jax.make_array_from_callback(
-        host.shape, sharding, lambda index: np.array(host[index])
+        x.shape, sharding, lambda index: np.array(x[index])
     )
 
 

@@ -61,13 +61,13 @@ def before_the_first_step(rungs: int) -> StepInfo:
     """A report of nothing."""
     # An array each: a buffer that stands twice in a state cannot be donated.
     return StepInfo(
-        factor=jnp.ones(()),
-        gain=jnp.zeros(()),
-        gains=jnp.zeros(rungs),
-        payload_bytes=jnp.zeros(()),
-        wire_bytes=jnp.zeros(()),
-        dense_bytes=jnp.zeros(()),
-        dense_wire_bytes=jnp.zeros(()),
+        factor=jnp.ones((), jnp.float32),
+        gain=jnp.zeros((), jnp.float32),
+        gains=jnp.zeros(rungs, jnp.float32),
+        payload_bytes=jnp.zeros((), jnp.float32),
+        wire_bytes=jnp.zeros((), jnp.float32),
+        dense_bytes=jnp.zeros((), jnp.float32),
+        dense_wire_bytes=jnp.zeros((), jnp.float32),
         is_finite=jnp.ones((), bool),
         dense_steps=jnp.zeros((), jnp.int32),
         skipped_steps=jnp.zeros((), jnp.int32),

@@ -32,6 +32,8 @@ class TransformState(NamedTuple):
 
     Attributes:
       steps: `[]` int32, updates so far, skipped ones included.
+      layout: `[leaves]` int32, entries of each compressed leaf, in order; a state with
+        another number of leaves or of entries is refused.
       local: what differs between replicas.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at s modulo 8; the number of rungs
@@ -40,6 +42,7 @@ class TransformState(NamedTuple):
     """
 
     steps: jax.Array
+    layout: jax.Array
     local: LocalState
     controller: Any
     past_rungs: jax.Array

@@ -23,11 +23,17 @@ def ravel(leaves: list[jax.Array]) -> jax.Array:
 
 
 def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:
-    """The inverse of `ravel`: leaves with the shapes and dtypes of `like`."""
+    """The inverse of `ravel`: leaves with the shapes and dtypes of `like`.
+
+    What a narrower dtype cannot hold saturates: a finite vector stays finite.
+    """
     leaves, start = [], 0
     for x in like:
-        part = jax.lax.slice_in_dim(vector, start, start + x.size)
-        leaves.append(part.reshape(x.shape).astype(x.dtype))
+        part = jax.lax.slice_in_dim(vector, start, start + x.size).reshape(x.shape)
+        if jnp.finfo(x.dtype).bits < 32:
+            largest = float(jnp.finfo(x.dtype).max)
+            part = jnp.clip(part, -largest, largest)
+        leaves.append(part.astype(x.dtype))
         start += x.size
     return leaves
 

@@ -1,7 +1,7 @@
 """The wiring: how a step walks through the rooms.
 
-Nothing is computed here; `update` is the order in which the rooms are visited, which
-is that of GraVAC's Algorithm 1.
+`update` is the order in which the rooms are visited, which is that of GraVAC's
+Algorithm 1. It adds up what several buckets say, and leaves all else to the rooms.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _buckets, _checks, _gain, _report, _state, _tree
+from gravac_jax import _buckets, _checks, _gain, _report, _state, _step_checks, _tree
 from gravac_jax._buckets import Buckets
 from gravac_jax._comm import AxisName, Comm
 from gravac_jax._controllers.base import Controller, Evidence
@@ -64,14 +64,23 @@ class Wiring:
 
     def init(self, params: Any) -> TransformState:
         """The state before the first step, in its local form."""
-        _checks.gradients(params, "params")
+        _step_checks.gradients(params, "params")
         buckets = _buckets.plan(params, self.compress)
         if self.compress is not False:
             _buckets.warn_if_empty(buckets)
-        rungs = len(self.controller.ladder)
+        return self._initial(buckets)
+
+    def _initial(self, buckets: Buckets) -> TransformState:
+        rungs, sizes = len(self.controller.ladder), buckets.sizes
+        ladder = self.controller.ladder
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
-            local=self._local(buckets),
+            layout=jnp.asarray(buckets.layout, jnp.int32),
+            local=LocalState(
+                replica=jnp.full((), -1, jnp.int32),
+                memory=tuple(self.memory.init(n) for n in sizes),
+                exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
+            ),
             controller=self.controller.init(),
             past_rungs=jnp.full(_state.PAST_STEPS, rungs, jnp.int32),
             info=_report.before_the_first_step(rungs),
@@ -90,21 +99,24 @@ class Wiring:
         """One step of GraVAC's Algorithm 1, from local gradients to their mean."""
         del params, ignored
         comm = Comm(self.axis_name)
-        _checks.bound_axis(self.axis_name, "update")
-        _checks.gradients(updates)
+        _step_checks.bound_axis(self.axis_name, "update")
+        _step_checks.gradients(updates)
         comm.check_local(updates)
         buckets = _buckets.plan(updates, self.compress)
-        local = comm.cast(self._enter(state.local, buckets))._replace(
-            replica=comm.cast(comm.replica())
-        )
+        local = comm.cast(self._enter(state, buckets, comm))
 
         flat, dense = buckets.pack(updates)
         seconds, timed = self._credit(state, step_seconds, measured_step)
         common = comm.mean(
             Common(
                 dense=dense,
-                bad=sum(map(_tree.count_not_finite, (*flat, dense)), jnp.zeros(())),
-                gradient_energy=sum(map(_tree.energy, flat), jnp.zeros(())),
+                bad=sum(
+                    map(_tree.count_not_finite, (*flat, dense)),
+                    jnp.zeros((), jnp.float32),
+                ),
+                gradient_energy=sum(
+                    map(_tree.energy, flat), jnp.zeros((), jnp.float32)
+                ),
                 seconds=seconds,
                 timed=timed,
             )
@@ -123,6 +135,7 @@ class Wiring:
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         return buckets.unpack(outcome.means, dense), TransformState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
+            layout=state.layout,
             local=_leave(outcome.local, state.local),
             controller=outcome.controller,
             past_rungs=jnp.where(slot, outcome.rung, state.past_rungs),
@@ -149,8 +162,11 @@ class Wiring:
         )
         energies, energy = comm.mean(
             (
-                sum((s.energies for s in selections), jnp.zeros(len(ladder))),
-                sum((s.energy for s in selections), jnp.zeros(())),
+                sum(
+                    (s.energies for s in selections),
+                    jnp.zeros(len(ladder), jnp.float32),
+                ),
+                sum((s.energy for s in selections), jnp.zeros((), jnp.float32)),
             )
         )
         evidence = Evidence(
@@ -176,37 +192,36 @@ class Wiring:
     ) -> Outcome:
         rungs = len(self.controller.ladder)
         return Outcome(
-            means=tuple(jnp.zeros(x.size) for x in flat),
+            means=tuple(jnp.zeros(x.size, jnp.float32) for x in flat),
             local=local,
             controller=state.controller,
             rung=jnp.int32(rungs),
-            gains=jnp.zeros(rungs),
+            gains=jnp.zeros(rungs, jnp.float32),
         )
 
-    def _local(self, buckets: Buckets) -> LocalState:
-        sizes, ladder = buckets.sizes, self.controller.ladder
-        return LocalState(
-            replica=jnp.full((), -1, jnp.int32),
-            memory=tuple(self.memory.init(n) for n in sizes),
-            exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
-        )
-
-    def _enter(self, local: LocalState, buckets: Buckets) -> LocalState:
-        """The state in its local form, whichever form it came in."""
-        expected = jax.eval_shape(lambda: self._local(buckets))
+    def _enter(self, state: Any, buckets: Buckets, comm: Comm) -> LocalState:
+        """What differs per replica in its local form, whichever form it came in."""
+        expected = jax.eval_shape(lambda: self._initial(buckets))
+        if not _state.is_transform_state(state):
+            _step_checks.state_matches(state, expected)
+        local = state.local
         if _state.is_placed(local):
             is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
             local = jax.tree.map(lambda x: x[0], local) if is_mine else local
-        _checks.state_matches(local, expected)
-        return local
+        elif comm.is_shared(local):
+            _step_checks.is_placed(None, comm.replicas)
+        _step_checks.state_matches(state._replace(local=local), expected)
+        return local._replace(replica=comm.replica())
 
     def _credit(
         self, state: TransformState, step_seconds: Any, measured_step: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Enter a measured time at the rung of the step that it was measured at."""
         rungs = jnp.arange(len(self.controller.ladder))
-        seconds = _checks.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-        step = _checks.scalar(
+        seconds = _step_checks.scalar(
+            step_seconds, jnp.nan, jnp.float32, "step_seconds"
+        )
+        step = _step_checks.scalar(
             measured_step, state.steps - 1, jnp.int32, "measured_step"
         )
         age = state.steps - step

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A room imports from strictly lower floors; a folder is one room.
 FLOORS = [
     {"_tree"},
-    {"_checks"},
+    {"_checks", "_step_checks"},
     {"_payload", "_ladder", "_buckets", "_info", "_comm"},
     {"_gain", "_throughput", "_state", "_grad", "_compressors", "_memory"},
     {"_exchanges", "_controllers", "_placement", "_guard"},
@@ -34,7 +34,7 @@ TALK = re.compile(
     r"psum\w*|p(mean|max|min|permute|shuffle|swapaxes|cast|vary|broadcast)"
     r"|all_(gather|to_all|reduce)\w*|ragged_all_to_all|axis_(index|size)"
 )
-TALKERS = {"_comm": None, "_checks": {"axis_size"}}  # None for all of it
+TALKERS = {"_comm": None, "_step_checks": {"axis_size"}}  # None for all of it
 
 MAX_LINES = 300
 DEPENDENCIES = {"jax", "optax", "numpy", "gravac_jax"}

@@ -34,19 +34,19 @@ def refused(complaint, state=()):
 BUILDS = {
     "a density as a factor": (
         lambda: gravac.Fixed(0.1),
-        "ValueError ... got 0.1 ... for a density of 0.1 write factor=10",
+        "ValueError ... got 0.1 ... for a density of 0.1 write 10",
     ),
     "a density as a minimum": (
         lambda: gravac.exponential(0.01, 10),
-        "ValueError ... `minimum` ... got 0.01 ... write minimum=100",
+        "ValueError ... `minimum` ... got 0.01 ... write 100",
     ),
     "a density as a maximum": (
         lambda: gravac.geometric(10, 0.5),
-        "ValueError ... `maximum` ... got 0.5 ... write maximum=2",
+        "ValueError ... `maximum` ... got 0.5 ... write 2",
     ),
     "densities as a ladder": (
         lambda: gravac.GraVAC(ladder=(1, 0.1, 0.01)),
-        "ValueError ... `ladder` ... got 0.1 ... write ladder=10",
+        "ValueError ... `ladder` ... got 0.1 ... write 10",
     ),
     "a negative factor": (
         lambda: gravac.Fixed(-10),
@@ -97,8 +97,8 @@ BUILDS = {
         "ValueError ... `minimum` must be below ... got 100 and 10",
     ),
     "a ladder that does not climb": (
-        lambda: gravac.geometric(10, 100, ratio=1),
-        "ValueError ... `ratio` ... got 1 ... from rung to rung",
+        lambda: gravac.geometric(10, 100, multiplier=1),
+        "ValueError ... `multiplier` ... got 1 ... from rung to rung",
     ),
     "an epsilon above 1": (
         lambda: gravac.GraVAC(epsilon=1.5),
@@ -315,19 +315,115 @@ def test_gradients_that_are_not_real_are_refused(dtype):
 
 def test_params_that_changed_are_refused():
     state = ALONE.init(PARAMS)
-    with refused("ValueError ... [(), (69,)] ... [(), (72,)] ... call init", state):
+    says = "ValueError ... residual': (69,)} ... residual': (72,)} ... call init again"
+    with refused(says, state):
         ALONE.update({**PARAMS, "new": jnp.zeros(3)}, state)
 
 
-def test_a_state_of_other_components_is_refused():
-    state = gravac.transform(None, compress=True, memory=gravac.NoMemory()).init(PARAMS)
-    with refused("ValueError ... [()] ... [(), (69,)] ... call init again", state):
+def test_params_of_the_same_size_in_another_number_of_leaves_are_refused():
+    state = ALONE.init(PARAMS)
+    one_leaf = jnp.concatenate([x.ravel() for x in jax.tree.leaves(PARAMS)])
+    with refused("ValueError ... layout': (2,)} ... layout': (1,)}", state):
+        ALONE.update(one_leaf, state)
+
+
+OTHERS = {
+    "memory": {"memory": gravac.NoMemory()},
+    "controller": {"controller": gravac.Fixed(4)},
+    "ladder": {"controller": gravac.GraVAC(ladder=(1, 2, 3))},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_other_components_is_refused(other):
+    state = gravac.transform(None, compress=True, **OTHERS[other]).init(PARAMS)
+    with refused("ValueError ... does not fit ... call init again", state):
         ALONE.update(PARAMS, state)
+
+
+def test_the_state_of_a_whole_chain_is_refused():
+    state = optax.chain(ALONE, optax.sgd(0.1)).init(PARAMS)
+    with refused("ValueError ... does not fit ... call init again", state):
+        ALONE.update(PARAMS, state)
+
+
+def test_a_state_that_was_not_placed_is_refused():
+    tx = gravac.transform(compress=True)
+    step = lambda params, state, x: (params, tx.update(params, state)[1])
+    state = (PARAMS, tx.init(PARAMS))
+    for run in (gravac.simulate(step, N), gravac.data_parallel(step, make_mesh())):
+        with refused("ValueError ... not placed ... gravac.place", state):
+            run(*state, jnp.zeros(N))
+
+
+def test_a_state_placed_on_another_number_of_replicas_is_refused():
+    tx = gravac.transform(compress=True)
+    step = lambda params, state, x: (params, tx.update(params, state)[1])
+    state = gravac.place((PARAMS, tx.init(PARAMS)), 2)
+    with refused("ValueError ... placed on 2 replicas ... 4. Give gravac.place", state):
+        gravac.simulate(step, N)(*state, jnp.zeros(N))
+
+
+def test_an_unplaced_state_in_a_shard_map_of_ones_own_is_refused():
+    tx = gravac.transform(compress=True)
+    grads = lambda x: jax.tree.map(lambda p: p + x.astype(p.dtype).sum(), PARAMS)
+    run = jax.shard_map(
+        lambda state, x: tx.update(grads(x), state)[1],
+        mesh=make_mesh(),
+        in_specs=(jax.P(), jax.P("data")),
+        out_specs=jax.P(),
+    )
+    sharding = jax.NamedSharding(make_mesh(), jax.P("data"))
+    with refused("ValueError ... not placed ... gravac.state_specs"):
+        run(tx.init(PARAMS), jax.device_put(jnp.zeros(N), sharding))
+
+
+MISTAKES = {
+    "a batch by name": (
+        lambda step, state: step(*state, batch=jnp.zeros(N)),
+        "the batch, the last argument, cannot be split",
+    ),
+    "nothing": (lambda step, state: step(), "TypeError ... got 0 arguments"),
+    "a number as the batch": (
+        lambda step, state: step(*state, 3),
+        "ValueError ... has shape () ... by keyword",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_call_without_state_and_batch_is_refused(mistake):
+    step = gravac.simulate(lambda a, b, x: (a, b), N)
+    call, says = MISTAKES[mistake]
+    with refused(says):
+        call(step, gravac.place((jnp.zeros(()), jnp.zeros(())), N))
+
+
+def test_a_step_that_does_not_return_its_state_is_refused():
+    step = gravac.simulate(lambda a, b, x: a, N)
+    with refused("ValueError ... return its 2 state arguments ... got 1 results"):
+        step(*gravac.place((jnp.zeros(()), jnp.zeros(())), N), jnp.zeros(N))
+
+
+def test_a_number_for_a_mesh_is_refused():
+    with refused("TypeError ... jax.sharding.Mesh, got 4 ... gravac.simulate"):
+        gravac.data_parallel(lambda a, x: a, 4)
+
+
+def test_differentiating_an_argument_given_by_name_is_refused():
+    with refused("TypeError ... (0,) ... got 0 positional ... by position"):
+        gravac.value_and_grad(jnp.sum, None)(a=jnp.ones(3))
+
+
+def test_more_entries_than_an_int32_counts_are_refused():
+    params = jax.ShapeDtypeStruct((2**31,), jnp.float32)
+    with refused("ValueError ... 2,147,483,648 entries ... leave some of them dense"):
+        jax.eval_shape(ALONE.init, params)
 
 
 def test_a_placed_state_in_an_unplaced_step_is_refused():
     state = gravac.init(ALONE, PARAMS, N)
-    says = "ValueError ... [(4,), (4, 69)] ... [(), (69,)] ... gravac.state_specs"
+    says = "ValueError ... residual': (4, 69)} ... (69,)} ... gravac.state_specs"
     with refused(says, state):
         ALONE.update(PARAMS, state)
 

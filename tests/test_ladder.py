@@ -20,7 +20,7 @@ def test_the_ladders_of_the_paper_are_reproduced():
 
 def test_the_defaults_are_those_of_the_paper():
     assert gravac.exponential() == gravac.exponential(10, 1000)
-    assert gravac.geometric() == gravac.geometric(10, 2000, ratio=2)
+    assert gravac.geometric() == gravac.geometric(10, 2000, multiplier=2)
 
 
 def test_a_minimum_of_1_is_the_dense_rung_itself():
@@ -44,10 +44,10 @@ def test_bounds_that_are_no_rising_factors_are_refused(policy, bounds):
         policy(*bounds)
 
 
-@pytest.mark.parametrize("ratio", [1, 0.5, -2, math.nan])
-def test_a_ratio_that_does_not_climb_is_refused(ratio):
-    with pytest.raises(ValueError, match="`ratio`"):
-        gravac.geometric(10, 100, ratio=ratio)
+@pytest.mark.parametrize("multiplier", [1, 0.5, -2, math.nan])
+def test_a_multiplier_that_does_not_climb_is_refused(multiplier):
+    with pytest.raises(ValueError, match="`multiplier`"):
+        gravac.geometric(10, 100, multiplier=multiplier)
 
 
 @hypothesis.given(n=st.integers(1, 10**9), factor=FACTORS)

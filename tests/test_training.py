@@ -23,7 +23,6 @@ EXCHANGE = gravac.transform(
     compress=lambda path, leaf: leaf.ndim == 2,
     controller=gravac.GraVAC(epsilon=0.25, ladder=(1, 4, 16), window=10),
 )
-MASK = {"b": False, "w": True}
 SGD = optax.sgd(0.02, momentum=0.9)
 DECAY = optax.add_decayed_weights(1e-4)
 OPTIMIZERS = {

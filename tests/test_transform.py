@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -554,3 +556,42 @@ def test_a_state_may_be_donated():
     received = update(GRADIENTS, state)
     assert_same(received, expected)
     assert optax.tree.get(state, "residual").is_deleted()
+
+
+def test_float16_saturates_where_the_exchange_outgrows_it():
+    tx = gravac.transform(None, compress=True, controller=gravac.Fixed(4))
+    grads = jnp.full(8, 60_000, jnp.float16)
+    _, state = tx.update(grads, tx.init(grads))
+    for _ in range(3):
+        updates, state = tx.update(grads, state)
+        assert bool(jnp.isfinite(updates).all())
+    assert float(updates.max()) == float(jnp.finfo(jnp.float16).max)
+
+
+def test_no_leaf_of_the_state_is_nan():
+    tx = gravac.transform(None, compress=True)
+    state = tx.init(jnp.ones(8))
+    for _ in range(3):
+        assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(state))
+        _, state = tx.update(jnp.ones(8), state)
+
+
+def test_it_works_with_64_bit_types_enabled():
+    script = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_enable_x64", True)
+import gravac_jax as gravac
+tx = gravac.transform(compress=True)
+def step(state, batch):
+    updates, state = tx.update(batch.sum(0), state)
+    return state, updates
+state = gravac.place(tx.init(jnp.ones(8, jnp.float64)), 2)
+kinds = {x.dtype.name for x in jax.tree.leaves(state)}
+state, updates = gravac.simulate(step, 2)(state, jnp.ones((2, 8)))
+assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds
+print(sorted(kinds))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "['bool', 'float32', 'int32']\n", done.stderr

@@ -70,11 +70,11 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
     """Make what is missing in the file, and return all of it."""
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     records = [json.loads(line) for line in lines]
-    done = {(r["seed"], r["run"], r["steps"]) for r in records}
+    done = {(r["seed"], r.get("controller"), r["steps"]) for r in records}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
         for name, controller in controllers(args).items():
-            if (seed, name, args.steps) in done:
+            if (seed, repr(controller), args.steps) in done:
                 continue
             config = quickstart.Config(seed=seed, steps=args.steps)
             run = quickstart.train(name, controller, config, console)
@@ -83,6 +83,7 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
             record = {
                 "seed": seed,
                 "run": name,
+                "controller": repr(controller),
                 "steps": args.steps,
                 "held_out": round(run.held_out, 5),
                 "payload_factor": round(run.payload_factor, 3),

@@ -19,7 +19,7 @@ class GraVACState(NamedTuple):
       is_settled: `[]` bool, whether the search has ended at `candidate`.
       is_measured: `[]` bool, whether `throughputs` holds measured times.
       averages: smoothed energies.
-      throughputs: `[rungs]` float32, the paper's table of compression throughputs; NaN
+      throughputs: `[rungs]` float32, the paper's table of compression throughputs; 0
         where a rung has none yet.
     """
 
@@ -52,9 +52,9 @@ class GraVAC(Controller):
                 candidate = the next rung up
 
     The scaling policy is the ladder: `gravac.exponential` or `gravac.geometric`.
-    Gains of the step itself gate it, for which the replicas exchange one scalar per
-    rung. Throughputs come from measured step times where `update` is given any, and
-    from the wire-cost model until then.
+    The gate sees the gains of the step that it decides, smoothed with those before it;
+    for that the replicas exchange one scalar per rung. Throughputs come from measured
+    step times where `update` is given any, and from the wire-cost model until then.
 
     Args:
       epsilon: smallest gain that may be sent; raising it sends more. The default is
@@ -109,7 +109,7 @@ class GraVAC(Controller):
             is_settled=jnp.zeros((), bool),
             is_measured=jnp.zeros((), bool),
             averages=_gain.no_averages(rungs),
-            throughputs=jnp.full(rungs, jnp.nan, jnp.float32),
+            throughputs=jnp.zeros(rungs, jnp.float32),
         )
 
     def decide(
@@ -127,7 +127,9 @@ class GraVAC(Controller):
         rung = self._gate(state, gains)
         state = self._record_prediction(state, rung, gains, evidence)
 
-        # The end of a window: the paper's `i % window == 0`, counting steps from 1.
+        # The end of a window: the paper's `i % window == 0`, counting steps from 1. It
+        # has nothing to do with how far the averages reach back. A skipped step decides
+        # nothing, so a window that ends on one goes on into the next.
         is_end = (evidence.step + 1) % self.window == 0
         is_move = is_end & ~state.is_settled
         moved = self._move(state, gains)
@@ -136,6 +138,7 @@ class GraVAC(Controller):
         )
 
     def _gate(self, state: GraVACState, gains: jax.Array) -> jax.Array:
+        # Rung 0 is dense and sends the error-fed gradient, which empties the residual.
         fallback = jnp.where(gains[state.minimum] >= self.epsilon, state.minimum, 0)
         is_good = gains[state.candidate] >= self.epsilon
         return jnp.where(is_good, state.candidate, fallback).astype(jnp.int32)
@@ -146,13 +149,14 @@ class GraVAC(Controller):
         """Enter measured times; the first one clears what the model had guessed.
 
         A guess of the network alone and a measured step are not on one scale, and the
-        search compares entries with each other.
+        search compares entries with each other. A time that comes late is multiplied
+        with the gain that its rung has now.
         """
         seconds = evidence.measured_seconds
         is_new = seconds > 0  # False where NaN
         is_measured = state.is_measured | jnp.any(is_new)
         is_first = is_measured & ~state.is_measured
-        table = jnp.where(is_first, jnp.nan, state.throughputs)
+        table = jnp.where(is_first, 0.0, state.throughputs)
         measured = _throughput.compression_throughput(gains, seconds)
         return state._replace(
             throughputs=jnp.where(is_new, measured, table), is_measured=is_measured
@@ -177,16 +181,18 @@ class GraVAC(Controller):
         # Promotion comes before the step up: Algorithm 1 scales first and would promote
         # to a factor that nobody measured yet; the prose says "to the currently
         # evaluated CF".
+        # Without its absolute value: a candidate of higher gain is as good.
         low, high = gains[state.minimum], gains[state.candidate]
         is_equal = low - high <= self.omega * low
         minimum = jnp.where(is_equal, state.candidate, state.minimum)
 
         # Of two throughputs that are alike, Algorithm 1 takes the second best; the
         # prose takes the lower factor. They coincide only if throughput grows with it.
-        table = jnp.where(jnp.isnan(state.throughputs), -jnp.inf, state.throughputs)
-        (best, second), rungs = jax.lax.top_k(table, 2)
+        (best, second), rungs = jax.lax.top_k(state.throughputs, 2)
         is_settled = (second > 0) & (best - second <= self.omega * second)
 
+        # Entries are the last ones written and never expire, as in Algorithm 1, so one
+        # odd step can settle the search; also on dense, where that is among the best.
         # Algorithm 1 goes on to scale after it has settled; we stay.
         climbed = jnp.minimum(state.candidate + 1, len(self.ladder) - 1)
         candidate = jnp.where(is_settled, jnp.min(rungs), climbed)

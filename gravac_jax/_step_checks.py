@@ -1,0 +1,194 @@
+"""Complaints about what a step meets: one function each.
+
+They are raised while the step is traced or called, before anything is changed. Trouble
+that only the figures show becomes a counter in StepInfo instead.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gravac_jax import _tree
+
+
+def scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
+    """`value` as a `[]` array of `dtype`; `default` for None."""
+    array = jnp.asarray(default if value is None else value)
+    if array.shape != ():
+        raise ValueError(
+            f"`{name}` must be a single number on each replica, got shape"
+            f" {array.shape}. Pass that of this replica, or None if it is unknown."
+        )
+    return array.astype(dtype)
+
+
+def bound_axis(axis_name: Any, caller: str) -> None:
+    """Refuse a call outside the axis that the components were built for."""
+    try:
+        _ = axis_name is None or jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"`{caller}` was called outside axis_name={axis_name!r} ({error}). Call it"
+            f" inside shard_map, pmap or vmap over that axis (gravac.data_parallel"
+            f" does), give the name that your mesh has, or pass axis_name=None to run"
+            f" alone."
+        ) from None
+
+
+def gradients(tree: Any, name: str = "gradients") -> None:
+    """Refuse leaves that are no real floating-point arrays, by name."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    for path, leaf in _tree.named_leaves(tree, is_masked):
+        if is_masked(leaf):
+            raise TypeError(
+                f"the {name} hold a MaskedNode at {path}: optax.masked or"
+                f" optax.partition stands around gravac.transform, and the leaves that"
+                f" they hide would never be averaged over replicas. Put them around"
+                f" the inner optimizer only, and choose which leaves are compressed"
+                f" with gravac.transform(compress=...)."
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"the {name} must be real floating-point arrays, got"
+                f" {dtype or type(leaf).__name__} at {path}. Differentiate with respect"
+                f" to the float params only, and keep counters, keys and complex"
+                f" params out of what the optimizer sees."
+            )
+
+
+def still_local(path: str, missing: Sequence[str]) -> None:
+    """Refuse gradients that were summed over the axis before they got here."""
+    raise ValueError(
+        f"the gradient at {path} does not vary over {tuple(missing)}: it was summed"
+        f" over the replicas before gravac saw it, so there is nothing left to"
+        f" compress. Under shard_map jax.grad does this for replicated params. Take"
+        f" gradients with gravac.value_and_grad(loss, axis_name), or cast the params"
+        f" first: jax.lax.pcast(params, axis_name, to='varying'). optax.MultiSteps and"
+        f" optax.apply_if_finite around the transform lead here too: put them around"
+        f" what comes after it."
+    )
+
+
+def state_matches(received: Any, expected: Any) -> None:
+    """Refuse a state that was made for other params, or with other components."""
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        return {path: jnp.shape(x) for path, x in _tree.named_leaves(tree)}
+
+    if type(received) is not type(expected) or shapes(received) != shapes(expected):
+        had, need = shapes(received), shapes(expected)
+        for path in [path for path in had if need.get(path) == had[path]]:
+            del had[path], need[path]
+        raise ValueError(
+            f"the state does not fit the gradients: it holds {had} where these"
+            f" gradients and components need {need}. The params changed structure, or"
+            f" the transform was built with other components: call init again. An axis"
+            f" of replicas longer than 1 means that the state was placed, but the step"
+            f" does not run under shard_map with gravac.state_specs, as"
+            f" gravac.data_parallel does."
+        )
+
+
+def index_fits(n: int) -> None:
+    """Refuse a bucket whose entries an int32 cannot count."""
+    if n >= 2**31:
+        raise ValueError(
+            f"the compressed leaves hold {n:,} entries, and one bucket at most"
+            f" {2**31 - 1:,}: leave some of them dense with compress=(a function of"
+            f" path and leaf), or split the model over transforms."
+        )
+
+
+def mask_matches(mask: Any, tree: Any) -> None:
+    """Refuse a `compress` mask of another structure than the params."""
+    is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
+    if not is_bool or jax.tree.structure(mask) != jax.tree.structure(tree):
+        raise ValueError(
+            f"`compress` must be a bool, a function of (path, leaf), or a pytree of"
+            f" bools of the params' own structure, got {mask!r} for"
+            f" {jax.tree.structure(tree)}. With nnx, write a function."
+        )
+
+
+def is_placed(leading: Any, replicas: int) -> None:
+    """Refuse a state that was not placed on this many replicas."""
+    if leading is None:
+        raise ValueError(
+            f"the state is not placed: what the transform keeps per replica has no"
+            f" leading axis of {replicas} replicas. Call params, opt_state ="
+            f" gravac.place((params, opt_state), mesh) first (for gravac.simulate, with"
+            f" the number of replicas in place of the mesh), and in a shard_map of your"
+            f" own take its specs from gravac.state_specs."
+        )
+    if leading != replicas:
+        raise ValueError(
+            f"the state is placed on {leading} replicas, and the step runs on"
+            f" {replicas}. Give gravac.place the same mesh or number as the step."
+        )
+
+
+def placed_on(state_replicas: int, mesh_replicas: int) -> None:
+    """Refuse to move per-replica state onto another number of replicas."""
+    if state_replicas != mesh_replicas:
+        raise ValueError(
+            f"the state is placed on {state_replicas} replicas, and the mesh has"
+            f" {mesh_replicas}: what each replica still holds back would be lost or"
+            f" doubled. Place it on {state_replicas} replicas, or start from"
+            f" gravac.init."
+        )
+
+
+def divides(batch: Any, replicas: int) -> None:
+    """Refuse a batch that cannot be split evenly over the replicas."""
+    for path, leaf in _tree.named_leaves(batch):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % replicas:
+            raise ValueError(
+                f"the batch, the last argument, cannot be split over {replicas}"
+                f" replicas: {path} has shape {shape}. Its first axis must be a"
+                f" multiple of {replicas}; pass what is the same for all by keyword."
+            )
+
+
+def arguments(args: Sequence[Any]) -> None:
+    """Refuse a step without state or without a batch."""
+    if len(args) < 2:
+        raise TypeError(
+            f"the step takes its state and then a batch, all by position, got"
+            f" {len(args)} arguments. Call it as step(params, opt_state, batch), or"
+            f" step(train_state, batch)."
+        )
+
+
+def positional(args: Sequence[Any], argnums: Sequence[int]) -> None:
+    """Refuse to differentiate an argument that was not given by position."""
+    if any(not -len(args) <= i < len(args) for i in argnums):
+        raise TypeError(
+            f"value_and_grad differentiates the arguments {tuple(argnums)}, counted by"
+            f" position, got {len(args)} positional arguments. Pass them by position,"
+            f" not by name."
+        )
+
+
+def returned_state(results: Any, state: Sequence[Any]) -> None:
+    """Refuse a step that does not return the state that it was given."""
+    received = [jax.tree.structure(x) for x in results[: len(state)]]
+    if received != [jax.tree.structure(x) for x in state]:
+        raise ValueError(
+            f"the step must return its {len(state)} state arguments first, each of the"
+            f" structure that it came in, then any metrics, as a tuple; got"
+            f" {len(results)} results of the structures {received}."
+        )
+
+
+def has_transform(found: Sequence[Any], where: str) -> None:
+    """Refuse an optimizer state without exactly one gravac state in it."""
+    if len(found) != 1:
+        raise ValueError(
+            f"{where} needs exactly one gravac.transform in the optimizer, found"
+            f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
+        )
