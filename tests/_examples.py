@@ -1,10 +1,29 @@
-"""What the laws are tried on: buckets, runs of gradients, runs of evidence."""
+"""What the laws are tried on: members of a registry, buckets, gradients, evidence."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 
+import gravac_jax as gravac
+from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._controllers.base import Evidence
+
+# For classes that need arguments, or are worth trying with several.
+ARGUMENTS: dict[type, list[dict[str, Any]]] = {
+    gravac.AllGather: [{"compressor": kind()} for kind in COMPRESSORS],
+    gravac.Fixed: [{"factor": 100}],
+    gravac.GraVAC: [
+        {"epsilon": 0.7, "window": 10, "ladder": (1, 4, 16, 64)},
+        {"epsilon": 0.9, "window": 7, "omega": 0.05, "smoothing": 0.5, "gain": "norm"},
+        {"epsilon": 0.9, "window": 4, "ladder": (1, 10), "smoothing": 1.0},
+    ],
+}
+
+
+def members(registry: tuple[type, ...]) -> list[Any]:
+    """An instance of each class, or several."""
+    return [kind(**x) for kind in registry for x in ARGUMENTS.get(kind, [{}])]
 
 
 def _random(n: int, seed: int = 0) -> np.ndarray:

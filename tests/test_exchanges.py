@@ -9,22 +9,13 @@ import pytest
 
 import gravac_jax as gravac
 from gravac_jax._comm import Comm
-from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._exchanges import EXCHANGES
 
-# Each class with the arguments to try it with.
-EXAMPLES = [
-    gravac.DenseMean(),
-    *(gravac.AllGather(compressor()) for compressor in COMPRESSORS),
-]
+EXAMPLES = _examples.members(EXCHANGES)
 ids = repr
 
 # What summing N float32 may be off by, as a share of the sum of magnitudes.
 SUM_RTOL = _examples.REPLICAS * 2**-24
-
-
-def test_every_exchange_is_tried():
-    assert {type(exchange) for exchange in EXAMPLES} == set(EXCHANGES)
 
 
 @pytest.mark.parametrize("law", _laws.EXCHANGE_LAWS, ids=lambda law: law.__name__)

@@ -15,14 +15,14 @@ RUN_RTOL = 2**-23
 
 
 @pytest.mark.parametrize("law", _laws.MEMORY_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("kind", MEMORIES, ids=lambda kind: kind.__name__)
-def test_every_memory_keeps_the_law(kind, law):
-    law(kind(), _examples.GRADIENTS, _examples.IS_SENT)
+@pytest.mark.parametrize("memory", _examples.members(MEMORIES), ids=repr)
+def test_every_memory_keeps_the_law(memory, law):
+    law(memory, _examples.GRADIENTS, _examples.IS_SENT)
 
 
-@pytest.mark.parametrize("kind", MEMORIES, ids=lambda kind: kind.__name__)
-def test_the_first_step_selects_from_the_gradient_itself(kind):
-    memory, gradient = kind(), jnp.asarray(_examples.GRADIENTS[0])
+@pytest.mark.parametrize("memory", _examples.members(MEMORIES), ids=repr)
+def test_the_first_step_selects_from_the_gradient_itself(memory):
+    gradient = jnp.asarray(_examples.GRADIENTS[0])
     compensated, _ = memory.compensate(gradient, memory.init(gradient.size))
     _laws.assert_same(compensated, gradient)
 
