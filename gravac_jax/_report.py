@@ -1,5 +1,6 @@
 """From a rung to what it sent: the figures of StepInfo."""
 
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -49,6 +50,20 @@ def tables(
     factors, payload_bytes, wire_bytes = np.asarray(rows, np.float32).T
     dense = dense_traffic(n + m, replicas)
     return Tables(factors, payload_bytes, wire_bytes, dense)
+
+
+def warn_if_dearer(table: Tables, ladder: tuple[float, ...], replicas: int) -> None:
+    """Say so when a compressed rung sends clearly more than a dense step would."""
+    sent = table.wire_bytes[:-1] - table.wire_bytes[-1]  # beyond what every step sends
+    is_dearer = sent > 1.05 * table.dense.wire_bytes
+    dearer = [f for f, x in zip(ladder, is_dearer, strict=True) if x and f > 1]
+    if dearer:
+        warnings.warn(
+            f"with {replicas} replicas the factors {dearer} send more bytes than a"
+            f" dense step: an all-gather grows with the replicas. Begin the ladder near"
+            f" {replicas}: GraVAC(ladder=gravac.exponential({replicas}, 1000)).",
+            stacklevel=2,
+        )
 
 
 def predicted_seconds(table: Tables, wire: WireCost) -> jax.Array:

@@ -3,6 +3,9 @@
 Nothing here knows about compression, replicas or optimizers.
 """
 
+import functools
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -41,6 +44,11 @@ def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:
 def energy(x: jax.Array) -> jax.Array:
     """`[]` float32, the squared norm of `x`."""
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def total(parts: Iterable[jax.Array]) -> jax.Array:
+    """The sum of one or more arrays."""
+    return functools.reduce(operator.add, parts)
 
 
 def count_not_finite(x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """The wiring: how a step walks through the rooms.
 
 `update` is the order in which the rooms are visited, which is that of GraVAC's
-Algorithm 1. It adds up what several buckets say, and leaves all else to the rooms.
+Algorithm 1. It adds up what the buckets say, credits measured times to their rungs,
+and leaves all else to the rooms.
 """
 
 import dataclasses
@@ -110,13 +111,8 @@ class Wiring:
         common = comm.mean(
             Common(
                 dense=dense,
-                bad=sum(
-                    map(_tree.count_not_finite, (*flat, dense)),
-                    jnp.zeros((), jnp.float32),
-                ),
-                gradient_energy=sum(
-                    map(_tree.energy, flat), jnp.zeros((), jnp.float32)
-                ),
+                bad=_tree.total(map(_tree.count_not_finite, (*flat, dense))),
+                gradient_energy=_tree.total(map(_tree.energy, flat)),
                 seconds=seconds,
                 timed=timed,
             )
@@ -124,6 +120,7 @@ class Wiring:
         tables = _report.tables(
             buckets, self.exchange, self.controller.ladder, comm.replicas
         )
+        _report.warn_if_dearer(tables, self.controller.ladder, comm.replicas)
         is_finite = common.bad == 0
         outcome = jax.lax.cond(
             is_finite,
@@ -162,11 +159,8 @@ class Wiring:
         )
         energies, energy = comm.mean(
             (
-                sum(
-                    (s.energies for s in selections),
-                    jnp.zeros(len(ladder), jnp.float32),
-                ),
-                sum((s.energy for s in selections), jnp.zeros((), jnp.float32)),
+                _tree.total(s.energies for s in selections),
+                _tree.total(s.energy for s in selections),
             )
         )
         evidence = Evidence(

@@ -1,3 +1,5 @@
+import warnings
+
 import _laws
 import jax
 import jax.numpy as jnp
@@ -135,3 +137,23 @@ def test_no_two_figures_share_a_buffer():
     before = _report.before_the_first_step(len(LADDER))
     pointers = [x.unsafe_buffer_pointer() for x in before]
     assert len(set(pointers)) == len(pointers)
+
+
+def test_rungs_that_send_more_than_dense_are_warned_about():
+    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
+    ladder = (1.0, 10.0, 20.0, 100.0)
+    exchange = gravac.AllGather()
+    table = _report.tables(buckets, exchange, ladder, 32)
+    with pytest.warns(
+        UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] send"
+    ):
+        _report.warn_if_dearer(table, ladder, 32)
+
+
+def test_rungs_that_send_less_than_dense_are_not_warned_about():
+    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
+    ladder = gravac.GraVAC().ladder
+    table = _report.tables(buckets, gravac.AllGather(), ladder, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _report.warn_if_dearer(table, ladder, 8)
