@@ -47,7 +47,7 @@ class Config:
     """Steps of each run."""
     controller: Literal["gravac", "fixed"] = "gravac"
     """Who chooses the factor; "fixed" stays on the last rung of the ladder."""
-    ladder: tuple[float, ...] = gravac.exponential(10, 1000)
+    ladder: tuple[float, ...] = gravac.GraVAC.ladder
     """Factors to choose from: 10 sends one gradient entry in ten, 1 sends all."""
     epsilon: float = gravac.GraVAC.epsilon
     """Smallest gain that GraVAC may send."""

@@ -61,7 +61,7 @@ def warn_if_dearer(table: Tables, ladder: tuple[float, ...], replicas: int) -> N
         warnings.warn(
             f"with {replicas} replicas the factors {dearer} send more bytes than a"
             f" dense step: an all-gather grows with the replicas. Begin the ladder near"
-            f" {replicas}: GraVAC(ladder=gravac.exponential({replicas}, 1000)).",
+            f" {replicas}: GraVAC(ladder=gravac.geometric({replicas}, 1000)).",
             stacklevel=2,
         )
 

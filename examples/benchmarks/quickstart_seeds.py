@@ -13,11 +13,10 @@ import platform
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -35,8 +34,10 @@ class Args:
     """JSONL, appended to."""
     seeds: int = 5
     """Seeds 0, 1, ..."""
+    policies: tuple[Literal["geometric", "exponential"], ...] = ("geometric",)
+    """Scaling policies from 10 to 1000; one adaptive run for each and each epsilon."""
     epsilons: tuple[float, ...] = (gravac.GraVAC.epsilon,)
-    """One adaptive run for each."""
+    """Smallest gains that may be sent."""
     factors: tuple[float, ...] = ()
     """One static run for each."""
     steps: int = quickstart.Config.steps
@@ -62,7 +63,11 @@ def machine() -> str:
 def controllers(args: Args) -> dict[str, Any]:
     """Every run of one seed, by name."""
     runs: dict[str, Any] = {"dense": gravac.Fixed(factor=1)}
-    runs |= {f"epsilon {x:g}": gravac.GraVAC(epsilon=x) for x in args.epsilons}
+    for policy in args.policies:
+        ladder = getattr(gravac, policy)(10, 1000)
+        for x in args.epsilons:
+            controller = gravac.GraVAC(epsilon=x, ladder=ladder)
+            runs[f"{policy}, epsilon {x:g}"] = controller
     return runs | {f"factor {x:g}": gravac.Fixed(factor=x) for x in args.factors}
 
 
@@ -100,47 +105,43 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
     return records
 
 
-def summary(records: list[dict[str, Any]]) -> Table:
-    """Medians over seeds, with the range."""
-    dense = {(r["seed"], r["steps"]): r for r in records if r["run"] == "dense"}
+def summary(records: list[dict[str, Any]], steps: int) -> Table:
+    """Medians over the seeds of all runs of this length, with the range."""
+    records = [r for r in records if r["steps"] == steps]
+    dense = {r["seed"]: r for r in records if r["run"] == "dense"}
     table = Table(
-        box=SIMPLE,
+        box=None,
         pad_edge=False,
-        title="Median over paired seeds (smallest to largest)",
+        padding=(0, 2, 0, 0),
+        title=f"{steps} steps: median over n paired seeds (smallest-largest)",
     )
-    table.add_column("run")
-    for title in ("steps", "seeds", "gap to dense, %", "payload factor", "ms / step"):
+    table.add_column("run", no_wrap=True)
+    for title in ("n", "gap to dense, %", "payload factor", "ms / step"):
         table.add_column(title, justify="right", no_wrap=True)
-    for name, steps in dict.fromkeys((r["run"], r["steps"]) for r in records):
-        rows = [r for r in records if (r["run"], r["steps"]) == (name, steps)]
-        gaps = [
-            100 * (r["held_out"] / dense[r["seed"], steps]["held_out"] - 1)
-            for r in rows
-        ]
-        factors = [r["payload_factor"] for r in rows]
-        times = [r["step_ms"] for r in rows]
+    for name in dict.fromkeys(r["run"] for r in records):
+        rows = [r for r in records if r["run"] == name]
+        gaps = [100 * (r["held_out"] / dense[r["seed"]]["held_out"] - 1) for r in rows]
         table.add_row(
             name,
-            str(steps),
             str(len(rows)),
             spread(gaps, 2),
-            spread(factors, 1),
-            spread(times, 0),
+            spread([r["payload_factor"] for r in rows], 1),
+            spread([r["step_ms"] for r in rows], 0),
         )
     return table
 
 
 def spread(figures: list[float], digits: int) -> str:
-    """Median (smallest to largest)."""
+    """Median (smallest-largest)."""
     middle, low, high = statistics.median(figures), min(figures), max(figures)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def main(args: Args) -> None:
     """Make the runs and print the table."""
     jax.config.update("jax_num_cpu_devices", quickstart.Config.replicas)
     console = Console()
-    console.print(summary(make_runs(args, console)))
+    console.print(summary(make_runs(args, console), args.steps))
 
 
 if __name__ == "__main__":
