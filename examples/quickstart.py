@@ -10,6 +10,7 @@ loop needs.
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sysconfig
 import threading
@@ -99,6 +100,7 @@ class ByteModel(nnx.Module):
         return self.head(self.norm(x))
 
 
+@functools.cache
 def read_text(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out bytes; the library is split by file, a file by position."""
     if path is not None:
@@ -180,24 +182,23 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     rows = config.replicas * config.batch
     batches = draw(training_text, rows, config.length, config.seed + 1)
     pending: list[Any] = []
-    seconds: list[float] = []
+    ends: list[float] = []
     with ctrl_c() as stop, Live(console=console, transient=True) as live:
-        while len(seconds) < config.steps and not stop.is_set():
-            started = time.perf_counter()
+        for _ in range(config.steps):
             *state, loss, info = step(*state, next(batches))
             pending.append((loss, info))
+            ends.append(time.perf_counter())
             if len(pending) == 10:
                 collect(run, pending)
                 live.update(display(run, config.steps))
-            seconds.append(time.perf_counter() - started)
-        started = time.perf_counter()
+            if stop.is_set():
+                break
         collect(run, pending)
-        seconds.append(time.perf_counter() - started)
+        # From the end of the first step on, which compiles.
+        elapsed = float(np.ptp([*ends, time.perf_counter()]))
+        run.step_seconds = elapsed / max(1, len(ends) - 1)
     if stop.is_set():
         console.print(f"{name}: stopped at step {len(run.loss)}")
-    run.step_seconds = sum(seconds[1:]) / max(
-        1, len(run.loss) - 1
-    )  # the first compiles
     test = next(draw(held_out_text, 256, 256, seed=0))
     alone = jax.device_get(state[0])
     run.held_out = float(jax.jit(loss_of)(alone, test))

@@ -54,9 +54,11 @@ def data_parallel(
     _checks.mesh_axis(mesh, axis_name)
     sharding = jax.NamedSharding(mesh, jax.P(axis_name))
     everywhere = jax.NamedSharding(mesh, jax.P())
+    replicas = _placement.count_replicas(mesh, axis_name)
     body = _averaged(train_step, axis_name)
 
     def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
+        _placement.check_placed(state, replicas)
         specs = _placement.state_specs(state, axis_name)
         return jax.shard_map(
             body,
@@ -67,13 +69,11 @@ def data_parallel(
         )(state, batch, shared)
 
     jitted = jax.jit(run, donate_argnums=0 if donate else ())
-    replicas = _placement.count_replicas(mesh, axis_name)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
         _step_checks.arguments(args)
         *state, batch = args
-        _placement.check_placed(state, replicas)
         _step_checks.divides(batch, max(1, replicas // jax.process_count()))
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
         shared = jax.device_put(shared, everywhere)
@@ -131,6 +131,7 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
+        _placement.check_placed(state, replicas)
         split = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
         axes = _placement.per_leaf(state, 0, None)
         return jax.vmap(
@@ -141,7 +142,6 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
     def step(*args: Any, **shared: Any) -> Any:
         _step_checks.arguments(args)
         *state, batch = args
-        _placement.check_placed(state, replicas)
         _step_checks.divides(batch, replicas)
         state, metrics = run(tuple(state), batch, shared)
         return (*state, *metrics)

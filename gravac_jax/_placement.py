@@ -53,8 +53,9 @@ def place(
         shared = jax.NamedSharding(mesh, jax.P())
 
     def place_local(state: Any) -> Any:
-        if _state.is_placed(state):
-            _step_checks.placed_on(len(jax.tree.leaves(state)[0]), replicas)
+        placed = _state.placed_replicas(state)
+        if placed is not None:
+            _step_checks.placed_on(placed, replicas)
             return jax.tree.map(lambda x: _copy(x, local), state)
         return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
 
@@ -68,12 +69,7 @@ def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
 
 def check_placed(tree: Any, replicas: int) -> None:
     """Raise unless every per-replica state in `tree` is placed on `replicas`."""
-
-    def check(state: Any) -> None:
-        is_placed = _state.is_placed(state)
-        leading = len(jax.tree.leaves(state)[0]) if is_placed else None
-        _step_checks.is_placed(leading, replicas)
-
+    check = lambda x: _step_checks.is_placed(_state.placed_replicas(x), replicas)
     _state.map_local(tree, check, lambda _: None)
 
 

@@ -77,7 +77,8 @@ def map_local(
     )
 
 
-def is_placed(local: Any) -> bool:
-    """Whether the leaves have a leading axis of replicas."""
+def placed_replicas(local: Any) -> int | None:
+    """The length of the leading axis of replicas; None in the local form."""
     replica = local["replica"] if isinstance(local, Mapping) else local.replica
-    return jax.tree.leaves(replica)[0].ndim > 0
+    shape = jax.tree.leaves(replica)[0].shape
+    return shape[0] if shape else None

@@ -72,8 +72,7 @@ class Wiring:
         return self._initial(buckets)
 
     def _initial(self, buckets: Buckets) -> TransformState:
-        rungs, sizes = len(self.controller.ladder), buckets.sizes
-        ladder = self.controller.ladder
+        sizes, ladder = buckets.sizes, self.controller.ladder
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             layout=jnp.asarray(buckets.layout, jnp.int32),
@@ -83,8 +82,8 @@ class Wiring:
                 exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
             ),
             controller=self.controller.init(),
-            past_rungs=jnp.full(_state.PAST_STEPS, rungs, jnp.int32),
-            info=_report.before_the_first_step(rungs),
+            past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
+            info=_report.before_the_first_step(len(ladder)),
         )
 
     def update(
@@ -199,7 +198,7 @@ class Wiring:
         if not _state.is_transform_state(state):
             _step_checks.state_matches(state, expected)
         local = state.local
-        if _state.is_placed(local):
+        if _state.placed_replicas(local) is not None:
             is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
             local = jax.tree.map(lambda x: x[0], local) if is_mine else local
         elif comm.is_shared(local):
@@ -227,7 +226,7 @@ class Wiring:
 
 def _leave(local: LocalState, like: LocalState) -> LocalState:
     """The state in the form in which it came."""
-    if not _state.is_placed(like):
+    if _state.placed_replicas(like) is None:
         return local
     return jax.tree.map(lambda x: x[None], local)
 

@@ -123,14 +123,14 @@ def agreed(x):
     return np.asarray(x)
 
 
-def assert_same(received, expected):
+def assert_same(received, expected, what=""):
     """Two trees have the same structure, shapes, dtypes and bits."""
-    assert jax.tree.structure(received) == jax.tree.structure(expected)
+    assert jax.tree.structure(received) == jax.tree.structure(expected), what
     pairs = zip(
         jax.tree.leaves_with_path(received), jax.tree.leaves(expected), strict=True
     )
     for (path, a), b in pairs:
-        name = jax.tree_util.keystr(path)
+        name = f"{what} {jax.tree_util.keystr(path)}"
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         if a.tobytes() != b.tobytes():

@@ -12,6 +12,7 @@ import _oracles
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _harness import assert_same
 from jax.extend.core import jaxprs_in_params
 
 from gravac_jax import _payload
@@ -19,15 +20,6 @@ from gravac_jax._comm import Comm
 from gravac_jax._controllers.base import Evidence
 
 KEY_SEED = 7
-
-
-def assert_same(left: Any, right: Any, what: str = "") -> None:
-    """Two trees are equal bit for bit, down to dtypes and the sign of zero."""
-    assert jax.tree.structure(left) == jax.tree.structure(right), what
-    for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), what
-        assert x.tobytes() == y.tobytes(), f"{what}: {x} is not {y}"
 
 
 def form(tree: Any) -> Any:

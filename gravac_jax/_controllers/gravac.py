@@ -181,8 +181,8 @@ class GraVAC(Controller):
         """The paper's CheckGraVAC, by its prose where Algorithm 1 differs from it."""
         # Promotion comes before the step up: Algorithm 1 scales first and would promote
         # to a factor that nobody measured yet; the prose says "to the currently
-        # evaluated CF".
-        # Without its absolute value: a candidate of higher gain is as good.
+        # evaluated CF". And it takes the absolute difference, by which a candidate of
+        # higher gain would not do.
         low, high = gains[state.minimum], gains[state.candidate]
         is_equal = low - high <= self.omega * low
         minimum = jnp.where(is_equal, state.candidate, state.minimum)

@@ -15,7 +15,7 @@ VALUE_BYTES = 4
 
 def dense_mean(bucket: jax.Array, comm: Comm) -> tuple[jax.Array, jax.Array]:
     """The mean of whole buckets, and the empty residual that it leaves."""
-    return comm.mean(bucket), comm.cast(jnp.zeros_like(bucket))
+    return comm.mean(bucket), jnp.zeros_like(bucket)
 
 
 def dense_traffic(entries: int, replicas: int) -> Traffic:
