@@ -1,0 +1,8 @@
+"""What the examples and benchmarks train: a task is data, a model and a loss."""
+
+from tasks.registry import PRESETS as PRESETS
+from tasks.registry import TASKS as TASKS
+from tasks.registry import load as load
+from tasks.task import DataError as DataError
+from tasks.task import Source as Source
+from tasks.task import Task as Task

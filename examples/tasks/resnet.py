@@ -1,0 +1,61 @@
+"""A residual network for images of 32 x 32.
+
+Its norms are over groups of channels, not over the batch (Wu and He, 2018): they keep
+no statistics that replicas would have to average besides their gradients.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+CHANNELS_PER_GROUP = 16
+
+
+def _conv(features: int, side: int, stride: int = 1) -> nn.Conv:
+    strides, init = (stride, stride), nn.initializers.he_normal()
+    return nn.Conv(features, (side, side), strides, use_bias=False, kernel_init=init)
+
+
+def _norm() -> nn.GroupNorm:
+    return nn.GroupNorm(num_groups=None, group_size=CHANNELS_PER_GROUP)
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them."""
+
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[batch, side, side, channels]` to `[..., side / stride, width]`, float32."""
+        y = nn.relu(_norm()(_conv(self.width, 3, self.stride)(x)))
+        y = _norm()(_conv(self.width, 3)(y))
+        if x.shape != y.shape:
+            x = _norm()(_conv(self.width, 1, self.stride)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Stages of blocks, each but the first at half of the side before.
+
+    Widths (64, 128, 256, 512) with two blocks are ResNet-18 of He et al., 2016, but for
+    its first convolution, which is 3 x 3 without a stride as suits small images.
+    """
+
+    classes: int
+    widths: Sequence[int]
+    blocks: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """`[batch, 32, 32, 3]` uint8 to logits `[batch, classes]`, float32."""
+        # From -1 to 1; the first norm makes more of it unnecessary.
+        x = images.astype(jnp.float32) / 127.5 - 1
+        x = nn.relu(_norm()(_conv(self.widths[0], 3)(x)))
+        for stage, width in enumerate(self.widths):
+            for block in range(self.blocks):
+                x = Block(width, 2 if stage and not block else 1)(x)
+        return nn.Dense(self.classes, name="head")(x.mean(axis=(1, 2)))

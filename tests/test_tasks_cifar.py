@@ -1,0 +1,118 @@
+"""The binary versions of CIFAR are read, and everything else is refused."""
+
+import numpy as np
+import pytest
+from _task_files import records, write_cifar10, write_cifar100
+from tasks import DataError
+from tasks.cifar import CIFAR10, CIFAR100, read_cifar
+
+
+def as_record(example):
+    planes = example["image"].transpose(2, 0, 1)
+    return [int(example["label"]), *planes.ravel().tolist()]
+
+
+def test_every_record_of_cifar10_is_read_and_the_last_tenth_validates(tmp_path):
+    (train, validation, test), classes = read_cifar(write_cifar10(tmp_path), CIFAR10)
+    assert classes == 10
+    written = np.concatenate([records(8, (10,), i) for i in range(1, 6)]).tolist()
+    assert [as_record(x) for x in train] == written[:36]
+    assert [as_record(x) for x in validation] == written[36:]
+    assert [as_record(x) for x in test] == records(8, (10,)).tolist()
+
+
+def test_cifar100_is_labelled_by_its_fine_classes(tmp_path):
+    (train, *_), classes = read_cifar(write_cifar100(tmp_path), CIFAR100)
+    assert classes == 100
+    written = records(40, (20, 100), 1)[:, 1:].tolist()
+    assert [as_record(x) for x in train] == written[:36]
+
+
+def test_an_example_is_an_image_of_bytes_and_a_label(tmp_path):
+    example = read_cifar(write_cifar10(tmp_path), CIFAR10)[0][0][0]
+    kinds = {name: (x.shape, x.dtype.name) for name, x in example.items()}
+    assert kinds == {"image": ((32, 32, 3), "uint8"), "label": ((), "int32")}
+
+
+@pytest.mark.parametrize(
+    ("write", "layout"), [(write_cifar10, CIFAR10), (write_cifar100, CIFAR100)]
+)
+def test_the_images_of_one_folder_are_found_from_the_one_above(tmp_path, write, layout):
+    write(tmp_path / layout.folder)
+    assert len(read_cifar(tmp_path, layout)[0][0]) == 36
+
+
+def test_missing_files_are_named_and_the_archive_to_get(tmp_path):
+    folder = write_cifar10(tmp_path / CIFAR10.folder)
+    (folder / "data_batch_3.bin").unlink()
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(DataError) as error:
+        read_cifar(tmp_path, CIFAR10)
+    message = str(error.value)
+    assert message.startswith("data_batch_3.bin, test_batch.bin not found in ")
+    assert "cifar-10-binary.tar.gz" in message
+    assert str(folder) in message
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(tmp_path):
+    path = write_cifar10(tmp_path) / "data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=f"{path} holds 24484 bytes.*multiple of 3073"):
+        read_cifar(tmp_path, CIFAR10)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="holds 0 bytes"):
+        read_cifar(tmp_path, CIFAR10)
+
+
+def test_a_label_that_there_is_not_is_refused(tmp_path):
+    content = records(8, (10,))
+    content[5, 0] = 10
+    (write_cifar10(tmp_path) / "test_batch.bin").write_bytes(content.tobytes())
+    with pytest.raises(DataError, match="record 5 is 10, expected one below 10"):
+        read_cifar(tmp_path, CIFAR10)
+
+
+@pytest.mark.parametrize(("column", "bound"), [(0, 20), (1, 100)])
+def test_both_labels_of_cifar100_are_checked(tmp_path, column, bound):
+    content = records(8, (20, 100))
+    content[2, column] = bound
+    (write_cifar100(tmp_path) / "test.bin").write_bytes(content.tobytes())
+    with pytest.raises(DataError, match=f"record 2 is {bound}, .*below {bound}"):
+        read_cifar(tmp_path, CIFAR100)
+
+
+@pytest.mark.parametrize(
+    ("layout", "betrayed_by"),
+    [
+        (CIFAR10, "cifar-10-batches-py/data_batch_1"),
+        (CIFAR10, "data_batch_1"),
+        (CIFAR100, "cifar-100-python/train"),
+        (CIFAR100, "train"),
+    ],
+)
+def test_the_pickled_python_version_is_refused_unread(tmp_path, layout, betrayed_by):
+    path = tmp_path / betrayed_by
+    path.parent.mkdir(exist_ok=True)
+    # Loading it would end the tests.
+    path.write_bytes(b"cposix\n_exit\n(I1\ntR.")
+    with pytest.raises(DataError, match=r"python version.*Get the binary version"):
+        read_cifar(tmp_path, layout)
+
+
+def variants(image):
+    """Every crop of the image with a margin of 4, straight and flipped."""
+    padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+    crops = [padded[i : i + 32, j : j + 32] for i in range(9) for j in range(9)]
+    return [x.tobytes() for crop in crops for x in (crop, crop[:, ::-1])]
+
+
+def test_an_augmented_image_is_one_of_its_shifts_straight_or_flipped(tmp_path):
+    train = read_cifar(write_cifar10(tmp_path), CIFAR10)[0][0]
+    example, rng = train[3], np.random.default_rng(0)
+    before = example["image"].tobytes()
+    possible = variants(example["image"])
+    drawn = [train.augment(example, rng) for _ in range(1000)]
+    seen = {possible.index(x["image"].tobytes()) for x in drawn}
+    assert len(seen) > 150  # of 162
+    assert {int(x["label"]) for x in drawn} == {int(example["label"])}
+    assert example["image"].tobytes() == before

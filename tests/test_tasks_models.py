@@ -1,0 +1,209 @@
+"""Every task loads, and every model learns on simulated and on real replicas."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _task_files import write_cifar10, write_cifar100, write_ptb
+from tasks import PRESETS, TASKS, load
+from tasks.lstm import LSTMLanguageModel, recur
+from tasks.pipeline import batches
+from tasks.transformer import TransformerLanguageModel
+
+import gravac_jax as gravac
+
+REPLICAS = 2
+# Keys of this kind compile in a fraction of the time of the default ones.
+KEY = jax.random.key(0, impl="unsafe_rbg")
+CLASSES = {"bytes": 256, "ptb": 12, "cifar10": 10, "cifar100": 100}
+MODELS = ["lstm-bytes", "transformer-bytes", "resnet-cifar10"]
+
+in_every_task = pytest.mark.parametrize("name", TASKS)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_ptb(folder / "ptb")
+    write_cifar10(folder / "cifar-10-batches-bin")
+    write_cifar100(folder / "cifar-100-binary")
+    (folder / "input.txt").write_bytes(b"the quick brown fox jumps over. " * 400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh(data_dir):
+    """A tiny task and its first params, by name; each is made once."""
+
+    @functools.cache
+    def make(name):
+        task = load(name, data_dir, length=None if "cifar" in name else 16)
+        return task, jax.jit(task.init)(KEY)
+
+    return make
+
+
+def stream(task):
+    return batches(task.train, rows=4, replicas=REPLICAS, seed=0)
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+@in_every_task
+def test_a_fresh_model_guesses(name, fresh):
+    task, params = fresh(name)
+    assert task.name == name
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    batch = next(stream(task))
+    metrics = jax.jit(task.metrics)(params, batch)
+    assert metrics.keys() - {"accuracy"} == {"loss"}
+    assert ("accuracy" in metrics) == ("image" in batch)
+    assert all(x.shape == () and x.dtype == jnp.float32 for x in metrics.values())
+    assert metrics["loss"] == pytest.approx(math.log(CLASSES[name.split("-")[1]]), 0.4)
+
+
+def test_a_language_model_is_asked_for_the_next_token(fresh):
+    task, params = fresh("lstm-bytes")
+    batch = next(stream(task))
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    model = LSTMLanguageModel(256, width=128, layers=2)
+    log_probabilities = jax.nn.log_softmax(model.apply({"params": params}, inputs))
+    chosen = np.take_along_axis(np.asarray(log_probabilities), targets[..., None], -1)
+    assert task.loss(params, batch) == pytest.approx(-chosen.mean(), 1e-5)
+
+
+def test_accuracy_is_the_share_of_images_that_are_recognized(fresh):
+    task, params = fresh("resnet-cifar10")
+    batch = next(stream(task))
+    # With nothing but a bias in its head, the model always says the same.
+    bias = jax.nn.one_hot(batch["label"][0], 10)
+    head = {"kernel": jnp.zeros((64, 10)), "bias": bias}
+    metrics = jax.jit(task.metrics)(params | {"head": head}, batch)
+    expected = (batch["label"] == batch["label"][0]).mean()
+    assert 0 < expected < 1
+    assert metrics["accuracy"] == pytest.approx(expected)
+
+
+@in_every_task
+def test_presets_grow(name, data_dir):
+    tasks = [load(name, data_dir, preset=preset) for preset in PRESETS]
+    sizes = [count(jax.eval_shape(task.init, KEY)) for task in tasks]
+    rows = [task.rows for task in tasks]
+    assert sizes == sorted(set(sizes))
+    assert rows == sorted(rows)
+
+
+def test_the_lstm_of_the_paper_has_its_size():
+    model = LSTMLanguageModel(10_000, width=1500, layers=2)
+    tokens = jnp.zeros((1, 35), jnp.int32)
+    shapes = jax.eval_shape(model.init, KEY, tokens)
+    # 66.03 million in PyTorch, which gives every gate two biases.
+    assert count(shapes) == 66_034_000 - 2 * 4 * 1500
+
+
+def train_step(task, tx):
+    def step(params, opt_state, batch):
+        loss, grads = gravac.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def losses(task, params, tx, replicated, mesh, steps):
+    """The losses of some steps, over batches of 4 rows a replica."""
+    state = gravac.place((params, tx.init(params)), mesh)
+    step = replicated(train_step(task, tx), mesh)
+    losses = []
+    for batch in itertools.islice(stream(task), steps):
+        *state, loss = step(*state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
+    exchange = gravac.transform(controller=gravac.Fixed(factor=10))
+    arguments = (*fresh(name), optax.chain(exchange, optax.sgd(0.3)))
+    mesh = jax.make_mesh((REPLICAS,), ("data",), devices=jax.devices()[:REPLICAS])
+    simulated = losses(*arguments, gravac.simulate, REPLICAS, steps=3)
+    on_mesh = losses(*arguments, gravac.data_parallel, mesh, steps=3)
+    assert len(set(simulated)) == 3
+    np.testing.assert_allclose(simulated, on_mesh, rtol=1e-3)
+
+
+def test_the_loss_of_a_tiny_lstm_falls(fresh):
+    tx = optax.chain(gravac.transform(), optax.sgd(0.3))
+    falling = losses(*fresh("lstm-bytes"), tx, gravac.simulate, REPLICAS, steps=20)
+    assert falling[-1] < 0.8 * falling[0]
+
+
+def plain_recurrence(inputs, recurrent):
+    """One layer of an LSTM, as in the books."""
+    hidden = cell = jnp.zeros((inputs.shape[1], len(recurrent)))
+    outputs = []
+    for x in inputs:
+        i, f, g, o = jnp.split(x + hidden @ recurrent, 4, axis=1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        outputs.append(hidden)
+    return jnp.stack(outputs)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_recurrence_and_its_gradient_are_those_of_an_lstm(length):
+    rng = np.random.default_rng(0)
+    shapes = [(length, 3, 16), (4, 16), (length, 3, 4)]
+    inputs, recurrent, weights = [rng.normal(size=x).astype("f") for x in shapes]
+
+    def outcome(f):
+        total = lambda *arguments: jnp.sum(f(*arguments) * weights)
+        return jax.jit(jax.value_and_grad(total, (0, 1)))(inputs, recurrent)
+
+    outcomes = outcome(recur), outcome(plain_recurrence)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-6), *outcomes)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LSTMLanguageModel(11, width=8, layers=2),
+        TransformerLanguageModel(11, width=8, layers=2, heads=2),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_language_model_sees_the_past_and_not_the_future(model):
+    tokens = jnp.arange(10)[None]
+    params = jax.jit(model.init)(KEY, tokens)
+    apply = jax.jit(model.apply)
+    logits = apply(params, tokens)
+    changed = apply(params, tokens.at[0, 5].set(10))
+    differs = jnp.any(logits != changed, axis=(0, 2))
+    assert differs.tolist() == [False] * 5 + [True] * 5
+
+
+def test_windows_have_the_length_asked_for(data_dir):
+    assert load("lstm-bytes", data_dir).train[0]["tokens"].shape == (65,)
+    assert load("lstm-ptb", data_dir).train[0]["tokens"].shape == (36,)
+    assert load("lstm-ptb", data_dir, length=9).train[0]["tokens"].shape == (10,)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("lstm", {}, "no task 'lstm'; there are: lstm-bytes, "),
+        ("lstm-ptb", {"preset": "huge"}, "no preset 'huge'; there are: tiny, small"),
+        ("lstm-ptb", {"length": 0}, "`length` must be at least 1, got 0"),
+        ("resnet-cifar10", {"length": 9}, "`length` is for text, and resnet-cifar10"),
+    ],
+)
+def test_a_task_that_there_is_not_is_refused(name, changed, message, data_dir):
+    with pytest.raises(ValueError, match=message):
+        load(name, data_dir, **changed)

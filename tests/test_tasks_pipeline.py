@@ -1,0 +1,157 @@
+"""Batches are the same wherever they are made, and after every interruption."""
+
+import doctest
+import itertools
+
+import numpy as np
+import pytest
+from tasks import pipeline
+from tasks.pipeline import batches, evaluation
+
+SIZE, ROWS, REPLICAS = 45, 2, 4  # five batches an epoch, and five examples over
+PER_EPOCH = SIZE // (ROWS * REPLICAS)
+
+
+class Squares:
+    """Numbers with their squares, and noise that is drawn for each."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return {"x": np.int32(index), "square": np.full(3, index**2, np.float32)}
+
+    def augment(self, example, rng):
+        return example | {"noise": rng.random(2)}
+
+
+def make(source=None, local=None, seed=0):
+    source = Squares() if source is None else source
+    return batches(source, rows=ROWS, replicas=REPLICAS, seed=seed, local=local)
+
+
+def take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def assert_same(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name].dtype == other[name].dtype
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def epoch(drawn, number):
+    part = drawn[number * PER_EPOCH : (number + 1) * PER_EPOCH]
+    return np.concatenate([batch["x"] for batch in part]).tolist()
+
+
+def test_a_batch_stacks_every_leaf_of_its_examples():
+    batch = next(make())
+    shapes = {name: x.shape for name, x in batch.items()}
+    assert shapes == {"x": (8,), "square": (8, 3), "noise": (8, 2)}
+    np.testing.assert_array_equal(batch["square"][:, 0], batch["x"] ** 2)
+    assert batch["x"].dtype == np.int32
+
+
+def test_an_epoch_shows_no_example_twice():
+    drawn = take(make(), 4 * PER_EPOCH)
+    for number in range(4):
+        assert len(set(epoch(drawn, number))) == PER_EPOCH * ROWS * REPLICAS
+
+
+def test_every_epoch_is_shuffled_anew_and_drops_other_examples():
+    drawn = take(make(), 4 * PER_EPOCH)
+    orders = [epoch(drawn, number) for number in range(4)]
+    assert all(order != sorted(order) for order in orders)
+    assert all(one != two for one, two in itertools.combinations(orders, 2))
+    assert len({frozenset(order) for order in orders}) > 1
+
+
+def test_an_example_is_varied_otherwise_in_every_epoch():
+    drawn = take(make(), 4 * PER_EPOCH)
+    noises = np.concatenate([batch["noise"] for batch in drawn])
+    assert len({row.tobytes() for row in noises}) == len(noises)
+
+
+def test_the_seed_decides_everything():
+    assert_same(take(make(seed=3), 12), take(make(seed=3), 12))
+    assert epoch(take(make(seed=3), 5), 0) != epoch(take(make(seed=4), 5), 0)
+
+
+@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [1, 3]], ids=str)
+def test_processes_together_see_what_one_process_sees(parts):
+    ends = list(itertools.accumulate(parts, initial=0))
+    shares = [make(local=range(a, b)) for a, b in itertools.pairwise(ends)]
+    shares = [take(share, 12) for share in shares]
+    together = [
+        {name: np.concatenate([x[name] for x in same]) for name in same[0]}
+        for same in zip(*shares, strict=True)
+    ]
+    assert_same(together, take(make(), 12))
+
+
+def test_a_process_reads_no_example_of_another():
+    read = []
+
+    class Watched(Squares):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    drawn = take(make(Watched(), local=range(1, 2)), 12)
+    assert read == np.concatenate([batch["x"] for batch in drawn]).tolist()
+
+
+@pytest.mark.parametrize("cut", range(0, 12, 3))
+def test_cut_anywhere_a_resumed_iterator_goes_on_with_the_same_batches(cut):
+    whole = take(make(), 14)
+    first = make()
+    assert_same(take(first, cut), whole[:cut])
+    resumed = make()
+    take(resumed, 2)
+    resumed.set_state(first.get_state())
+    assert_same(take(resumed, 14 - cut), whole[cut:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": 0}, "`rows` must be at least 1, got 0"),
+        ({"replicas": 0}, "`replicas` must be at least 1, got 0"),
+        ({"rows": 12}, r"45 examples, fewer than one batch of 48 \(12 rows x 4 rep"),
+        ({"local": range(3, 5)}, r"`local` must be a part of range\(4\).*range\(3, 5"),
+        ({"local": range(-1, 2)}, "`local` must be"),
+        ({"local": range(0, 4, 2)}, "`local` must be"),
+        ({"local": range(2, 2)}, "`local` must be"),
+        ({"seed": -1}, "`seed` must be from 0 to 4294967295, got -1"),
+        ({"seed": 2**32}, "`seed` must be"),
+    ],
+)
+def test_batches_that_cannot_be_made_are_refused(changed, message):
+    arguments = {"rows": ROWS, "replicas": REPLICAS, "seed": 0} | changed
+    with pytest.raises(ValueError, match=message):
+        batches(Squares(), **arguments)
+
+
+def test_evaluation_goes_once_through_the_source_in_order_and_drops_the_rest():
+    drawn = list(evaluation(Squares(), rows=8))
+    assert [batch["x"].tolist() for batch in drawn] == [
+        list(range(start, start + 8)) for start in range(0, 40, 8)
+    ]
+    assert "noise" not in drawn[0]
+    assert len(list(evaluation(Squares(), rows=SIZE))) == 1
+
+
+def test_an_evaluation_that_cannot_be_made_is_refused_at_once():
+    with pytest.raises(ValueError, match="`rows` must be at least 1"):
+        evaluation(Squares(), rows=0)
+    with pytest.raises(ValueError, match="45 examples, fewer than one batch of 46"):
+        evaluation(Squares(), rows=46)
+
+
+def test_its_documentation_says_what_happens():
+    result = doctest.testmod(pipeline)
+    assert (result.attempted, result.failed) == (4, 0)
