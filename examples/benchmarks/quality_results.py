@@ -1,0 +1,101 @@
+"""What the lines of quality.py mean: runs, tuned learning rates, paired gaps."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+
+import scipy.stats
+from journal import Line
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One run that counts: its evaluations, in order."""
+
+    method: str
+    seed: int
+    learning_rate: float
+    lines: list[Line]
+
+    @property
+    def final(self) -> Line:
+        """The last evaluation."""
+        return self.lines[-1]
+
+    @property
+    def loss(self) -> float:
+        """Held out, at the end; infinite for a run that diverged."""
+        return number(self.final["loss"])
+
+    @property
+    def payload_factor(self) -> float:
+        """Dense payload bytes over payload bytes, of the whole run."""
+        return self.final["dense_bytes"] / max(1, self.final["payload_bytes"])
+
+    @property
+    def wire_factor(self) -> float:
+        """Dense wire bytes over wire bytes, of the whole run."""
+        return self.final["dense_wire_bytes"] / max(1, self.final["wire_bytes"])
+
+    def first_at(self, loss: float) -> Line | None:
+        """The first evaluation that is as good as `loss`; None if none is."""
+        return next((x for x in self.lines if number(x["loss"]) <= loss), None)
+
+
+def number(loss: float | None) -> float:
+    """A loss as a number: infinite where it was none."""
+    return math.inf if loss is None else loss
+
+
+def results(lines: Iterable[Line]) -> list[Result]:
+    """The runs that count, in the order of the file."""
+    runs: dict[tuple[str, int, float], list[Line]] = {}
+    for line in lines:
+        if line["phase"] == "test":
+            key = (line["method"], line["seed"], line["learning_rate"])
+            runs.setdefault(key, []).append(line)
+    return [Result(*key, found) for key, found in runs.items()]
+
+
+def tuning(lines: Iterable[Line]) -> dict[str, dict[float, float]]:
+    """Final validation loss by method and learning rate."""
+    table: dict[str, dict[float, float]] = {}
+    for line in lines:  # later evaluations of a run overwrite earlier ones
+        if line["phase"] == "tune":
+            losses = table.setdefault(line["method"], {})
+            losses[line["learning_rate"]] = number(line["loss"])
+    return table
+
+
+def tuned(lines: Iterable[Line]) -> dict[str, float]:
+    """The best learning rate of every method; the smaller of two alike."""
+    return {
+        name: min(sorted(losses), key=losses.__getitem__)
+        for name, losses in tuning(lines).items()
+    }
+
+
+def upper_bound(gaps: list[float]) -> float:
+    """One-sided 95% bound on the mean of paired gaps, by Student's t.
+
+    NaN for one gap, which says nothing of its spread; infinite if a run diverged.
+    """
+    if len(gaps) < 2:
+        return math.nan
+    if not all(map(math.isfinite, gaps)):
+        return math.inf
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return statistics.mean(gaps) + float(scipy.stats.t.ppf(0.95, len(gaps) - 1)) * error
+
+
+def paired(runs: list[Result], others: list[Result]) -> list[tuple[Result, Result]]:
+    """Each run with the dense one of its seed among `others`; those that have one."""
+    dense = {x.seed: x for x in others if x.method == "dense"}
+    return [(x, dense[x.seed]) for x in runs if x.seed in dense]
+
+
+def by_method(runs: list[Result]) -> dict[str, list[Result]]:
+    """The runs of each method, in the order of the record."""
+    names = dict.fromkeys(x.method for x in runs)
+    return {name: [x for x in runs if x.method == name] for name in names}

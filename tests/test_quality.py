@@ -1,0 +1,235 @@
+"""The quality harness: its statistics, its files, and that it reproduces itself."""
+
+import io
+import json
+import math
+import shutil
+
+import journal
+import numpy as np
+import pytest
+import quality
+import quality_report
+import quality_run
+from quality_results import paired, results, tuned, tuning, upper_bound
+from rich.console import Console
+
+DENSE = {"payload_bytes": 400, "wire_bytes": 600}
+
+
+def line(method, seed, step, loss, phase="test", learning_rate=0.5, **others):
+    own = {"phase": phase, "method": method, "seed": seed, "step": step, "loss": loss}
+    sent = {"dense_bytes": 400, "dense_wire_bytes": 600, **DENSE, "touches": 100.0}
+    return {**own, "learning_rate": learning_rate, **sent, **others}
+
+
+def record(tmp_path, lines, name="record.jsonl"):
+    setting = {"task": "t", "preset": "p", "replicas": 4, "steps": 10, "unit": "nats"}
+    book = journal.Journal(tmp_path / name, setting)
+    for x in lines:
+        book.append(x)
+    return book.path
+
+
+def printed(files, figures=None):
+    console = Console(width=80, file=io.StringIO())
+    quality_report.show(files, console, figures)
+    return console.file.getvalue()
+
+
+def row(text, name):
+    (found,) = [x.split() for x in text.splitlines() if x.split()[:1] == [name]]
+    return found
+
+
+def test_the_learning_rate_with_the_least_final_validation_loss_is_taken():
+    lines = [
+        line("a", 9, step, loss, "tune", rate)
+        for rate, losses in {0.1: (3.0, 2.0), 0.2: (5.0, 1.5), 0.4: (1.0, None)}.items()
+        for step, loss in zip((5, 10), losses, strict=True)
+    ]
+    assert tuning(lines) == {"a": {0.1: 2.0, 0.2: 1.5, 0.4: math.inf}}
+    assert tuned(lines) == {"a": 0.2}
+    assert results(lines) == []
+
+
+def test_the_bound_is_students():
+    # By hand: mean 2, deviation 1, error 1 / sqrt(3), t(0.95, 2) = 2.919986.
+    assert upper_bound([1.0, 2.0, 3.0]) == pytest.approx(2 + 2.919986 / math.sqrt(3))
+    assert math.isnan(upper_bound([1.0]))
+    assert upper_bound([1.0, math.inf]) == math.inf
+
+
+def test_the_bound_covers_the_mean_of_19_in_20_samples():
+    samples = np.random.default_rng(0).normal(1.0, 2.0, (2000, 5)).tolist()
+    covered = np.mean([upper_bound(x) >= 1.0 for x in samples])
+    assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_a_run_is_paired_with_the_dense_one_of_its_seed():
+    lines = [line(m, seed, 10, 1.0) for m in ("dense", "a") for seed in (0, 1)]
+    runs = results([*lines, line("a", 2, 10, 1.0)])
+    own = [x for x in runs if x.method == "a"]
+    assert [(x.seed, d.seed, d.method) for x, d in paired(own, runs)] == [
+        (0, 0, "dense"),
+        (1, 1, "dense"),
+    ]
+
+
+def test_the_table_has_gaps_factors_and_marks_too_few_touches(tmp_path):
+    few = {"touches": 19.0, "payload_bytes": 40, "wire_bytes": 120}
+    lines = [line("dense", 0, 10, 2.0), line("dense", 1, 10, 4.0)]
+    lines += [line("a", 0, 10, 2.2, **few), line("a", 1, 10, 4.8, **few)]
+    text = printed([record(tmp_path, lines)])
+    gaps = "2 3.5000 15.00 (10.00-20.00) 46.57 10.0 5.0 19!"
+    assert (
+        " ".join(row(text.split("gap to dense")[1].split("To the")[0], "a")[1:]) == gaps
+    )
+
+
+def test_runs_that_never_reach_the_target_are_censored(tmp_path):
+    lines = []
+    for seed, dense in enumerate([(3.0, 2.0, 1.0)] * 3):
+        for step, loss in zip((4, 8, 10), dense, strict=True):
+            lines.append(line("dense", seed, step, loss, wire_bytes=step * 1_000_000))
+    # The target is 2.0, of step 8: reached at 4, at 10, never.
+    for seed, losses in enumerate([(2.0, 2.5, 2.5), (3.0, 2.1, 1.9), (3.0, 2.5, None)]):
+        for step, loss in zip((4, 8, 10), losses, strict=True):
+            lines.append(line("half", seed, step, loss, wire_bytes=step * 100_000))
+            lines.append(line("never", seed, step, 9.0, wire_bytes=step * 100_000))
+    text = printed([record(tmp_path, lines)]).split("80% of its steps")[1]
+    assert row(text, "dense")[1:] == ["3", "of", "3", "8", "8.0"]
+    assert row(text, "half")[1:] == ["2", "of", "3", "10", "1.0"]
+    assert row(text, "never")[1:] == ["0", "of", "3", ">10", ">1.0"]
+
+
+def test_the_report_fits_80_columns_and_draws_its_figures(tmp_path):
+    lines = [line("a", 9, 10, 3.0, "tune", x) for x in (0.1, 0.2, 0.4)]
+    for name in ("dense", "default", "fixed10", "fixed1000"):
+        for step in (5, 10):
+            extra = {"payload_bytes": 12_345_678 * step, "wire_bytes": 123_456 * step}
+            lines += [line(name, s, step, 1 / step + s, **extra) for s in range(5)]
+    text = printed([record(tmp_path, lines)], tmp_path / "figures")
+    assert "…" not in text
+    for axis in ("step", "payload_bytes", "wire_bytes"):
+        picture = tmp_path / f"figures/loss_against_{axis}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_one_record_are_read_as_one_and_others_refused(tmp_path):
+    one = record(tmp_path, [line("dense", 0, 10, 2.0)], "one")
+    two = record(tmp_path, [line("a", 0, 10, 2.5)], "two")
+    assert "25.00" in printed([one, two])
+    text = two.read_text().replace('"steps": 10', '"steps": 20')
+    two.write_text(text)
+    with pytest.raises(SystemExit, match="two is of another configuration"):
+        printed([one, two])
+
+
+def test_a_journal_forgets_a_last_line_that_was_cut_off(tmp_path):
+    path = record(tmp_path, [line("a", 0, 5, 2.0), line("a", 0, 10, 1.0)])
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    book = journal.Journal(path, journal.read(path)[0]["configuration"])
+    assert [x["step"] for x in book.lines] == [5]
+    book.append(line("a", 0, 10, 1.0))
+    assert path.read_text() == whole
+
+
+def test_a_journal_of_another_configuration_is_refused_and_kept(tmp_path):
+    path = record(tmp_path, [line("a", 0, 5, 2.0)])
+    before = path.read_bytes()
+    with pytest.raises(
+        SystemExit, match="configuration steps 10, and this would be 20"
+    ):
+        journal.Journal(path, {**journal.read(path)[0]["configuration"], "steps": 20})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "no json\n", "[1]\n", '{"a": 1}\n'])
+def test_a_file_that_is_no_journal_is_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="is no record"):
+        journal.read(path)
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path):
+    args = {"data_dir": tmp_path, "out": tmp_path / "x.jsonl"}
+    with pytest.raises(SystemExit, match="no method is called 'dence'"):
+        quality.main(quality.Args(**args, methods=("dence",)))
+    longer = quality_run.Setting(horizon=3.0)
+    with pytest.raises(SystemExit, match="use --schedule constant"):
+        quality.main(quality.Args(**args, setting=longer))
+    with pytest.raises(SystemExit, match=r"input\.txt"):
+        quality.main(quality.Args(**args))
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_other_methods_run_to_the_horizon_and_dense_does_not(tmp_path):
+    setting = quality_run.Setting(steps=10, horizon=3.0, multiples=(1.0,))
+    args = quality.Args(tmp_path, tmp_path, ("dense", "a"), seeds=1, setting=setting)
+    planned = quality.trials(args, 0.5, [])
+    assert {(x.phase, x.steps) for x in planned} == {("tune", 10)}
+    lines = [line(x.method, x.seed, 10, 1.0, "tune") for x in planned]
+    tests = quality.trials(args, 0.5, lines)[2:]
+    assert [(x.phase, x.method, x.steps) for x in tests] == [
+        ("test", "dense", 10),
+        ("test", "a", 30),
+    ]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "input.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 2000)
+    return path
+
+
+TOY = quality_run.Setting(
+    replicas=2, steps=6, evaluations=3, multiples=(1.0,), evaluation_rows=8
+)
+
+
+def toy(text, out, **others):
+    args = {"methods": ("dense", "fixed100"), "seeds": 1, "setting": TOY, **others}
+    quality.main(quality.Args(text, out, **args))
+    return out.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_same_command_writes_the_same_file_also_after_a_cut(
+    tmp_path, text, monkeypatch
+):
+    whole = toy(text, tmp_path / "one.jsonl")
+    assert toy(text, tmp_path / "two.jsonl") == whole
+    steps = [json.loads(x)["step"] for x in whole.splitlines()[1:]]
+    assert steps == [2, 4, 6] * 4
+
+    cut, step = tmp_path / "cut.jsonl", quality_run.learning_rate_at
+    calls = iter(range(10**6))
+
+    def interrupted(*arguments):
+        if next(calls) == interrupted.at:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(quality_run, "learning_rate_at", interrupted)
+    for at in (3, 8):  # steps into the first run, and again into the next
+        interrupted.at, calls = at, iter(range(10**6))
+        with pytest.raises(KeyboardInterrupt):
+            toy(text, cut)
+    interrupted.at = -1
+    assert toy(text, cut) == whole
+    assert not shutil.os.path.exists(tmp_path / "cut.checkpoints")
+
+
+@pytest.mark.slow
+def test_methods_of_a_seed_start_from_the_same_loss_and_see_the_same_batches(
+    tmp_path, text
+):
+    out = tmp_path / "x.jsonl"
+    toy(text, out, methods=("dense", "fixed1"))
+    runs = {x.method: x.lines for x in results(journal.read(out)[1])}
+    losses = {m: [x["training_loss"] for x in lines] for m, lines in runs.items()}
+    assert losses["dense"] == losses["fixed1"]
