@@ -6,6 +6,7 @@ enough GPUs or TPUs they are real ones. Lines marked `# gravac` are all that a t
 loop needs.
 
     python examples/quickstart.py --help
+    python -m gravac_jax.launch -n 2 examples/quickstart.py  # in two processes
 """
 
 import contextlib
@@ -42,8 +43,9 @@ from matplotlib import pyplot as plt
 class Config:
     """Train with compressed gradients, train densely, compare."""
 
-    replicas: int = 4
-    """Replicas of the model, each with its own batches."""
+    replicas: int | None = None
+    """Replicas of the model, each with its own batches; default: 4, or one on every
+    device of a job of several processes."""
     steps: int = 600
     """Steps of each run."""
     controller: Literal["gravac", "fixed"] = "gravac"
@@ -181,11 +183,13 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     state = place((params, tx.init(params)))  # gravac
     rows = config.replicas * config.batch
     batches = draw(training_text, rows, config.length, config.seed + 1)
+    # Every process draws the same batches and takes its own rows of them.
+    own = np.split(np.arange(rows), jax.process_count())[jax.process_index()]
     pending: list[Any] = []
     ends: list[float] = []
     with ctrl_c() as stop, Live(console=console, transient=True) as live:
         for _ in range(config.steps):
-            *state, loss, info = step(*state, next(batches))
+            *state, loss, info = step(*state, next(batches)[own])
             pending.append((loss, info))
             ends.append(time.perf_counter())
             if len(pending) == 10:
@@ -335,17 +339,32 @@ def controllers(config: Config) -> dict[str, Any]:
     return runs
 
 
+def count_replicas(asked: int | None) -> int:
+    """As many as asked for, on virtual devices here; all devices of a job elsewhere."""
+    if not jax.distributed.is_initialized():
+        replicas = 4 if asked is None else asked
+        jax.config.update("jax_num_cpu_devices", replicas)
+        return replicas
+    if asked not in (None, jax.device_count()):
+        raise SystemExit(
+            f"--replicas {asked} in a job of {jax.device_count()} devices, which has "
+            "one replica on each; leave --replicas out"
+        )
+    return jax.device_count()
+
+
 def main(config: Config) -> list[Run]:
     """Make the runs, print the table, draw the picture."""
-    jax.config.update("jax_num_cpu_devices", config.replicas)
-    console, runs = Console(), []
+    config = dataclasses.replace(config, replicas=count_replicas(config.replicas))
+    is_first = jax.process_index() == 0
+    console, runs = Console(quiet=not is_first), []
     for name, controller in controllers(config).items():
         run = train(name, controller, config, console)
         if run.loss:
             runs.append(run)
         if len(run.loss) < config.steps:
             break
-    if runs:
+    if runs and is_first:
         console.print(f"{runs[0].parameters:,} params, {config.replicas} replicas")
         console.print(summary(runs))
         draw_picture(runs, config.out)

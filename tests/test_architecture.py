@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A room imports from strictly lower floors; a folder is one room.
 FLOORS = [
-    {"_tree"},
-    {"_checks", "_step_checks"},
+    {"_tree", "_guardian"},
+    {"_checks", "_step_checks", "_processes"},
     {"_payload", "_ladder", "_buckets", "_info", "_comm"},
     {"_gain", "_throughput", "_state", "_grad", "_compressors", "_memory"},
     {"_exchanges", "_controllers", "_placement", "_guard"},
@@ -23,6 +23,7 @@ FLOORS = [
     {"_wiring"},
     {"_transform"},
     {"__init__"},
+    {"launch"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -10,8 +10,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / "quickstart.py"), *arguments]
+def run(*arguments: str, cwd: Path, launch: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, *launch, str(EXAMPLES / "quickstart.py"), *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -24,6 +24,7 @@ def text(tmp_path):
     return str(path)
 
 
+ROWS = ("807,04", " adapt", " dense")
 TOY = ("--steps", "3", "--batch", "2", "--length", "16")
 
 
@@ -41,6 +42,37 @@ def test_the_quickstart_compares_static_factors_on_request(tmp_path, text):
     names = ("fixed", "dense", "factor 10", "factor 100")
     starts = [output.index(f"\n {name} ") for name in names]
     assert all(a < b for a, b in itertools.pairwise(starts))
+
+
+@pytest.mark.slow
+def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
+    options = (*TOY, "--data", text, "--ladder", "1", "10", "100")
+    alone = run(*options, "--replicas", "2", "--out", "alone.png", cwd=tmp_path)
+    launch = ("-m", "gravac_jax.launch", "-n", "2")
+    launched = run(*options, "--out", "launched.png", cwd=tmp_path, launch=launch)
+    both = [
+        # All but the last column, the time of a step.
+        [line.split()[:-1] for line in output.splitlines() if line[:6] in ROWS]
+        for output in (alone, launched)
+    ]
+    assert [row[0] for row in both[0]] == ["807,040", "adaptive", "dense"]
+    assert both[0] == both[1]
+    assert (tmp_path / "launched.png").exists()
+
+
+@pytest.mark.slow
+def test_the_quickstart_refuses_replicas_that_a_job_does_not_have(tmp_path):
+    launch = ["-m", "gravac_jax.launch", "-n", "1", "--devices", "2"]
+    command = [sys.executable, *launch, str(EXAMPLES / "quickstart.py")]
+    done = subprocess.run(
+        [*command, "--replicas", "4"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "--replicas 4 in a job of 2 devices" in done.stderr
 
 
 def test_the_quickstart_ends_cleanly_on_ctrl_c(tmp_path, text):

@@ -25,6 +25,8 @@ import gravac_jax as gravac
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import quickstart
 
+REPLICAS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Args:
@@ -81,7 +83,7 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
         for name, controller in controllers(args).items():
             if (seed, repr(controller), args.steps) in done:
                 continue
-            config = quickstart.Config(seed=seed, steps=args.steps)
+            config = quickstart.Config(replicas=REPLICAS, seed=seed, steps=args.steps)
             run = quickstart.train(name, controller, config, console)
             if len(run.loss) < args.steps:
                 raise SystemExit(f"{name} was stopped; what is complete is kept")
@@ -139,7 +141,7 @@ def spread(figures: list[float], digits: int) -> str:
 
 def main(args: Args) -> None:
     """Make the runs and print the table."""
-    jax.config.update("jax_num_cpu_devices", quickstart.Config.replicas)
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
     console = Console()
     console.print(summary(make_runs(args, console), args.steps))
 
