@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 
 import journal
 import numpy as np
@@ -116,6 +115,24 @@ def test_the_report_fits_80_columns_and_draws_its_figures(tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_gaps_are_taken_when_dense_ends_and_runs_that_have_not_ended_left_out(
+    tmp_path,
+):
+    lines = [line("dense", 0, 10, 2.0), line("dense", 1, 5, 9.0)]
+    lines += [line("long", 0, step, loss) for step, loss in ((10, 3.0), (30, 1.0))]
+    lines += [line("cut", 0, 5, 2.0), line("cut", 9, 5, 2.0, "tune")]
+    text = printed([record(tmp_path, lines)])
+    assert row(text.split("gap to dense")[1].split("To the")[0], "long")[3] == "50.00"
+    assert "2 runs that have not ended are left out" in text
+    assert "cut" not in text.replace("runs that have", "")
+
+
+def test_nothing_is_compared_with_a_dense_run_that_diverged(tmp_path):
+    lines = [line("dense", 0, 10, None), line("a", 0, 10, 2.0)]
+    with pytest.raises(SystemExit, match="dense run of seed 0 diverged"):
+        printed([record(tmp_path, lines)])
+
+
 def test_parts_of_one_record_are_read_as_one_and_others_refused(tmp_path):
     one = record(tmp_path, [line("dense", 0, 10, 2.0)], "one")
     two = record(tmp_path, [line("a", 0, 10, 2.5)], "two")
@@ -158,6 +175,11 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path):
     args = {"data_dir": tmp_path, "out": tmp_path / "x.jsonl"}
     with pytest.raises(SystemExit, match="no method is called 'dence'"):
         quality.main(quality.Args(**args, methods=("dence",)))
+    with pytest.raises(SystemExit, match="fixed0: `factor` must be at least 1"):
+        quality.main(quality.Args(**args, methods=("fixed0",)))
+    none = quality_run.Setting(evaluations=0)
+    with pytest.raises(SystemExit, match="--evaluations must be at least 1, got 0"):
+        quality.main(quality.Args(**args, setting=none))
     longer = quality_run.Setting(horizon=3.0)
     with pytest.raises(SystemExit, match="use --schedule constant"):
         quality.main(quality.Args(**args, setting=longer))
@@ -192,7 +214,7 @@ TOY = quality_run.Setting(
 
 
 def toy(text, out, **others):
-    args = {"methods": ("dense", "fixed100"), "seeds": 1, "setting": TOY, **others}
+    args = {"methods": ("dense", "default"), "seeds": 1, "setting": TOY, **others}
     quality.main(quality.Args(text, out, **args))
     return out.read_bytes()
 
@@ -221,7 +243,7 @@ def test_the_same_command_writes_the_same_file_also_after_a_cut(
             toy(text, cut)
     interrupted.at = -1
     assert toy(text, cut) == whole
-    assert not shutil.os.path.exists(tmp_path / "cut.checkpoints")
+    assert not (tmp_path / "cut.checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -23,10 +23,9 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import quality_report
 from journal import Journal, Line
-from methods import method
+from methods import controller
 from quality_results import tuned
 from quality_run import Bench, Setting, Trial, run
-from tasks import DataError
 
 TUNING_SEED = 1_000_000  # far from the seeds that count: 0, 1, ...
 
@@ -74,11 +73,11 @@ def make_runs(args: Args, console: Console) -> None:
     """Make what is missing in the file.
 
     Raises:
-      DataError: if the task's files cannot be read.
+      ValueError: if the task's files cannot be read, or hold too little.
     """
     bench = Bench(args.setting, args.data_dir)
     unit, learning_rate = bench.task.unit, bench.task.learning_rate
-    own = {"unit": unit, "learning_rate": learning_rate}
+    own = {"unit": unit, "learning_rate": learning_rate, "data": bench.digest()}
     journal = Journal(args.out, {**dataclasses.asdict(args.setting), **own})
     checkpoints = args.out.with_suffix(".checkpoints")
     with Progress(console=console, transient=True) as progress:
@@ -98,11 +97,22 @@ def check(args: Args) -> None:
     """Refuse what would be found out only hours later.
 
     Raises:
-      SystemExit: for an unknown method, and a horizon that the schedule forbids.
+      SystemExit: for an unknown method, counts below 1, and a horizon that the
+        schedule forbids.
     """
     for name in args.methods:
-        method(name)
+        controller(name)
     setting = args.setting
+    counts = ("replicas", "steps", "evaluations", "evaluation_rows")
+    for name, count in [
+        ("seeds", args.seeds),
+        *((x, getattr(setting, x)) for x in counts),
+    ]:
+        if count < 1:
+            flag = name.replace("_", "-")
+            raise SystemExit(f"--{flag} must be at least 1, got {count}")
+    if not setting.multiples or min(setting.multiples) <= 0 or setting.horizon < 1:
+        raise SystemExit("--multiples must be above 0, and --horizon from 1 on")
     if setting.horizon != 1 and setting.schedule == "cosine":
         raise SystemExit(
             f"--horizon {setting.horizon:g} compares runs of different lengths, which "
@@ -116,7 +126,7 @@ def main(args: Args) -> None:
     console = Console()
     try:
         make_runs(args, console)
-    except DataError as error:
+    except ValueError as error:  # DataError, or too little data for a batch
         raise SystemExit(str(error)) from None
     quality_report.show([args.out], console)
 

@@ -19,6 +19,7 @@ from journal import Line, read
 from quality_results import (
     Result,
     by_method,
+    gap,
     number,
     paired,
     results,
@@ -76,10 +77,10 @@ def tuning_table(lines: list[Line]) -> Group:
     return Group("Validation loss by learning rate", out, note, "")
 
 
-def spread(figures: list[float], digits: int) -> str:
-    """Median (smallest-largest)."""
-    middle, low, high = statistics.median(figures), min(figures), max(figures)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+def spread(figures: list[float]) -> str:
+    """Mean (smallest-largest)."""
+    mean = math.fsum(figures) / len(figures)
+    return f"{mean:.2f} ({min(figures):.2f}-{max(figures):.2f})"
 
 
 def gap_table(runs: list[Result]) -> Group:
@@ -89,25 +90,25 @@ def gap_table(runs: list[Result]) -> Group:
         *("payload\nfactor", "wire\nfactor", "touches"),
     )
     for name, own in by_method(runs).items():
-        gaps = [100 * (x.loss / d.loss - 1) for x, d in paired(own, runs)]
+        gaps = [100 * gap(x, dense) for x, dense in paired(own, runs)]
         is_compared = gaps and name != "dense"
         touches = statistics.median(x.final["touches"] for x in own)
         out.add_row(
             name,
             str(len(own)),
             f"{statistics.median(x.loss for x in own):.4f}",
-            spread(gaps, 2) if is_compared else "",
+            spread(gaps) if is_compared else "",
             f"{upper_bound(gaps):.2f}" if is_compared else "",
             f"{statistics.median(x.payload_factor for x in own):.1f}",
             f"{statistics.median(x.wire_factor for x in own):.1f}",
             f"{touches:.0f}{'!' if touches < MIN_TOUCHES else ' '}",
         )
     note = (
-        "loss: median. gap: median, and the one-sided bound of its mean. touches: "
-        f"steps x N / factor; ! below {MIN_TOUCHES}, where a run says nothing of its "
+        "loss: median. gap: mean (range), when dense ends; the bound is one-sided. "
+        f"touches: steps x N / factor; ! below {MIN_TOUCHES}, where a run says nothing of its "
         "factor"
     )
-    title = "Held-out loss at the end; gap to dense of the same seed, %"
+    title = "Held-out loss at the end, and its gap to dense of the same seed, %"
     return Group(title, out, note, "")
 
 
@@ -199,8 +200,13 @@ def show(files: Iterable[Path], console: Console, figures: Path | None = None) -
     console.print(
         "{task} ({preset}), {replicas} replicas, {steps} steps".format(**configuration)
     )
-    console.print(tuning_table(lines))
-    runs = results(lines)
+    steps = configuration["steps"]
+    tuned_lines = [x for x in lines if x["phase"] == "tune" and x["step"] == steps]
+    if tuned_lines:
+        console.print(tuning_table(tuned_lines))
+    runs = [x for x in results(lines) if x.final["step"] >= steps]
+    if unfinished := len(results(lines)) - len(runs):
+        console.print(f"{unfinished} runs that have not ended are left out")
     if not runs:
         return
     console.print(gap_table(runs))

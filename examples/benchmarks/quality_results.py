@@ -95,6 +95,18 @@ def paired(runs: list[Result], others: list[Result]) -> list[tuple[Result, Resul
     return [(x, dense[x.seed]) for x in runs if x.seed in dense]
 
 
+def gap(run: Result, dense: Result) -> float:
+    """How much more `run` loses when `dense` ends, as a share of what dense loses.
+
+    Raises:
+      SystemExit: if the dense run diverged: nothing can be compared with it.
+    """
+    if not math.isfinite(dense.loss):
+        raise SystemExit(f"the dense run of seed {dense.seed} diverged")
+    then = next(x for x in run.lines if x["step"] >= dense.final["step"])
+    return number(then["loss"]) / dense.loss - 1
+
+
 def by_method(runs: list[Result]) -> dict[str, list[Result]]:
     """The runs of each method, in the order of the record."""
     names = dict.fromkeys(x.method for x in runs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from journal import Journal, Line
-from methods import method
+from methods import controller
 from tasks import PRESETS, TASKS, Task, load, pipeline
 
 import gravac_jax as gravac
@@ -51,7 +52,7 @@ class Setting:
     evaluations: int = 20
     """Evaluations in `steps` steps, evenly spaced."""
     evaluation_rows: int = 512
-    """Held-out examples, the same ones each time."""
+    """Held-out examples, the same ones each time; whole batches of 128."""
 
 
 class Trial(NamedTuple):
@@ -92,7 +93,7 @@ class Bench:
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
         tx = optax.chain(
-            method(name),
+            gravac.transform(controller=controller(name)),
             optax.clip_by_global_norm(self.setting.clip),
             OPTIMIZERS[self.setting.optimizer](),
         )
@@ -113,6 +114,15 @@ class Bench:
         rows = min(len(source), self.setting.evaluation_rows, 128)
         count = max(1, self.setting.evaluation_rows // rows)
         return list(itertools.islice(pipeline.evaluation(source, rows), count))
+
+    def digest(self) -> str:
+        """Which data it is: a hash of what is held out, and of how much is not."""
+        found = hashlib.sha256(str(len(self.task.train)).encode())
+        for source in (self.task.validation, self.task.test):
+            for i in range(len(source)):
+                for leaf in jax.tree.leaves(source[i]):
+                    found.update(np.ascontiguousarray(leaf).tobytes())
+        return found.hexdigest()[:16]
 
     def evaluate(self, params: Any, phase: str) -> float:
         """Mean held-out loss."""
@@ -158,6 +168,8 @@ def run(
     """
     setting = bench.setting
     folder = checkpoints.absolute() / trial.name
+    if not any(map(trial.owns, journal.lines)):
+        shutil.rmtree(folder, ignore_errors=True)  # of a record that is gone
     every = max(1, setting.steps // setting.evaluations)
     _, step = bench.compiled(trial.method)
     state, stream = bench.start(trial)
