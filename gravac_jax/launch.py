@@ -141,7 +141,7 @@ def _rehearse(options: argparse.Namespace) -> None:
     ]
     _stop_on_signals()
     try:
-        with Job(commands, env=_environment(coordinator)) as job:
+        with Job(commands, env=local_environment(coordinator)) as job:
             job.wait()
     except ProcessDiedError as died:
         raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
@@ -158,15 +158,23 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _environment(coordinator: str) -> dict[str, str]:
-    """That of this process, but the coordinator is reached on this machine alone."""
-    direct = os.environ.get("no_proxy", "")
+def local_environment(coordinator: str) -> dict[str, str]:
+    """The environment of a job whose coordinator is on this machine.
+
+    Args:
+      coordinator: HOST:PORT.
+
+    Returns:
+      That of this process, changed so that the coordinator listens there alone, and is
+      reached without a proxy.
+    """
+    host = coordinator.rpartition(":")[0]
     return {
         **os.environ,
         # Otherwise process 0 listens to the whole network.
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
         # Through a proxy the others would not find it, and wait for minutes.
-        "no_grpc_proxy": f"{direct},127.0.0.1".removeprefix(","),
+        "no_grpc_proxy": f"{os.environ.get('no_proxy', '')},{host}".removeprefix(","),
         "JAX_CHECK_PROXY_ENVS": "0",
     }
 
@@ -224,9 +232,15 @@ def _join(options: argparse.Namespace) -> None:
 
 
 def _source(options: argparse.Namespace) -> str:
-    """Where the coordinator comes from."""
+    """Where the coordinator, the number of processes and this one's come from."""
     if address := options.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        return f"coordinator {address}"
+        given = f"coordinator {address}"
+        both = options.processes is not None and options.process is not None
+        return given if both else f"{given}, the rest {_cluster(options)}"
+    return _cluster(options)
+
+
+def _cluster(options: argparse.Namespace) -> str:
     if options.detect:
         return f"found by {options.detect}"
     for variable, name in _CLUSTERS.items():

@@ -15,11 +15,12 @@ from typing import Any
 
 Line = dict[str, Any]
 
+PARTS = ("configuration", "versions", "machine")  # of the first line
 PACKAGES = ("gravac-jax", "jax", "jaxlib", "optax", "flax", "grain", "numpy")
 
 
 class Journal:
-    """The lines of `path`; every change is on disk when the call returns."""
+    """The lines of `path`; every change is written when the call returns."""
 
     def __init__(self, path: Path, configuration: Line):
         """Open the file, or begin it.
@@ -69,7 +70,7 @@ def read(path: Path) -> tuple[Line, list[Line]]:
         raise SystemExit(f"{path} cannot be read: {error}") from None
     try:
         head, *lines = [json.loads(x) for x in texts if x.endswith("\n")]
-        head["configuration"]
+        [head[part] for part in PARTS]
     except (ValueError, KeyError, TypeError):
         raise SystemExit(f"{path} is no record of this program") from None
     return head, lines
@@ -90,7 +91,7 @@ def surroundings() -> Line:
 
 
 def _check_same(path: Path, found: Line, wanted: Line) -> None:
-    for part in ("configuration", "versions", "machine"):
+    for part in PARTS:
         for key in _keys(found[part]) | _keys(wanted[part]):
             old, new = _get(found[part], key), _get(wanted[part], key)
             if old != new:

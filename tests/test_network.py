@@ -1,0 +1,364 @@
+"""The emulated network: what it counts, what it limits, and that nothing is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import network
+import numpy as np
+import pytest
+from network import Links, Loopback, Network, NetworkError
+
+from gravac_jax.launch import ProcessDiedError
+
+BENCHMARKS = Path(network.__file__).parent
+SECONDS = 120  # for what takes a few seconds on an idle machine
+
+
+@pytest.fixture
+def net_of():
+    """Makes networks, where they can be made."""
+    if reason := Network.unavailable():
+        pytest.skip(reason)
+    return Network
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a Python file that can import `network`."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n{text}")
+        return str(path)
+
+    return write
+
+
+def is_alive(pid):
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds=30):
+    """Whether `condition` holds in time; timeouts here bound, they measure nothing."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def machine():
+    """What an abandoned network could leave behind on the machine itself."""
+    links = subprocess.check_output(["ip", "-j", "link"], text=True)
+    names = [(x["ifindex"], x["ifname"], x["operstate"]) for x in json.loads(links)]
+    mounts = Path("/proc/mounts").read_text()
+    return names, mounts, Path("/etc/hosts").read_text()
+
+
+def users(namespaces):
+    """The processes in any of these network namespaces."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found += [link.parts[2]] * (os.readlink(link) in namespaces)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def namespaces_of(links):
+    return {os.readlink(f"/proc/{pid}/ns/net") for pid in (*links.hosts, links.switch)}
+
+
+def queues(links):
+    """The queueing disciplines at both ends of all links."""
+    hosts = [(pid, "eth0") for pid in links.hosts]
+    ports = [(links.switch, f"port{i}") for i in range(len(links.hosts))]
+    shows = [
+        f"nsenter -t {pid} -n tc -j qdisc show dev {name}"
+        for pid, name in hosts + ports
+    ]
+    return [json.loads(subprocess.check_output(x.split()))[0] for x in shows]
+
+
+def test_loopback_says_that_it_is_no_network():
+    with Loopback(hosts=2) as net:
+        assert "not a network" in net.links.label
+        assert net.traffic() == ()
+        with pytest.raises(NetworkError, match="no bandwidth can be set on loopback"):
+            net.set_bandwidth(100)
+
+
+def test_a_job_on_loopback_knows_where_it_is(script):
+    job = "import network\nassert 'not a network' in network.attach().label"
+    with Loopback(hosts=2) as net:
+        net.run([[sys.executable, script(job)]] * 2).wait(SECONDS)
+
+
+def test_a_process_outside_has_no_network_to_attach_to(monkeypatch):
+    monkeypatch.delenv(network.HANDLE, raising=False)
+    with pytest.raises(NetworkError, match="launched neither by Network nor Loopback"):
+        network.attach()
+
+
+@pytest.mark.parametrize("hosts", [0, 201])
+def test_a_number_of_hosts_that_has_no_addresses_is_refused(hosts):
+    with pytest.raises(ValueError, match="hosts must be between 1 and 200"):
+        Network(hosts)
+
+
+@pytest.mark.parametrize("bandwidth_mbit", [0, -1.0, float("nan")])
+def test_a_bandwidth_that_is_none_is_refused(bandwidth_mbit):
+    links = Links("a network", hosts=(1,), switch=2)
+    with pytest.raises(ValueError, match="bandwidth_mbit must be positive"):
+        links.set_bandwidth(bandwidth_mbit)
+
+
+def test_who_is_not_root_is_told_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NetworkError, match="needs root"), Network(hosts=2):
+        pass
+
+
+def test_tools_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NetworkError, match="needs unshare and nsenter and"):
+        Network(hosts=2).__enter__()
+
+
+RECEIVE = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as server:
+    connection, _ = server.accept()
+    size = 0
+    while part := connection.recv(2**20):
+        size += len(part)
+assert size == int(sys.argv[1])
+"""
+SEND = """
+import socket, time
+for _ in range(100):
+    try:
+        connection = socket.create_connection(("10.77.0.1", 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.1)
+connection.sendall(bytes(int(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_interfaces_count_what_a_transfer_sends(net_of, script):
+    size = 10_000_000
+    code = "if socket.gethostbyname(socket.gethostname()) == '10.77.0.1':\n"
+    indent = lambda text: "".join(f"    {line}\n" for line in text.splitlines())
+    text = f"import socket\n{code}{indent(RECEIVE)}else:\n{indent(SEND)}"
+    with net_of(hosts=2, bandwidth_mbit=1000) as net:
+        net.run([[sys.executable, script(text), str(size)]] * 2).wait(SECONDS)
+        receiver, sender = net.traffic()
+    assert size <= sender.sent_bytes <= 1.1 * size
+    assert size <= receiver.received_bytes <= 1.1 * size
+    assert receiver.sent_bytes < 0.1 * size
+
+
+@pytest.mark.slow
+def test_bandwidth_is_changed_from_outside_and_from_within(net_of, script):
+    job = "import network\nnetwork.attach().set_bandwidth(20.5)"
+    with net_of(hosts=2, bandwidth_mbit=100) as net:
+        bytes_per_second = lambda: [x["options"]["rate"] for x in queues(net.links)]
+        assert bytes_per_second() == [12_500_000] * 4
+        net.set_bandwidth(300)
+        assert bytes_per_second() == [37_500_000] * 4
+        net.run([[sys.executable, script(job)]]).wait(SECONDS)
+        assert bytes_per_second() == [2_562_500] * 4
+        net.set_bandwidth(None)
+        assert [x["kind"] for x in queues(net.links)] == ["noqueue"] * 4
+
+
+@pytest.mark.slow
+def test_a_command_runs_in_this_directory_under_its_own_address(
+    net_of, script, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    job = """
+import socket
+name = socket.gethostname()
+open(socket.gethostbyname(name), "w").close()
+"""
+    with net_of(hosts=3) as net:
+        net.run([[sys.executable, script(job)]] * 3).wait(SECONDS)
+    assert {f"10.77.0.{i}" for i in (1, 2, 3)} <= {x.name for x in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_a_network_is_left(net_of):
+    before = machine()
+    with net_of(hosts=2, bandwidth_mbit=100) as net:
+        namespaces = namespaces_of(net.links)
+        job = net.run([["sleep", "1000"]] * 2)
+        pids = [*net.links.hosts, net.links.switch, *job.pids]
+        assert len(namespaces) == 3
+        assert wait_until(lambda: len(users(namespaces)) == len(pids))
+        assert all(map(is_alive, pids))
+    assert not any(map(is_alive, pids))
+    assert users(namespaces) == []
+    assert machine() == before
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_network_that_cannot_be_finished(net_of, monkeypatch):
+    before, pids = machine(), []
+    real = network._keeper
+    monkeypatch.setattr(network, "_keeper", lambda x: pids.append(real(x)) or pids[-1])
+    with pytest.raises(NetworkError, match=r"tc qdisc replace .* failed"):
+        net_of(hosts=2, bandwidth_mbit=1e30).__enter__()
+    assert len(pids) == 3
+    assert not any(is_alive(keeper.pid) for keeper in pids)
+    assert machine() == before
+
+
+# A job whose processes wait for each other for ever.
+ENDLESS = """
+import pathlib, os, time, jax
+from jax.experimental import multihost_utils
+for step in range(10**9):
+    multihost_utils.sync_global_devices(str(step))
+    pathlib.Path(sys.argv[1], f"{jax.process_index()}.{step}").touch()
+    time.sleep(0.1)
+"""
+CREATOR = """
+import json
+from network import Network
+with Network(hosts=2, bandwidth_mbit=100) as net:
+    job = net.launch(sys.argv[1:])
+    print(json.dumps([net.links.hosts, net.links.switch, job.pids]), flush=True)
+    job.wait()
+"""
+
+
+def is_training(folder):
+    """Whether both processes of `ENDLESS` take steps."""
+    return all((folder / f"{i}.3").exists() for i in range(2))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_who_made_the_network_is_killed(net_of, script, tmp_path):
+    before = machine()
+    endless = tmp_path / "endless.py"
+    endless.write_text("import sys\n" + ENDLESS)
+    creator = subprocess.Popen(
+        [sys.executable, script(CREATOR), str(endless), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        hosts, switch, job = json.loads(creator.stdout.readline())
+        namespaces = namespaces_of(Links("", tuple(hosts), switch))
+        assert wait_until(lambda: is_training(tmp_path), SECONDS)
+        assert all(map(is_alive, [*hosts, switch, *job]))
+    finally:
+        creator.kill()
+        creator.wait()
+    assert wait_until(lambda: not any(map(is_alive, [*hosts, switch, *job])))
+    assert wait_until(lambda: users(namespaces) == [])
+    assert machine() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_is_killed_ends_the_job_and_is_named(
+    net_of, script, tmp_path, process
+):
+    before = machine()
+    with net_of(hosts=2, bandwidth_mbit=100) as net:
+        namespaces = namespaces_of(net.links)
+        job = net.launch([script(ENDLESS), str(tmp_path)])
+        assert wait_until(lambda: is_training(tmp_path), SECONDS)
+        os.kill(job.pids[process], signal.SIGKILL)
+        with pytest.raises(ProcessDiedError, match=rf"process {process} .* SIGKILL"):
+            job.wait(timeout_seconds=30)
+        assert not any(map(is_alive, job.pids))
+    assert wait_until(lambda: users(namespaces) == [])
+    assert machine() == before
+
+
+WIRE = """
+import json, pathlib
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.experimental import multihost_utils
+import gravac_jax as gravac
+import dense, network
+
+STEPS = 20
+links, process = network.attach(), jax.process_index()
+mesh = jax.make_mesh((jax.process_count(),), ("data",))
+
+
+def measure(tx, entries, wire_bytes):
+    def train_step(params, state, grads):
+        updates, state = tx.update(grads[0], state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros(entries)
+    params, state = gravac.place((params, tx.init(params)), mesh)
+    step = gravac.data_parallel(train_step, mesh)
+    rng = np.random.default_rng(process)
+    grads = rng.standard_normal((1, entries), dtype=np.float32)
+    before = expected = 0
+    for i in range(2 + STEPS):
+        if i == 2:  # compiled, connected
+            multihost_utils.sync_global_devices("before")
+            before = links.traffic()[process].sent_bytes
+        params, state = jax.block_until_ready(step(params, state, grads))
+        expected += wire_bytes(state) if i >= 2 else 0
+    multihost_utils.sync_global_devices("after")
+    return expected, links.traffic()[process].sent_bytes - before
+
+
+def transform(factor, **options):
+    return gravac.transform(
+        controller=gravac.Fixed(factor), compress=True, **options
+    )
+
+
+told = lambda state: float(optax.tree.get(state, "StepInfo").wire_bytes)
+mean = {"exchange": gravac.DenseMean(), "memory": gravac.NoMemory()}
+bits16 = lambda state: dense.wire_bytes(500_000, jax.process_count(), 2)
+cases = {
+    "dense, 1 MB": (transform(1, **mean), 250_000, told),
+    "dense, 100 kB": (transform(1, **mean), 25_000, told),
+    "factor 1, with a residual": (transform(1), 250_000, told),
+    "factor 10, 200 kB": (transform(10), 250_000, told),
+    "factor 100, 100 kB": (transform(100), 1_250_000, told),
+    "adaptive": (gravac.transform(compress=True), 250_000, told),
+    "dense, 16 bits, 1 MB": (dense.dense16(), 500_000, bits16),
+}
+found = {name: measure(*case) for name, case in cases.items()}
+pathlib.Path(sys.argv[1], f"{process}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "bandwidth_mbit"), [(2, None), (4, None), (2, 100), (4, 100)]
+)
+def test_interfaces_agree_with_wire_bytes_within_a_tenth(
+    net_of, script, tmp_path, hosts, bandwidth_mbit
+):
+    with net_of(hosts, bandwidth_mbit) as net:
+        net.launch([script(WIRE), str(tmp_path)]).wait(2 * SECONDS)
+    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(hosts)]
+    for name in found[0]:
+        expected, counted = np.array([x[name] for x in found]).T
+        assert (expected > 0).all()
+        assert (abs(counted / expected - 1) < 0.1).all(), (name, counted / expected)
