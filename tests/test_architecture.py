@@ -39,7 +39,7 @@ TALKERS = {"_comm": None, "_step_checks": {"axis_size"}}  # None for all of it
 
 MAX_LINES = 300
 DEPENDENCIES = {"jax", "optax", "numpy", "gravac_jax"}
-EXTRAS = ("flax", "orbax", "rich", "tyro", "matplotlib")
+EXTRAS = ("flax", "grain", "orbax", "rich", "tyro", "matplotlib")
 
 SUPPRESSION = re.compile(r"#.*(noqa|type: ignore|pyright: ignore|pragma|fmt: off)")
 MAX_SUPPRESSIONS = 2  # only ever goes down

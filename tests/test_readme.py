@@ -24,8 +24,9 @@ def test_the_diff_is_a_valid_loop_and_stays_under_six_lines_of_change():
     assert sum(line.startswith("+") for line in diff.splitlines()) < 6
 
 
-def test_both_commands_set_up_their_own_environment():
-    commands = blocks("bash")
-    assert len(commands) == 2
-    assert all(x.startswith("python3 -m venv .venv && ") for x in commands)
-    assert all(len(x.splitlines()) == 1 for x in commands)
+def test_the_first_commands_set_up_their_own_environment_and_others_use_it():
+    first, second, *others = blocks("bash")
+    assert all(x.startswith("python3 -m venv .venv && ") for x in (first, second))
+    assert others
+    assert all(x.startswith(".venv/bin/") for x in others)
+    assert all(len(x.splitlines()) == 1 for x in blocks("bash"))

@@ -105,8 +105,8 @@ def gap_table(runs: list[Result]) -> Group:
         )
     note = (
         "loss: median. gap: mean (range), when dense ends; the bound is one-sided. "
-        f"touches: steps x N / factor; ! below {MIN_TOUCHES}, where a run says nothing of its "
-        "factor"
+        f"touches: steps x N / factor; ! below {MIN_TOUCHES}, where a run says nothing "
+        "of its factor"
     )
     title = "Held-out loss at the end, and its gap to dense of the same seed, %"
     return Group(title, out, note, "")
