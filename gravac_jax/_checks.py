@@ -29,9 +29,9 @@ def factor(value: Any, name: str = "factor") -> None:
             f" is n / k (10 sends one entry in ten)."
         )
     if not (math.isfinite(value) and value >= 1):
-        is_density = 0 < value < 1
-        hint = f"for a density of {value} write {1 / value:g}"
-        hint = hint if is_density else "factor 1 sends everything"
+        hint = "factor 1 sends everything"
+        if 0 < value < 1:
+            hint = f"for a density of {value} write {1 / value:g}"
         raise ValueError(
             f"{_quoted(name)} must be finite and at least 1, got {value}. A factor is"
             f" n / k (10 sends one entry in ten); {hint}."

@@ -36,6 +36,10 @@ BUILDS = {
         lambda: gravac.Fixed(0.1),
         "ValueError ... got 0.1 ... for a density of 0.1 write 10",
     ),
+    "nothing as a factor": (
+        lambda: gravac.Fixed(0),
+        "ValueError ... got 0 ... factor 1 sends everything",
+    ),
     "a density as a minimum": (
         lambda: gravac.exponential(0.01, 10),
         "ValueError ... `minimum` ... got 0.01 ... write 100",

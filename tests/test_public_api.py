@@ -49,7 +49,9 @@ def entries(text):
 
 
 def test_what_is_public_is_pinned():
-    assert sorted(x for x in vars(gravac) if not x.startswith("_")) == PUBLIC
+    # Rooms that somebody has imported, such as `gravac_jax.launch`, are there too.
+    names = {x for x, y in vars(gravac).items() if not inspect.ismodule(y)}
+    assert sorted(x for x in names if not x.startswith("_")) == PUBLIC
 
 
 def test_every_public_name_is_a_function_or_a_class():

@@ -145,7 +145,7 @@ def printed(tmp_path):
 
     def show(*lines):
         path = tmp_path / "record.jsonl"
-        head = {"configuration": {}, "machine": "2 cores"}
+        head = {"configuration": {}, "versions": {}, "machine": "2 cores"}
         path.write_text("".join(json.dumps(x) + "\n" for x in (head, *lines)))
         console = Console(width=steptime_report.WIDTH)
         with console.capture() as captured:
@@ -165,7 +165,7 @@ def test_a_table_says_how_much_faster_and_how_much_of_what_is_possible(printed):
     assert row(text, "dense")[-5:] == ["1.00", "0.50", "10%", "of", "10.00"]
     assert row(text, "dense16")[-5:] == ["2.00", "1.00", "20%", "of", "5.00"]
     assert row(text, "fixed10")[-3:] == ["4.00", "2.00", "40%"]
-    assert row(text, "fixed10")[2:4] == ["250.0", "(225.0-275.0)"]
+    assert row(text, "fixed10")[2:4] == ["237.5", "(225.0-275.0)"]
     assert row(text, "fixed10")[4:8] == ["90.0", "0.0", "10.0", "-1.0"]
     assert row(text, "fixed10")[8:10] == ["6.000", "6.100"]
 
