@@ -186,6 +186,18 @@ def test_bandwidth_is_changed_from_outside_and_from_within(net_of, script):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bandwidth_mbit", "burst_bytes"), [(1000, 250_000), (100, 25_000), (1, 3200)]
+)
+def test_a_link_lets_through_two_milliseconds_at_once(
+    net_of, bandwidth_mbit, burst_bytes
+):
+    with net_of(hosts=1, bandwidth_mbit=bandwidth_mbit) as net:
+        for x in queues(net.links):
+            assert x["options"]["burst"] == pytest.approx(burst_bytes, rel=0.001)
+
+
+@pytest.mark.slow
 def test_a_command_runs_in_this_directory_under_its_own_address(
     net_of, script, tmp_path, monkeypatch
 ):

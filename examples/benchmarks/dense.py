@@ -19,9 +19,10 @@ from jax.flatten_util import ravel_pytree
 
 # gloo's all-to-all and all-gather of large buffers finish one direction of a link
 # before the other; of several at a time, one sends while another receives. Between two
-# hosts at 100 Mbit/s, 2.6 million params take 0.67 s in one piece, 0.48 s in 4 and
-# 0.43 s in 8, of which the bytes are 0.41 s. Less gains nothing, and pays for pieces.
-PIECE_ENTRIES = 2**19
+# hosts at 300 Mbit/s, 330 thousand params take 27 ms in one piece, 21 in 2 and 18 in 4,
+# which is what the bytes take. Four hosts at 1 Gbit/s on two cores, though, take 9 ms
+# in one piece or 2, and 25 in 4.
+PIECE_ENTRIES = 2**18
 
 
 def dense32(axis_name: str = "data") -> optax.GradientTransformation:
