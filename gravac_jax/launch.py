@@ -128,7 +128,7 @@ def _complaint(options: argparse.Namespace) -> str | None:
 
 def _rehearse(options: argparse.Namespace) -> None:
     """Start all processes here, and end them together."""
-    coordinator = f"127.0.0.1:{_free_port()}"
+    coordinator = local_coordinator()
     common = ["--coordinator", coordinator, "--processes", str(options.n)]
     common += ["--detect", "deactivate"]
     if options.devices is not None:
@@ -152,10 +152,10 @@ def _rehearse(options: argparse.Namespace) -> None:
         raise SystemExit(128 + number) from None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def local_coordinator() -> str:
+    """HOST:PORT of this machine's loopback, free when this was called."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def local_environment(coordinator: str) -> dict[str, str]:

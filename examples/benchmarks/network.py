@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from gravac_jax.launch import Job, ProcessDiedError, local_environment
+from gravac_jax.launch import local_coordinator as free_coordinator
 
 TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
 HANDLE = "EMULATED_NETWORK"
@@ -223,8 +224,7 @@ class Loopback(Hosts):
         return Links("loopback, no rate limit: not a network")
 
     def _coordinator(self) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return f"127.0.0.1:{server.getsockname()[1]}"
+        return free_coordinator()
 
     def _enter(self, i: int) -> list[str]:
         del i

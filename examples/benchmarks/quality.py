@@ -55,10 +55,11 @@ def trials(args: Args, learning_rate: float, lines: list[Line]) -> list[Trial]:
     ]
     if not all(is_done(x, lines) for x in tuning):
         return tuning
+    best = tuned(lines)
     length = {"dense": setting.steps}
     longer = round(setting.steps * setting.horizon)
     return tuning + [
-        Trial("test", name, tuned(lines)[name], seed, length.get(name, longer))
+        Trial("test", name, best[name], seed, length.get(name, longer))
         for seed in range(args.seeds)
         for name in args.methods
     ]
@@ -103,14 +104,16 @@ def check(args: Args) -> None:
     for name in args.methods:
         controller(name)
     setting = args.setting
-    counts = ("replicas", "steps", "evaluations", "evaluation_rows")
-    for name, count in [
-        ("seeds", args.seeds),
-        *((x, getattr(setting, x)) for x in counts),
-    ]:
+    counts = {
+        "--seeds": args.seeds,
+        "--replicas": setting.replicas,
+        "--steps": setting.steps,
+        "--evaluations": setting.evaluations,
+        "--evaluation-rows": setting.evaluation_rows,
+    }
+    for flag, count in counts.items():
         if count < 1:
-            flag = name.replace("_", "-")
-            raise SystemExit(f"--{flag} must be at least 1, got {count}")
+            raise SystemExit(f"{flag} must be at least 1, got {count}")
     if not setting.multiples or min(setting.multiples) <= 0 or setting.horizon < 1:
         raise SystemExit("--multiples must be above 0, and --horizon from 1 on")
     if setting.horizon != 1 and setting.schedule == "cosine":

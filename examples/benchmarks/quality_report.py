@@ -204,8 +204,9 @@ def show(files: Iterable[Path], console: Console, figures: Path | None = None) -
     tuned_lines = [x for x in lines if x["phase"] == "tune" and x["step"] == steps]
     if tuned_lines:
         console.print(tuning_table(tuned_lines))
-    runs = [x for x in results(lines) if x.final["step"] >= steps]
-    if unfinished := len(results(lines)) - len(runs):
+    begun = results(lines)
+    runs = [x for x in begun if x.final["step"] >= steps]
+    if unfinished := len(begun) - len(runs):
         console.print(f"{unfinished} runs that have not ended are left out")
     if not runs:
         return
