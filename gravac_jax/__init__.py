@@ -8,7 +8,14 @@ how few while training runs::
 """
 
 from gravac_jax._buckets import matrices as matrices
+from gravac_jax._compressors import ApproxTopK as ApproxTopK
+from gravac_jax._compressors import BlockTopK as BlockTopK
 from gravac_jax._compressors import Identity as Identity
+from gravac_jax._compressors import RandomK as RandomK
+from gravac_jax._compressors import RedSync as RedSync
+from gravac_jax._compressors import SampledTopK as SampledTopK
+from gravac_jax._compressors import SIDCo as SIDCo
+from gravac_jax._compressors import Threshold as Threshold
 from gravac_jax._compressors import TopK as TopK
 from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC

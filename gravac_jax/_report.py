@@ -39,14 +39,13 @@ def tables(
     # with its count, beside the total.
     common = dense_traffic(m + 2 + 2 * rungs, replicas)
     evidence = dense_traffic(rungs + 1, replicas)
-
+    _, *always = np.sum([common, evidence], axis=0)
     rows = []
     for factor in ladder:
         per_bucket = [exchange.traffic(n, factor, replicas) for n in buckets.sizes]
-        entries, *sizes = np.sum([common, evidence, *per_bucket], axis=0)
-        entries -= common.entries + evidence.entries
-        rows.append((n / entries if n else 1.0, *sizes))
-    rows.append((np.inf, common.payload_bytes, common.wire_bytes))
+        entries, *sizes = np.sum(per_bucket, axis=0)
+        rows.append((n / entries if n else 1.0, *np.add(sizes, always)))
+    rows.append((np.inf, *always))
     factors, payload_bytes, wire_bytes = np.asarray(rows, np.float32).T
     dense = dense_traffic(n + m, replicas)
     return Tables(factors, payload_bytes, wire_bytes, dense)

@@ -4,7 +4,7 @@ A recipe is a memory, an exchange (with its compressor) and a controller:
 
   dense data parallelism    NoMemory + DenseMean + Fixed(1)
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
-  GraVAC, the default       Residual + AllGather(TopK()) + GraVAC()
+  GraVAC, the default       Residual + AllGather(Threshold()) + GraVAC()
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import optax
 
 from gravac_jax import _buckets, _checks
 from gravac_jax._comm import AxisName
-from gravac_jax._compressors import TopK
+from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor
 from gravac_jax._controllers import GraVAC
 from gravac_jax._controllers.base import Controller
@@ -52,7 +52,7 @@ def transform(
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
         replica alone.
       exchange: how replicas average. Default: `AllGather(compressor)`.
-      compressor: short for `exchange=AllGather(compressor)`. Default: `TopK()`.
+      compressor: short for `exchange=AllGather(compressor)`. Default: `Threshold()`.
       memory: what becomes of entries that were not sent. Default: `Residual()`.
       controller: how few are sent. Default: `GraVAC()`.
       compress: which leaves are compressed; the others go dense. True for all, a
@@ -107,7 +107,7 @@ def transform(
         exchange = AllGather(compressor)
     wiring = Wiring(
         axis_name=axis_name,
-        exchange=AllGather(TopK()) if exchange is None else exchange,
+        exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
         controller=GraVAC() if controller is None else controller,
         compress=_buckets.matrices() if compress is None else compress,

@@ -5,11 +5,13 @@ Nothing here knows about compression, replicas or optimizers.
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+_ROW_ENTRIES = 1024  # arbitrary
 
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
@@ -46,11 +48,63 @@ def energy(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
+def excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:
+    """`[rungs]` float32, the sum of what exceeds each threshold."""
+    # Row by row, in as many sums as a row has entries: a plain sum over all adds one
+    # by one on a CPU, which takes ten times as long and rounds more.
+    rows = jnp.pad(x, (0, -x.size % _ROW_ENTRIES)).reshape(-1, _ROW_ENTRIES)
+    add = lambda total, row: (
+        total + jnp.maximum(row[None] - thresholds[:, None], 0),
+        None,
+    )
+    # Begun like this, and not with zeros, it varies over the axis of replicas.
+    begun = jnp.maximum(rows[:1] - thresholds[:, None], 0)
+    return jnp.sum(jax.lax.scan(add, begun, rows[1:])[0], axis=1)
+
+
 def total(parts: Iterable[jax.Array]) -> jax.Array:
     """The sum of one or more arrays."""
     return functools.reduce(operator.add, parts)
 
 
-def count_not_finite(x: jax.Array) -> jax.Array:
-    """`[]` float32, how many entries of `x` are infinite or NaN."""
-    return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+def is_bad(parts: Sequence[jax.Array]) -> jax.Array:
+    """`[]` float32, 1 if some entry of `parts` is infinite or NaN, else 0."""
+    # The energy is needed anyway, and mostly answers; looking at all entries is a pass.
+    is_finite = jnp.isfinite(total(map(energy, parts)))
+    every = lambda x: jnp.all(jnp.isfinite(x))
+    look = lambda _: functools.reduce(operator.and_, map(every, parts))
+    return 1 - only_if(~is_finite, look, is_finite).astype(jnp.float32)
+
+
+def where(condition: jax.Array, x: Any, y: Any) -> Any:
+    """`x` where `condition` (`[]` bool) holds, else `y`, leaf by leaf."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+
+
+def draws(key: jax.Array) -> jax.Array:
+    """`[2]` uint32, random bits: those of the key itself, which is used for no more.
+
+    That it came from `fold_in` or `split` makes them random.
+    """
+    return jax.random.key_data(key)[:2]
+
+
+def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
+    """`change(x)` where `predicate` (`[]` bool) holds, `x` elsewhere.
+
+    As `jax.lax.cond`, which under vmap becomes a selection and always computes both:
+    this one costs nothing as long as no member of the batch needs the change.
+    """
+    body = lambda carry: (carry[0] & False, change(carry[1]))
+    return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
+
+
+def is_never(energies: jax.Array) -> jax.Array:
+    """`[]` bool, False: no energy is below zero. XLA does not know.
+
+    It overwrites a vector in place only where all that reads it is known to have
+    happened, and copies it otherwise, which can cost more than a whole selection. An
+    optimization barrier is gone by the time it decides. What is computed from this has
+    waited for `energies`, and for all that they were computed from.
+    """
+    return jnp.any(energies < 0)

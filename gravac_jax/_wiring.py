@@ -1,8 +1,9 @@
 """The wiring: how a step walks through the rooms.
 
-`update` is the order in which the rooms are visited, which is that of GraVAC's
-Algorithm 1. It adds up what the buckets say, credits measured times to their rungs,
-and leaves all else to the rooms.
+`update` is the order in which the rooms are visited: remember, exchange, decide, keep.
+GraVAC's Algorithm 1 decides before it exchanges; here a step decides the rung of the
+next one. The wiring adds up what the buckets say, credits measured times to their
+rungs, and leaves all else to the rooms.
 """
 
 import dataclasses
@@ -26,20 +27,10 @@ class Common(NamedTuple):
     """What every step averages over replicas, in one collective, whatever its rung."""
 
     dense: jax.Array  # [dense entries] gradients of the leaves that go dense
-    bad: jax.Array  # [] gradient entries that are not finite
+    bad: jax.Array  # [] 1 where a gradient entry is not finite
     gradient_energy: jax.Array  # []
     seconds: jax.Array  # [rungs] the measured step time, at its rung
     timed: jax.Array  # [rungs] 1 at that rung, 0 elsewhere
-
-
-class Outcome(NamedTuple):
-    """What a step that runs and a step that is skipped both leave behind."""
-
-    means: tuple[jax.Array, ...]
-    local: LocalState
-    controller: Any
-    rung: jax.Array
-    gains: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +64,7 @@ class Wiring:
 
     def _initial(self, buckets: Buckets) -> TransformState:
         sizes, ladder = buckets.sizes, self.controller.ladder
+        rung, controller = self.controller.init()
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             layout=jnp.asarray(buckets.layout, jnp.int32),
@@ -81,7 +73,8 @@ class Wiring:
                 memory=tuple(self.memory.init(n) for n in sizes),
                 exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
             ),
-            controller=self.controller.init(),
+            rung=rung,
+            controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
             info=_report.before_the_first_step(len(ladder)),
         )
@@ -96,7 +89,7 @@ class Wiring:
         measured_step: Any = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
-        """One step of GraVAC's Algorithm 1, from local gradients to their mean."""
+        """One step, from local gradients to their mean and the rung of the next."""
         del params, ignored
         comm = Comm(self.axis_name)
         _step_checks.bound_axis(self.axis_name, "update")
@@ -110,56 +103,37 @@ class Wiring:
         common = comm.mean(
             Common(
                 dense=dense,
-                bad=_tree.total(map(_tree.count_not_finite, (*flat, dense))),
+                bad=_tree.is_bad((*flat, dense)),
                 gradient_energy=_tree.total(map(_tree.energy, flat)),
                 seconds=seconds,
                 timed=timed,
             )
         )
-        tables = _report.tables(
-            buckets, self.exchange, self.controller.ladder, comm.replicas
-        )
-        _report.warn_if_dearer(tables, self.controller.ladder, comm.replicas)
-        is_finite = common.bad == 0
-        outcome = jax.lax.cond(
-            is_finite,
-            lambda: self._run(flat, local, state, common, tables, comm),
-            lambda: self._skip(flat, local, state),
-        )
-
-        dense = jnp.where(is_finite, common.dense, 0.0)
-        slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-        return buckets.unpack(outcome.means, dense), TransformState(
-            steps=jnp.asarray(optax.safe_increment(state.steps)),
-            layout=state.layout,
-            local=_leave(outcome.local, state.local),
-            controller=outcome.controller,
-            past_rungs=jnp.where(slot, outcome.rung, state.past_rungs),
-            info=_report.after(
-                state.info, tables, outcome.rung, outcome.gains, is_finite
-            ),
-        )
-
-    def _run(
-        self,
-        flat: tuple[jax.Array, ...],
-        local: LocalState,
-        state: TransformState,
-        common: Common,
-        tables: _report.Tables,
-        comm: Comm,
-    ) -> Outcome:
         ladder = self.controller.ladder
-        key = jax.random.fold_in(jax.random.key(self.seed), state.steps)
-        compensated, memory = _unzip(map(self.memory.compensate, flat, local.memory))
-        selections, exchange = _unzip(
-            self.exchange.select(x, s, ladder=ladder, key=key)
+        tables = _report.tables(buckets, self.exchange, ladder, comm.replicas)
+        _report.warn_if_dearer(tables, ladder, comm.replicas)
+
+        # A step that is skipped feeds no gradient, sends nothing and decides nothing.
+        # Not in a branch: XLA would copy the memory on its way in and out.
+        is_finite = common.bad == 0
+        keep = lambda new, old: _tree.where(is_finite, new, old)
+        rung = jnp.where(is_finite, state.rung, len(ladder))
+        ran = state.steps - state.info.skipped_steps
+        key = jax.random.fold_in(jax.random.key(self.seed), ran)
+        fed = map(self.memory.compensate, flat, local.memory)
+        held = [
+            (self.memory.held(s, x.size), s)
+            for x, s in zip(flat, local.memory, strict=True)
+        ]
+        compensated, memory = _unzip(map(keep, fed, held))
+        exchanged, exchange = _unzip(
+            self.exchange.exchange(x, s, rung, ladder=ladder, key=key, comm=comm)
             for x, s in zip(compensated, local.exchange, strict=True)
         )
         energies, energy = comm.mean(
             (
-                _tree.total(s.energies for s in selections),
-                _tree.total(s.energy for s in selections),
+                _tree.total(x.energies for x in exchanged),
+                _tree.total(x.energy for x in exchanged),
             )
         )
         evidence = Evidence(
@@ -171,25 +145,26 @@ class Wiring:
             predicted_seconds=_report.predicted_seconds(tables, self.wire),
             measured_seconds=common.seconds / common.timed,  # NaN where not timed
         )
-        rung, controller = self.controller.decide(evidence, state.controller)
-        means, residuals = _unzip(
-            self.exchange.exchange(x, s, rung, ladder=ladder, comm=comm)
-            for x, s in zip(compensated, selections, strict=True)
+        decided = self.controller.decide(evidence, state.controller)
+        next_rung, controller = keep(decided, (state.rung, state.controller))
+        residuals = [x.residual for x in exchanged]
+        local = local._replace(
+            memory=tuple(map(self.memory.retain, residuals, compensated, memory)),
+            exchange=keep(exchange, local.exchange),
         )
-        retained = tuple(map(self.memory.retain, residuals, compensated, memory))
-        local = local._replace(memory=retained, exchange=exchange)
-        return Outcome(means, local, controller, rung, _gain.gain(energies, energy))
 
-    def _skip(
-        self, flat: tuple[jax.Array, ...], local: LocalState, state: TransformState
-    ) -> Outcome:
-        rungs = len(self.controller.ladder)
-        return Outcome(
-            means=tuple(jnp.zeros(x.size, jnp.float32) for x in flat),
-            local=local,
-            controller=state.controller,
-            rung=jnp.int32(rungs),
-            gains=jnp.zeros(rungs, jnp.float32),
+        dense = jnp.where(is_finite, common.dense, 0.0)
+        gains = jnp.where(is_finite, _gain.gain(energies, energy), 0.0)
+        slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
+        means = tuple(x.mean for x in exchanged)
+        return buckets.unpack(means, dense), TransformState(
+            steps=jnp.asarray(optax.safe_increment(state.steps)),
+            layout=state.layout,
+            local=_leave(local, state.local),
+            rung=next_rung,
+            controller=controller,
+            past_rungs=jnp.where(slot, rung, state.past_rungs),
+            info=_report.after(state.info, tables, rung, gains, is_finite),
         )
 
     def _enter(self, state: Any, buckets: Buckets, comm: Comm) -> LocalState:

@@ -6,12 +6,16 @@ from typing import Any
 import numpy as np
 
 import gravac_jax as gravac
-from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._controllers.base import Evidence
 
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
-    gravac.AllGather: [{"compressor": kind()} for kind in COMPRESSORS],
+    gravac.BlockTopK: [{"block": 32}],
+    # Exact, with slots left empty, without a state, and dense at every factor.
+    gravac.AllGather: [
+        {"compressor": kind()}
+        for kind in (gravac.TopK, gravac.Threshold, gravac.RandomK, gravac.Identity)
+    ],
     gravac.Fixed: [{"factor": 100}],
     gravac.GraVAC: [
         {"epsilon": 0.7, "window": 10, "ladder": (1, 4, 16, 64)},

@@ -42,11 +42,12 @@ class Scripted(Controller):
     ladder: tuple[float, ...]
 
     def init(self):
-        return Heard(jnp.full(len(self.ladder), jnp.nan))
+        return jnp.int32(0), Heard(jnp.full(len(self.ladder), jnp.nan))
 
     def decide(self, evidence, state):
         del state
-        return evidence.step % len(self.ladder), Heard(evidence.measured_seconds)
+        rung = (evidence.step + 1) % len(self.ladder)
+        return rung, Heard(evidence.measured_seconds)
 
 
 def trajectory(tx, params, how, *, mesh=None, axis_name="data"):

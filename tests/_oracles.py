@@ -4,13 +4,19 @@ Laws bound what a component may do; an oracle says what it does. Each is looked 
 the class of the component, so that a new member of a registry fails until it has one.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import gravac_jax as gravac
+
+KEY_SEED = 7
 
 
 def look_up(table: dict[type, Any], component: Any) -> Any:
@@ -28,17 +34,114 @@ class Selector(NamedTuple):
     """What a compressor should do."""
 
     count: Callable[[int, float], int]  # n, factor -> k
-    indices: Callable[[np.ndarray, int], list[int]]  # in the order of the payload
+    indices: Callable[[np.ndarray, int], list[int]]  # k of them if they are more
+
+
+def _entries(n: int, factor: float) -> int:
+    return max(1, math.floor(n / factor))
 
 
 def _largest(bucket: np.ndarray, k: int) -> list[int]:
     # Python sorts stably: of equal magnitudes the earlier entry comes first.
-    return sorted(range(len(bucket)), key=lambda i: -abs(float(bucket[i])))[:k]
+    order = sorted(range(len(bucket)), key=lambda i: -abs(float(bucket[i])))
+    return [i for i in order[:k] if bucket[i]]
 
 
-COMPRESSORS = {
-    gravac.Identity: Selector(lambda n, _: n, lambda bucket, _: [*range(len(bucket))]),
-    gravac.TopK: Selector(lambda n, factor: max(1, math.floor(n / factor)), _largest),
+def _sampled(bucket: np.ndarray, k: int) -> list[int]:
+    found = _reaching(bucket, k)
+    return found if len(found) <= k else _largest(bucket, k)
+
+
+def _reaching(bucket: np.ndarray, k: int) -> list[int]:
+    threshold = sorted(np.abs(bucket), reverse=True)[k - 1]
+    return [i for i, x in enumerate(bucket) if x and abs(x) >= threshold]
+
+
+def _in_blocks(compressor: Any, bucket: np.ndarray, k: int) -> list[int]:
+    size = min(compressor.block, len(bucket))
+    starts = range(0, len(bucket), size)
+    short = len(bucket) % size
+    last, full = round(k * short / len(bucket)), len(bucket) // size
+    first, chosen = int(_draws()[0]) % full, []
+    for i, start in enumerate(starts):
+        quota = (k - last) // full + ((i + first) % full < (k - last) % full)
+        quota = last if short and i == full else quota
+        chosen += [start + j for j in _largest(bucket[start : start + size], quota)]
+    return chosen
+
+
+def _draws() -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(KEY_SEED)))
+
+
+def _at_random(bucket: np.ndarray, k: int) -> list[int]:
+    one, two = map(int, _draws())
+    numbers = []
+    for x in range(len(bucket)):
+        x = (x + one) % 2**30
+        x = (x ^ x >> 15) * 0x85EBCA6B % 2**30
+        x = ((x ^ x >> 13) + two) % 2**30
+        x = x * 0xC2B2AE35 % 2**30
+        numbers.append(x ^ x >> 15)
+    return sorted(range(len(bucket)), key=lambda i: -numbers[i])[:k]
+
+
+def _normal(bucket: np.ndarray) -> list[float]:
+    return [abs(float(x)) if abs(x) >= 2.0**-126 else 0.0 for x in bucket]
+
+
+def _bisected(bucket: np.ndarray, k: int) -> list[int]:
+    # RedSync, with numbers as large as they come.
+    magnitudes = [Fraction(x) for x in _normal(bucket)]
+    low, high = Fraction(0), max(magnitudes)
+    middle = Fraction(math.sqrt(sum(x * x for x in magnitudes) / len(bucket)))
+    reaching = lambda t: [i for i, x in enumerate(magnitudes) if x and x >= t]
+    for _ in range(30):
+        count = len(reaching(middle))
+        if max(1, int(0.8 * k)) <= count <= k:
+            return reaching(middle)
+        low, high = (middle, high) if count > k else (low, middle)
+        middle = (low + high) / 2
+    count = len(reaching(middle))
+    return reaching(middle if max(1, int(0.8 * k)) <= count <= k else high)
+
+
+def _fitted(bucket: np.ndarray, k: int) -> list[int]:
+    # SIDCo-E.
+    magnitudes = _normal(bucket)
+    reaching = lambda t: [i for i, x in enumerate(magnitudes) if x and x >= t]
+    threshold, count = 0.0, len(reaching(0.0))
+    while count > k:
+        excess = sum(max(x - threshold, 0) for x in magnitudes) / count
+        aim = max(k, count / 4)
+        higher = threshold + excess * math.log(count / aim)
+        if not reaching(higher):
+            break
+        threshold, count = higher, len(reaching(higher))
+        if aim == k:
+            break
+    return reaching(threshold)
+
+
+def _looks(choose: Callable[[np.ndarray, int], list[int]]) -> Any:
+    return lambda compressor: Selector(_entries, choose)
+
+
+# By class: what an instance should do.
+COMPRESSORS: dict[type, Callable[[Any], Selector]] = {
+    gravac.ApproxTopK: _looks(_reaching),
+    gravac.BlockTopK: lambda compressor: Selector(
+        _entries, functools.partial(_in_blocks, compressor)
+    ),
+    gravac.Identity: lambda _: Selector(
+        lambda n, _: n, lambda bucket, _: [*range(len(bucket))]
+    ),
+    gravac.RandomK: _looks(_at_random),
+    gravac.RedSync: _looks(_bisected),
+    gravac.SIDCo: _looks(_fitted),
+    gravac.SampledTopK: _looks(_sampled),
+    gravac.Threshold: _looks(_reaching),
+    gravac.TopK: _looks(_largest),
 }
 
 
@@ -61,12 +164,20 @@ def dense_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
 
 
 def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Each replica's own selection, zero elsewhere, then the mean over replicas."""
-    oracle = look_up(COMPRESSORS, exchange.compressor)
-    sent = np.zeros_like(buckets)
-    for replica, bucket in enumerate(buckets):
-        for i in oracle.indices(bucket, oracle.count(len(bucket), factor)):
-            sent[replica, i] = bucket[i]
+    """Each replica's own selection, zero elsewhere, then the mean over replicas.
+
+    The selection itself is the library's: it has an oracle of its own.
+    """
+    compressor, n = exchange.compressor, buckets.shape[1]
+    k, key = compressor.count(n, factor), jax.random.key(KEY_SEED)
+    sent = buckets.copy() if k == n else np.zeros_like(buckets)
+    for replica, bucket in enumerate(buckets) if k < n else ():
+        payload, _ = compressor.compress(
+            jnp.asarray(bucket), compressor.init(n), k=k, key=key
+        )
+        indices = np.asarray(payload.indices)
+        indices = indices[indices < n]
+        sent[replica, indices] = bucket[indices]
     exact = sent.astype(np.float64)
     return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
 

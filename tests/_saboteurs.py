@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import gravac_jax as gravac
-from gravac_jax import _payload
+from gravac_jax import _compaction, _quantile
+from gravac_jax._compressors.base import chosen
 from gravac_jax._payload import Payload
 
 # How often a saboteur with a mood has been asked.
@@ -25,9 +26,9 @@ class _SelectsBy(gravac.TopK):
     def score(self, bucket: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def compress(self, bucket, state, *, k, key):
-        _, indices = jax.lax.top_k(self.score(bucket), k)
-        return _payload.take(bucket, indices), state
+    def mark(self, bucket, state, *, k, bracket, key):
+        bits = _compaction.magnitude_bits(self.score(bucket))
+        return chosen(_quantile.largest(bits, k)), state
 
 
 class _Tampers(gravac.TopK):
@@ -43,12 +44,12 @@ class _Tampers(gravac.TopK):
 
 class SendsTheSmallest(_SelectsBy):
     def score(self, bucket):
-        return -jnp.abs(bucket)
+        return 1 / (1 + jnp.abs(bucket))
 
 
 class ForgetsTheAbsoluteValue(_SelectsBy):
     def score(self, bucket):
-        return bucket
+        return jnp.maximum(bucket, 0)
 
 
 class IsBlindAboveOne(_SelectsBy):
@@ -71,9 +72,9 @@ class SendsOneFewer(_Tampers):
         return jax.tree.map(lambda x: x[:-1], payload)
 
 
-class SendsInOrderOfIndex(_Tampers):
+class SendsInOrderOfMagnitude(_Tampers):
     def tamper(self, payload):
-        order = jnp.argsort(payload.indices)
+        order = jnp.argsort(-jnp.abs(payload.values))
         return jax.tree.map(lambda x: x[order], payload)
 
 
@@ -92,11 +93,12 @@ class _Gathers(gravac.AllGather):
     def change(self, mean, residual, bucket, comm) -> Any:
         raise NotImplementedError
 
-    def exchange(self, bucket, selection, rung, *, ladder, comm):
-        mean, residual = super().exchange(
-            bucket, selection, rung, ladder=ladder, comm=comm
+    def exchange(self, bucket, state, rung, *, ladder, key, comm):
+        good, state = super().exchange(
+            bucket, state, rung, ladder=ladder, key=key, comm=comm
         )
-        return self.change(mean, residual, bucket, comm)
+        mean, residual = self.change(good.mean, good.residual, bucket, comm)
+        return good._replace(mean=mean, residual=residual), state
 
 
 class DividesBySenders(_Gathers):
@@ -126,17 +128,25 @@ class IsSilentAlone(_Gathers):
         return mean * float(comm.axis_name is not None), residual
 
 
-class PromisesTheEnergyOfTheTop(gravac.AllGather):
-    def select(self, bucket, state, *, ladder, key):
-        selection, state = super().select(bucket, state, ladder=ladder, key=key)
-        top = jnp.broadcast_to(selection.energies[-1], (len(ladder),))
-        return selection._replace(energies=top), state
+class TellsTheEnergyOfTheTop(gravac.AllGather):
+    def exchange(self, bucket, state, rung, *, ladder, key, comm):
+        good, state = super().exchange(
+            bucket, state, rung, ladder=ladder, key=key, comm=comm
+        )
+        top = jnp.broadcast_to(good.energies[-1], (len(ladder),))
+        return good._replace(energies=top), state
 
 
-class TalksBeforeTheDecision(gravac.AllGather):
-    def select(self, bucket, state, *, ladder, key):
+class TalksBeforehand(gravac.AllGather):
+    def exchange(self, bucket, state, rung, *, ladder, key, comm):
         bucket = jax.lax.pmean(bucket, "data")
-        return super().select(bucket, state, ladder=ladder, key=key)
+        return super().exchange(bucket, state, rung, ladder=ladder, key=key, comm=comm)
+
+
+class SendsInItsSleep(gravac.AllGather):
+    def exchange(self, bucket, state, rung, *, ladder, key, comm):
+        rung = jnp.minimum(rung, len(ladder) - 1)
+        return super().exchange(bucket, state, rung, ladder=ladder, key=key, comm=comm)
 
 
 class CountsNoIndices(gravac.AllGather):
@@ -157,6 +167,11 @@ class IsStaleAfterDenseSteps(gravac.Residual):
     def retain(self, residual, compensated, state):
         kept = jnp.where(jnp.any(residual != 0), residual, state.residual)
         return state._replace(residual=kept)
+
+
+class ForgetsInItsSleep(gravac.Residual):
+    def held(self, state, n):
+        return jnp.zeros_like(state.residual)
 
 
 class RemembersInHalfPrecision(gravac.Residual):

@@ -16,8 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"_tree", "_guardian"},
     {"_checks", "_step_checks", "_processes"},
-    {"_payload", "_ladder", "_buckets", "_info", "_comm"},
-    {"_gain", "_throughput", "_state", "_grad", "_compressors", "_memory"},
+    {"_payload", "_ladder", "_info", "_comm"},
+    {"_gain", "_throughput", "_state", "_grad", "_memory", "_compaction", "_buckets"},
+    {"_quantile", "_collect"},
+    {"_compressors", "_curve"},
     {"_exchanges", "_controllers", "_placement", "_guard"},
     {"_report", "_parallel"},
     {"_wiring"},

@@ -55,30 +55,32 @@ PLACES = {
 }
 
 
-def is_local(x):
-    """Whether a leaf of an unplaced tree differs per replica: residual or number."""
-    return np.shape(x) == (SIZE,) or np.array_equal(x, -1)
+# The replica's number, its residual, and the threshold with its count.
+LOCAL_LEAVES = 4
 
 
 def pairs(tree, placed):
+    """Whether a leaf differs per replica, the leaf, and the same one placed."""
     assert jax.tree.structure(placed) == jax.tree.structure(tree)
-    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    is_local = ["local" in jax.tree_util.keystr(path) for path, _ in leaves]
+    assert sum(is_local) == LOCAL_LEAVES
+    unplaced = [x for _, x in leaves]
+    return list(zip(is_local, unplaced, jax.tree.leaves(placed), strict=True))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tree", TREES)
 def test_what_differs_gets_an_axis_of_replicas_and_the_rest_stays(tree, place):
     tree, where = TREES[tree](), PLACES[place]()
-    before_and_after = pairs(tree, gravac.place(tree, where))
-    assert sum(is_local(x) for x, _ in before_and_after) == 2
-    for x, y in before_and_after:
-        if is_local(x):
+    for is_local, x, y in pairs(tree, gravac.place(tree, where)):
+        if is_local:
             assert y.shape == (N, *x.shape)
         else:
             assert np.array_equal(y, x, equal_nan=True)
         assert y.dtype == jnp.result_type(x)
         if where != N:
-            spec = jax.P("data") if is_local(x) else jax.P()
+            spec = jax.P("data") if is_local else jax.P()
             sharding = jax.NamedSharding(where, spec)
             assert y.sharding.is_equivalent_to(sharding, y.ndim)
 
@@ -96,7 +98,7 @@ def test_replicas_are_numbered_by_the_first_step():
 def test_placing_again_changes_nothing(tree, place):
     where = PLACES[place]()
     once = gravac.place(TREES[tree](), where)
-    for x, y in pairs(once, gravac.place(once, where)):
+    for _, x, y in pairs(once, gravac.place(once, where)):
         assert_same(y, x)
         assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
 
@@ -129,7 +131,7 @@ def test_init_is_place_of_init(place):
     received = gravac.init(TX, params, where)
     expected = gravac.place(opt_state, where)
     assert_same(received, expected)
-    for x, y in pairs(received, expected):
+    for _, x, y in pairs(received, expected):
         assert x.sharding == y.sharding
 
 
@@ -138,8 +140,8 @@ def test_init_is_place_of_init(place):
 def test_specs_say_which_leaves_differ(tree, is_placed):
     tree = TREES[tree]()
     specs = gravac.state_specs(gravac.place(tree, N) if is_placed else tree, "x")
-    for x, spec in pairs(tree, specs):
-        assert spec == (jax.P("x") if is_local(x) else jax.P())
+    for is_local, _, spec in pairs(tree, specs):
+        assert spec == (jax.P("x") if is_local else jax.P())
 
 
 def test_specs_need_shapes_only():

@@ -33,7 +33,7 @@ COMPRESSOR_SABOTEURS = {
     _saboteurs.HasMoods(): (_laws.is_itself_under_jit, _laws.is_itself_under_vmap),
     _saboteurs.SendsOneIndexTwice(): (_laws.sends_its_share, _laws.narrows),
     _saboteurs.SendsOneFewer(): (_laws.sends_its_share,),
-    _saboteurs.SendsInOrderOfIndex(): (_laws.narrows,),
+    _saboteurs.SendsInOrderOfMagnitude(): (_laws.sends_its_share,),
     _saboteurs.NormalizesOnTheWay(): (
         _laws.sends_what_is_there,
         _laws.leaves_zeros_alone,
@@ -52,19 +52,20 @@ EXCHANGE_SABOTEURS = {
     _saboteurs.TrustsItselfMore(): (_laws.agrees_on_all_replicas,),
     _saboteurs.FavorsTheFirstReplica(): (_laws.ignores_the_order_of_replicas,),
     _saboteurs.IsSilentAlone(): (_laws.is_the_same_alone,),
-    _saboteurs.PromisesTheEnergyOfTheTop(): (_laws.knows_what_it_will_send,),
-    _saboteurs.TalksBeforeTheDecision(): (
-        _laws.selects_in_silence,
-        _laws.declares_its_bytes,
-    ),
+    _saboteurs.TellsTheEnergyOfTheTop(): (_laws.knows_what_it_sent,),
+    _saboteurs.TalksBeforehand(): (_laws.declares_its_bytes,),
     _saboteurs.CountsNoIndices(): (_laws.declares_its_bytes,),
-    gravac.AllGather(_saboteurs.SendsTheSmallest()): (_laws.exchanges_like_its_oracle,),
+    _saboteurs.SendsInItsSleep(): (_laws.sends_nothing_beyond_the_ladder,),
 }
 MEMORY_SABOTEURS = {
     _saboteurs.ForgetsToClear(): (_laws.telescopes, _laws.remembers_like_its_oracle),
     _saboteurs.IsStaleAfterDenseSteps(): (
         _laws.telescopes,
         _laws.remembers_like_its_oracle,
+    ),
+    _saboteurs.ForgetsInItsSleep(): (
+        _laws.sleeps_through_a_skipped_step,
+        _laws.telescopes,
     ),
     _saboteurs.RemembersInHalfPrecision(): (_laws.keeps_its_form,),
 }

@@ -145,6 +145,18 @@ def test_pmap_and_both_shard_maps_give_the_same_bits(recipe, how):
     assert_same(story(recipe, how), story(recipe, "shard_map"))
 
 
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+def test_a_choice_that_looks_at_nothing_runs_everywhere(how):
+    # What comes of the key alone varies over no axis, unlike all that it meets.
+    tx = gravac.transform(
+        compress=COMPRESS, controller=Scripted(LADDER), compressor=gravac.RandomK()
+    )
+    updates, states = trajectory(tx, PARAMS, how)(INTEGERS)
+    left = residuals(states)[0].sum(axis=1).reshape(STEPS, 8, 8)
+    sent = N * np.cumsum(updates["w"], axis=0)
+    assert (sent + left == np.cumsum(INTEGERS["w"].sum(axis=1), axis=0)).all()
+
+
 def test_vmap_selects_the_same_and_its_means_round_differently():
     gradients, updates, states = story("scripted", "vmap")
     _, expected, expected_states = story("scripted", "shard_map")
@@ -201,7 +213,10 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, ho
             continue
         compensated = gradients["w"][step].reshape(N, SIZE) + before[step]
         is_sent = kept[step] == 0
-        assert (is_sent.sum(axis=1) == ENTRIES[factor]).all()
+        # The threshold of a bucket that is a sample as a whole misses by one at most.
+        sent = is_sent.sum(axis=1)
+        assert (sent <= ENTRIES[factor]).all()
+        assert (sent >= ENTRIES[factor] - (factor > 1)).all()
         assert (kept[step] == np.where(is_sent, 0, compensated)).all()
         sent = np.where(is_sent, compensated, 0)
         mean = functools.reduce(np.add, sent) / np.float32(N)  # in replica order
@@ -267,27 +282,26 @@ def program(how, recipe="scripted"):
 @pytest.mark.parametrize("how", HARNESSES)
 def test_the_rungs_and_the_skip_stay_branches(how):
     # Under vmap a batched predicate would turn them into selects over all branches.
-    assert collectives(program(how))[1] == 2
+    assert collectives(program(how))[1] == 1
 
 
 def test_a_decided_rung_stays_a_branch_under_vmap():
-    assert collectives(program("vmap", "gravac"))[1] == 2
+    assert collectives(program("vmap", "gravac"))[1] == 1
 
 
 @pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
 def test_nothing_is_communicated_but_what_is_meant(how):
     found, _ = collectives(program(how))
-    always, run = (), (1,)  # then the rung
     rungs = len(LADDER)
     assert sorted(found) == sorted(
         [
             # Dense leaves, a count and an energy, and a time with its count per rung.
-            ("all-reduce", "f32", 4 * (DENSE_SIZE + 2 + 2 * rungs), always),
+            ("all-reduce", "f32", 4 * (DENSE_SIZE + 2 + 2 * rungs), ()),
             # The energies of all rungs and of everything.
-            ("all-reduce", "f32", 4 * (rungs + 1), run),
-            ("all-reduce", "f32", 4 * SIZE, (*run, 0)),
-            ("all-gather", "s32", 8 * ENTRIES[4], (*run, 1)),
-            ("all-gather", "s32", 8 * ENTRIES[16], (*run, 2)),
+            ("all-reduce", "f32", 4 * (rungs + 1), ()),
+            ("all-reduce", "f32", 4 * SIZE, (0,)),
+            ("all-gather", "s32", 8 * ENTRIES[4], (1,)),
+            ("all-gather", "s32", 8 * ENTRIES[16], (2,)),
         ]
     )
 
@@ -303,9 +317,9 @@ def test_the_reported_bytes_are_those_of_the_program(how):
     info = story("scripted", how)[2].info
     factors = 2 * (N - 1) / N, N - 1
     wire_factors = dict(zip(("all-reduce", "all-gather"), factors, strict=True))
+    rungs = scripted_rungs(BAD_STEPS)
     for step in range(STEPS):
-        taken = (0,) if step in BAD_STEPS else (1, step % len(LADDER))
-        used = [x for x in found if x.branches == taken[: len(x.branches)]]
+        used = [x for x in found if x.branches in [(), (rungs[step],)]]
         wire_bytes = sum(wire_factors[x.kind] * x.payload_bytes for x in used)
         assert info.payload_bytes[step] == sum(x.payload_bytes for x in used)
         assert info.wire_bytes[step] == wire_bytes
@@ -322,16 +336,26 @@ def heard(how, gradients=FLOATS, **kwargs):
     return states.controller.measured_seconds  # [STEPS, rungs], NaN where none
 
 
+def scripted_rungs(bad=()):
+    """The rung of every step of a scripted run, `len(LADDER)` where it is skipped."""
+    rungs, rung = [], 0
+    for step in range(STEPS):
+        rungs.append(len(LADDER) if step in bad else rung)
+        rung = rung if step in bad else (step + 1) % len(LADDER)
+    return rungs
+
+
 def credited(seconds, lags, bad=()):
     """What the rungs should hear, when replica r reports `seconds[r]`."""
     expected = np.full((STEPS, len(LADDER)), np.nan, np.float32)
+    rungs = scripted_rungs(bad)
     for step in range(STEPS):
         for rung in range(len(LADDER)):
             measured = [step - lag for lag in lags]
             own = [
                 second
                 for second, s in zip(seconds, measured, strict=True)
-                if s >= 0 and s not in bad and s % len(LADDER) == rung
+                if s >= 0 and rungs[s] == rung
             ]
             if own:
                 expected[step, rung] = np.mean(own)

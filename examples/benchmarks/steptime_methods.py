@@ -84,12 +84,10 @@ def _static(name: str, controller: gravac.Fixed) -> Method:
 
 
 def _adaptive(name: str, controller: gravac.GraVAC) -> Method:
-    # Its gate lets every candidate pass, and its window never ends.
-    obedient = dataclasses.replace(controller, epsilon=0.0, window=2**30)
-    alone = gravac.transform(axis_name=None, controller=obedient)
+    alone = gravac.transform(axis_name=None, controller=controller)
 
     def select(grads: Any, state: Any, rung: jax.Array) -> tuple[Any, Any]:
-        return alone.update(grads, optax.tree.set(state, candidate=rung))
+        return alone.update(grads, optax.tree.set(state, rung=rung))
 
     exchange = gravac.transform("data", controller=controller)
     return Method(name, exchange, select, controller.ladder)

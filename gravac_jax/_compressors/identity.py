@@ -6,13 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._compressors.base import Compressor
+from gravac_jax._compressors.base import Choice, Compressor, chosen
 from gravac_jax._payload import Payload
+from gravac_jax._quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Compressor):
-    """Sends every entry, whatever the factor.
+    """Sends every entry, zeros too, whatever the factor.
+
+    Law:
+      Nothing is left.
+
+    Cost:
+      That of a dense mean, which `AllGather` makes of it.
 
     Example:
       >>> import gravac_jax as gravac
@@ -20,24 +27,25 @@ class Identity(Compressor):
       1000000
     """
 
-    def init(self, n: int) -> Any:
-        """No state."""
-        del n
-        return ()
-
     def count(self, n: int, factor: float) -> int:
         """`n`."""
         del factor
         return n
 
-    def compress(
-        self, bucket: jax.Array, state: Any, *, k: int, key: jax.Array
-    ) -> tuple[Payload, Any]:
-        """The whole bucket."""
-        del k, key
-        return Payload(bucket, jnp.arange(bucket.size, dtype=jnp.int32)), state
+    def mark(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        *,
+        k: jax.Array,
+        bracket: Bracket,
+        key: jax.Array,
+    ) -> tuple[Choice, Any]:
+        """All of them."""
+        del k, bracket, key
+        return chosen(jnp.ones(bucket.shape, bool)), state
 
-    def narrow(self, payload: Payload, k: int) -> Payload:
+    def narrow(self, payload: Payload, *, k: int, key: jax.Array) -> Payload:
         """The same payload."""
-        del k
+        del k, key
         return payload

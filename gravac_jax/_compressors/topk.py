@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from gravac_jax import _ladder, _payload
-from gravac_jax._compressors.base import Compressor
-from gravac_jax._payload import Payload
+from gravac_jax import _compaction, _quantile
+from gravac_jax._compressors.base import Choice, Compressor, chosen
+from gravac_jax._quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,45 +17,42 @@ class TopK(Compressor):
     Of equal magnitudes the earlier entry wins. No k entries hold more energy, so this
     is what the other selectors are measured against.
 
+    A sample gives a bracket of the k-th magnitude; the few entries inside are compacted
+    and searched. If the bracket missed, all entries are searched: slower, and exact.
+
     Law:
-      The payload is in falling order of magnitude, so its first j entries are the top
-      j: multi-level compression (GraVAC) is a slice.
+      `narrow(compress(x, k), j)` is `compress(x, j)` for every `j <= k`: multi-level
+      compression (GraVAC) is exact.
 
     Cost:
-      `jax.lax.top_k` over the bucket. On 2 CPU cores with n = 330,000: 13 ms at
-      factor 10, 2 ms at factor 100.
+      Three passes over the bucket, and a sample of about 65,536 entries; some dozen
+      passes more where the bracket missed.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> bucket = jnp.array([0.1, -3.0, 2.0, 0.0])
+      >>> bucket = jnp.array([0.1, 2.0, -3.0, 0.0])
       >>> top = gravac.TopK()
       >>> payload, _ = top.compress(bucket, top.init(4), k=2, key=jax.random.key(0))
       >>> payload.values.tolist(), payload.indices.tolist()
-      ([-3.0, 2.0], [1, 2])
+      ([2.0, -3.0], [1, 2])
 
     References:
       Aji and Heafield, Sparse communication for distributed gradient descent, EMNLP
       2017; Tyagi and Swany, GraVAC, IEEE CLOUD 2023.
     """
 
-    def init(self, n: int) -> Any:
-        """No state."""
-        del n
-        return ()
-
-    def count(self, n: int, factor: float) -> int:
-        """`max(1, floor(n / factor))`."""
-        return _ladder.entries(n, factor)
-
-    def compress(
-        self, bucket: jax.Array, state: Any, *, k: int, key: jax.Array
-    ) -> tuple[Payload, Any]:
-        """The `k` entries of largest magnitude, largest first."""
+    def mark(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        *,
+        k: jax.Array,
+        bracket: Bracket,
+        key: jax.Array,
+    ) -> tuple[Choice, Any]:
+        """What is above the bracket, what is in it, and the mark."""
         del key
-        _, indices = jax.lax.top_k(jnp.abs(bucket), k)
-        return _payload.take(bucket, indices), state
-
-    def narrow(self, payload: Payload, k: int) -> Payload:
-        """The first `k` entries."""
-        return Payload(payload.values[:k], payload.indices[:k])
+        bits = _compaction.magnitude_bits(bucket)
+        cut = _quantile.kth_between(bits, k, bracket.low, bracket.high)
+        return chosen(_quantile.reaching(bits, cut)), state

@@ -17,7 +17,7 @@ class Evidence(NamedTuple):
       step: `[]` int32, steps before this one.
       replicas: N, static.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would send in this step.
+        would have sent in this step.
       energy: `[]` float32, the mean energy of the error-fed gradient.
       gradient_energy: `[]` float32, the mean energy of the raw gradient.
       predicted_seconds: `[rungs]` float32, a step at each rung by the cost model.
@@ -48,15 +48,15 @@ class Controller(abc.ABC):
     ladder: tuple[float, ...]
 
     @abc.abstractmethod
-    def init(self) -> Any:
-        """The state before the first step: a NamedTuple of arrays."""
+    def init(self) -> tuple[jax.Array, Any]:
+        """The rung of the first step, `[]` int32, and the state before it."""
 
     @abc.abstractmethod
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """Choose.
+        """Choose the rung of the next step.
 
         Args:
-          evidence: of this step, before anything is sent.
+          evidence: of this step.
           state: from `init` or the last step.
 
         Returns:

@@ -36,9 +36,9 @@ class Fixed(Controller):
         """One rung."""
         return (self.factor,)
 
-    def init(self) -> Any:
-        """No state."""
-        return ()
+    def init(self) -> tuple[jax.Array, Any]:
+        """The only rung there is, and no state."""
+        return jnp.zeros((), jnp.int32), ()
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
         """The only rung there is."""

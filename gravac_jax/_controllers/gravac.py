@@ -52,7 +52,7 @@ class GraVAC(Controller):
                 candidate = the next rung up
 
     The scaling policy is the ladder: `gravac.exponential` or `gravac.geometric`.
-    The gate sees the gains of the step that it decides, smoothed with those before it;
+    The gate decides the rung of the next step from the smoothed gains up to this one;
     for that the replicas exchange one scalar per rung. Throughputs come from measured
     step times where `update` is given any, and from the wire-cost model until then.
 
@@ -101,10 +101,10 @@ class GraVAC(Controller):
             why = "It is the weight of the newest step; None means replicas / 100."
             _checks.within(self.smoothing, "smoothing", 1e-6, 1, why)
 
-    def init(self) -> GraVACState:
+    def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the smallest compressed factor, with the next one as candidate."""
         rungs = len(self.ladder)
-        return GraVACState(
+        return jnp.int32(1), GraVACState(
             minimum=jnp.int32(1),
             candidate=jnp.int32(min(2, rungs - 1)),
             is_settled=jnp.zeros((), bool),

@@ -1,10 +1,8 @@
 """The interface of exchanges, and its laws.
 
-An exchange is the only thing that both selects and communicates. It works in two
-halves, because GraVAC decides between them: `select` is local and says how much energy
-each rung would send; `exchange` runs the rung that was decided, collectives inside.
-An exchange that must communicate before it knows what it sends does all its work in
-the second half, and estimates in the first.
+An exchange is the only thing that both selects and communicates. The rung is decided
+before it begins, from the evidence of earlier steps; what it returns beside the mean is
+the evidence for the next decision.
 """
 
 import abc
@@ -15,18 +13,21 @@ import jax
 from gravac_jax._comm import Comm
 
 
-class Selection(NamedTuple):
-    """What `select` hands to the decision and to `exchange`.
+class Exchanged(NamedTuple):
+    """What an exchange leaves on one replica.
 
     Attributes:
-      energies: `[rungs]` float32, the energy of this replica that each rung would send.
+      mean: `[n]` float32, the mean over replicas of what was sent.
+      residual: `[n]` float32, what this replica did not send.
+      energies: `[rungs]` float32, the energy of this replica's bucket that each rung
+        would have sent; exact for the rung that was taken.
       energy: `[]` float32, the energy of the whole bucket.
-      payload: whatever `exchange` needs to send it; opaque to everybody else.
     """
 
+    mean: jax.Array
+    residual: jax.Array
     energies: jax.Array
     energy: jax.Array
-    payload: Any
 
 
 class Traffic(NamedTuple):
@@ -49,7 +50,8 @@ class Exchange(abc.ABC):
     Law:
       On every replica `sent = bucket - residual` holds exactly, `mean` is the mean of
       `sent` over replicas (float32, payloads added in the order of the replicas) and
-      the same on all of them, and a rung of factor 1 sends everything.
+      the same on all of them. A rung of factor 1 sends everything, and a rung beyond
+      the ladder, that of a step that is skipped, nothing.
     """
 
     @abc.abstractmethod
@@ -57,48 +59,28 @@ class Exchange(abc.ABC):
         """This replica's state for a bucket of `n` entries."""
 
     @abc.abstractmethod
-    def select(
+    def exchange(
         self,
         bucket: jax.Array,
         state: Any,
+        rung: jax.Array,
         *,
         ladder: tuple[float, ...],
         key: jax.Array,
-    ) -> tuple[Selection, Any]:
-        """Choose what each rung would send; no communication.
+        comm: Comm,
+    ) -> tuple[Exchanged, Any]:
+        """Send what `rung` says.
 
         Args:
           bucket: `[n]` float32, the compensated gradient of this replica.
           state: from `init` or the last step.
+          rung: `[]` int32, the same on every replica; `len(ladder)` to send nothing.
           ladder: static factors, rising.
           key: a random key, the same on every replica, new at every step.
-
-        Returns:
-          The selection and the new state.
-        """
-
-    @abc.abstractmethod
-    def exchange(
-        self,
-        bucket: jax.Array,
-        selection: Selection,
-        rung: jax.Array,
-        *,
-        ladder: tuple[float, ...],
-        comm: Comm,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Send what `rung` says.
-
-        Args:
-          bucket: `[n]` float32, as given to `select`.
-          selection: from `select`.
-          rung: `[]` int32, the same on every replica.
-          ladder: static factors, rising.
           comm: the other replicas.
 
         Returns:
-          mean: `[n]` float32, the mean over replicas of what was sent.
-          residual: `[n]` float32, what this replica did not send.
+          What came of it, and the new state.
         """
 
     @abc.abstractmethod

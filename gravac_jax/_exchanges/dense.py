@@ -8,14 +8,18 @@ import jax.numpy as jnp
 
 from gravac_jax import _comm, _tree
 from gravac_jax._comm import Comm
-from gravac_jax._exchanges.base import Exchange, Selection, Traffic
+from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
 
 VALUE_BYTES = 4
 
 
-def dense_mean(bucket: jax.Array, comm: Comm) -> tuple[jax.Array, jax.Array]:
-    """The mean of whole buckets, and the empty residual that it leaves."""
-    return comm.mean(bucket), jnp.zeros_like(bucket)
+def dense_mean(
+    bucket: jax.Array, is_skipped: jax.Array, comm: Comm
+) -> tuple[jax.Array, jax.Array]:
+    """The mean of whole buckets, and what it leaves: nothing, or all if skipped."""
+    nothing = lambda: jnp.zeros(bucket.shape, jnp.float32)
+    mean = jax.lax.cond(is_skipped, nothing, lambda: comm.mean(bucket))
+    return mean, jnp.where(is_skipped, bucket, 0)
 
 
 def dense_traffic(entries: int, replicas: int) -> Traffic:
@@ -43,31 +47,22 @@ class DenseMean(Exchange):
         del n, ladder
         return ()
 
-    def select(
-        self,
-        bucket: jax.Array,
-        state: Any,
-        *,
-        ladder: tuple[float, ...],
-        key: jax.Array,
-    ) -> tuple[Selection, Any]:
-        """Everything, at every rung."""
-        del key
-        energy = _tree.energy(bucket)
-        return Selection(jnp.broadcast_to(energy, (len(ladder),)), energy, ()), state
-
     def exchange(
         self,
         bucket: jax.Array,
-        selection: Selection,
+        state: Any,
         rung: jax.Array,
         *,
         ladder: tuple[float, ...],
+        key: jax.Array,
         comm: Comm,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Exchanged, Any]:
         """The mean of whole buckets."""
-        del selection, rung, ladder
-        return dense_mean(bucket, comm)
+        del key
+        energy = _tree.energy(bucket)
+        energies = jnp.broadcast_to(energy, (len(ladder),))
+        mean, residual = dense_mean(bucket, rung == len(ladder), comm)
+        return Exchanged(mean, residual, energies, energy), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """4 bytes an entry."""

@@ -35,6 +35,21 @@ class Memory(abc.ABC):
         """
 
     @abc.abstractmethod
+    def held(self, state: Any, n: int) -> jax.Array:
+        """What is held back: the compensated vector of a step that is skipped.
+
+        Such a step sends nothing, so all of it comes back as the residual, with the
+        same state, and `retain` makes of both the state that it was.
+
+        Args:
+          state: from `init` or `retain`.
+          n: entries of the bucket.
+
+        Returns:
+          `[n]` float32.
+        """
+
+    @abc.abstractmethod
     def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
         """The state after an exchange.
 

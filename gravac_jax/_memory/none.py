@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gravac_jax._memory.base import Memory
 
@@ -26,6 +27,11 @@ class NoMemory(Memory):
     def compensate(self, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """The gradient as it is."""
         return gradient, state
+
+    def held(self, state: Any, n: int) -> jax.Array:
+        """Zeros."""
+        del state
+        return jnp.zeros(n, jnp.float32)
 
     def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
         """Nothing."""

@@ -57,6 +57,11 @@ class Residual(Memory):
         """The gradient plus the residual, the paper's g_ef."""
         return gradient + state.residual, state
 
+    def held(self, state: ResidualState, n: int) -> jax.Array:
+        """The residual."""
+        del n
+        return state.residual
+
     def retain(
         self, residual: jax.Array, compensated: jax.Array, state: ResidualState
     ) -> ResidualState:

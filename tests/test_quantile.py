@@ -1,0 +1,264 @@
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gravac_jax import _compaction, _quantile
+from gravac_jax._quantile import ALL, BEYOND, SMALLEST
+
+bracket = jax.jit(_quantile.bracket)
+bracket_by_each = jax.jit(jax.vmap(_quantile.bracket, (None, None, 0)))
+brackets = jax.jit(_quantile.brackets, static_argnums=(1, 2))
+kth = jax.jit(_quantile.kth)
+kth_between = jax.jit(_quantile.kth_between)
+largest = jax.jit(_quantile.largest)
+reaching = jax.jit(_quantile.reaching)
+reaching_each = jax.jit(jax.vmap(_quantile.reaching, (None, 0)))
+sample_places = jax.jit(jax.vmap(_quantile.sample_places, (None, 0)), static_argnums=0)
+
+N = 400
+RNG = np.random.default_rng(0)
+NORMAL = RNG.standard_normal(N)
+CASES = {
+    "normal": NORMAL,
+    "heavy tails": RNG.standard_t(1.5, N),
+    "all equal": np.full(N, -2.5),
+    "zeros of both signs": np.copysign(0, NORMAL),
+    "mostly zeros": np.where(RNG.random(N) < 0.2, NORMAL, 0),
+    "two values": np.where(NORMAL < 0.5, 1, -3),
+    "one huge entry": np.where(np.arange(N) == 17, 2.0**127, NORMAL),
+    "denormals": NORMAL * 2.0**-140,
+    "many ties": np.round(4 * NORMAL),
+    "both ends of the range": np.where(NORMAL < 0.5, 2.0**-149, -(2.0**127)),
+}
+KS = np.int32([1, 2, 37, 123, N // 2, N - 1, N])
+
+# The same number of entries below each power of two, in bits: no interpolation of
+# logarithms comes near to it.
+STEEP = np.repeat(2 ** np.arange(30), 4)
+CRUEL = {
+    "powers of two": STEEP,
+    "powers of two from above": BEYOND - 1 - STEEP,
+    "both ends": np.repeat([1, BEYOND - 1], 60),
+    "both ends and their neighbours": np.repeat([1, 2, BEYOND - 2, BEYOND - 1], 30),
+    "all but one at the upper end": np.r_[1, np.full(119, BEYOND - 1)],
+    "all but one at the lower end": np.r_[np.full(119, 1), BEYOND - 1],
+    "all different at the upper end": BEYOND - 1 - np.arange(120),
+    "all different at the lower end": np.arange(120),
+}
+
+INTEGERS = st.integers(0, 4) | st.integers(0, 2**30) | st.integers(0, BEYOND - 1)
+HINTS = st.integers(-(2**31), 2**31 - 1)
+
+
+def bits_of(x):
+    return np.abs(np.float32(x)).view(np.int32)
+
+
+def is_largest(bits, k):
+    # Python sorts stably: of equal ones the earlier comes first.
+    order = sorted(range(len(bits)), key=lambda i: -int(bits[i]))[:k]
+    chosen = np.zeros(len(bits), bool)
+    chosen[[i for i in order if bits[i]]] = True
+    return chosen
+
+
+def check(bits, ks, cuts):
+    """Each cut is where the k largest begin, and `reaching` takes these."""
+    for k, bound, ties in zip(ks, *map(np.asarray, cuts), strict=True):
+        value = sorted(bits, reverse=True)[k - 1]
+        if value == 0:
+            assert (bound, ties) == (SMALLEST, ALL)
+        elif sum(bits >= bound) > k:
+            assert (bound, ties) == (value, k - sum(bits > value))
+        else:
+            assert sum(bits >= bound) == k
+            assert ties == ALL
+    expected = [is_largest(bits, k) for k in ks]
+    assert np.array_equal(reaching_each(bits, cuts), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cuts_of_several_k_are_where_sorting_has_them(case):
+    bits = bits_of(CASES[case])
+    check(bits, KS, kth(bits, KS))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_hint_changes_what_is_found(case):
+    bits = bits_of(CASES[case])
+    lowest, middle, highest = map(int, np.sort(bits)[[0, N // 2, -1]])
+    for low, high in [
+        (middle, middle + 1),
+        (middle - 1, middle),
+        (lowest, highest),
+        (highest, lowest),
+        (highest + 1, highest + 2),
+        (0, 1),
+        (-ALL, -5),
+        (BEYOND, ALL),
+    ]:
+        check(bits, KS, kth(bits, KS, np.int32(low), np.int32(high)))
+
+
+@hypothesis.settings(deadline=None)  # the first call compiles
+@hypothesis.given(
+    bits=st.lists(INTEGERS, min_size=30, max_size=30).map(np.int32),
+    ks=st.lists(st.integers(1, 30), min_size=3, max_size=3).map(np.int32),
+    low=HINTS.map(np.int32),
+    high=HINTS.map(np.int32),
+)
+def test_any_integers_and_hints_will_do(bits, ks, low, high):
+    check(bits, ks, kth(bits, ks, low, high))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_largest_are_marked_and_of_equal_ones_the_earlier(case):
+    bits = bits_of(CASES[case])
+    for k in KS:
+        assert np.array_equal(largest(bits, k), is_largest(bits, k))
+
+
+@pytest.mark.parametrize("case", CRUEL)
+def test_the_search_ends_after_70_tries_whatever_comes(case, monkeypatch):
+    bits = np.int32(CRUEL[case])
+    ks = np.int32([1, 2, 59, 60, 61, 119, 120])
+    assert tries(monkeypatch, bits, ks) <= 70
+    check(bits, ks, kth(bits, ks))
+
+
+def test_good_hints_save_tries(monkeypatch):
+    bits, k = bits_of(CASES["heavy tails"]), np.int32([37])
+    low, high = np.sort(bits)[[-40, -35]]
+    assert 2 * tries(monkeypatch, bits, k, low, high) < tries(monkeypatch, bits, k)
+
+
+def tries(monkeypatch, *arguments):
+    made = []
+
+    def count(mask):
+        made.append(mask)
+        assert len(made) < 1000
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    with monkeypatch.context() as patch, jax.disable_jit():
+        patch.setattr(_compaction, "count", count)
+        _quantile.kth(*map(jnp.asarray, arguments))
+    return len(made)
+
+
+WIDE = 2048  # entries, of which 64 may lie within a bracket
+SORTED = {
+    "different": np.sort(bits_of(RNG.standard_t(3, WIDE)))[::-1],
+    "tied": np.sort(bits_of(np.round(64 * RNG.standard_normal(WIDE))))[::-1],
+}
+BETWEEN_K = 300
+# Of the entry that is the low end, and of that which is the high end.
+RANKS = {
+    "good": (330, 270),
+    "full": (334, 270),
+    "too high": (250, 200),
+    "too low": (420, 370),
+    "one too wide": (335, 270),
+    "too wide": (WIDE, 1),
+    "upside down": (270, 330),
+    "empty": (300, 300),
+}
+
+
+def between(entries, ranks):
+    low, high = (SORTED[entries][rank - 1] for rank in RANKS[ranks])
+    return np.random.default_rng(1).permutation(SORTED[entries]), low, high
+
+
+@pytest.mark.parametrize("entries", SORTED)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_k_largest_are_found_whether_or_not_the_bracket_catches(entries, ranks):
+    bits, low, high = between(entries, ranks)
+    cut = kth_between(bits, np.int32(BETWEEN_K), low, high)
+    assert np.array_equal(reaching(bits, cut), is_largest(bits, BETWEEN_K))
+
+
+@pytest.mark.parametrize("ranks", ["good", "full", "one too wide", "too low"])
+def test_only_a_bracket_that_does_not_catch_has_all_entries_searched(
+    ranks, monkeypatch
+):
+    searched = []
+    find = lambda bits, k: searched.append(bits.size) or kth_of_one(bits, k)
+    kth_of_one = _quantile._kth
+    monkeypatch.setattr(_quantile, "_kth", find)
+    bits, low, high = map(jnp.asarray, between("different", ranks))
+    with jax.disable_jit():
+        _quantile.kth_between(bits, jnp.int32(BETWEEN_K), low, high)
+    assert searched == [64] + [WIDE] * (ranks not in ("good", "full"))
+
+
+@pytest.mark.parametrize("above", [290, 240, 236])
+def test_a_low_end_that_exactly_k_reach_catches(above):
+    bits = SORTED["different"]
+    low, high = bits[BETWEEN_K - 1], bits[above - 1]
+    cut = kth_between(bits, np.int32(BETWEEN_K), low, high)
+    assert np.array_equal(reaching(bits, cut), is_largest(bits, BETWEEN_K))
+
+
+@pytest.mark.parametrize("k", [30, 300, 3000, 30000])
+def test_the_kth_of_many_lies_within_the_bracket_of_a_sample(k):
+    bucket = np.random.default_rng(2).standard_normal(300_000).astype(np.float32)
+    true = np.sort(bits_of(bucket))[-k]
+    keys = jax.random.split(jax.random.key(0), 20)
+    found = bracket_by_each(bucket, np.int32(k), keys)
+    assert (found.low <= true).all()
+    assert (true <= found.high).all()
+    # And it is of use: few entries lie within.
+    low, high = int(found.low[0]), int(found.high[0])
+    inside = (bits_of(bucket) >= low) & (bits_of(bucket) < high)
+    assert np.sum(inside) < 30 * np.sqrt(k)
+
+
+@pytest.mark.parametrize("n", [1, 2, 1000, 65536])
+def test_the_bracket_of_a_bucket_that_is_its_own_sample_is_a_rank_wide(n):
+    bucket = np.random.default_rng(n).permutation(n).astype(np.float32) + 1
+    reached = lambda bound: np.sum(bits_of(bucket) >= bound)
+    for k in {1, 2, n // 2, n - 1, n} & {*range(1, n + 1)}:
+        found = bracket(bucket, np.int32(k), jax.random.key(0))
+        assert reached(found.low) == min(k + 1, n)
+        assert reached(found.middle) == k
+        assert reached(found.high) == k - 1
+
+
+def test_the_magnitudes_of_other_counts_come_with_the_bracket():
+    n, counts = 1000, (500, 1, 1000, 20)
+    sampled = np.random.default_rng(3).permutation(n).astype(np.float32) + 1
+    found, _ = brackets(sampled, n, counts, np.int32(100))
+    assert [np.sum(bits_of(sampled) >= x) for x in found] == [*counts]
+    # Of a bucket ten times as large every tenth was seen.
+    found, _ = brackets(sampled, 10 * n, counts, np.int32(100))
+    assert [np.sum(bits_of(sampled) >= x) for x in found] == [50, 1, 100, 2]
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5, 1.0])
+def test_the_slope_is_about_the_power_by_which_magnitudes_fall(power):
+    magnitudes = np.arange(1, 10_001, dtype=np.float32) ** -np.float32(power)
+    _, found = brackets(magnitudes, 50_000, (), np.int32(2000))
+    # Bits grow by 1.44 times as much as the logarithm, or by 0.72 times.
+    assert 0.7 * power < found.slope < 1.5 * power
+
+
+@pytest.mark.parametrize("n", [1, 2, 100, 65536, 65537, 200_000, 3 * 65536])
+def test_sampled_places_rise_within_the_bucket(n):
+    for places in np.asarray(sample_places(n, jax.random.split(jax.random.key(1), 5))):
+        assert (np.diff(places) > 0).all()
+        assert 0 <= places[0] <= places[-1] < n
+        assert len(places) == n if n < 2 * 65536 else len(places) > 40_000
+
+
+def test_over_many_keys_the_sample_does_not_prefer_the_front():
+    n, stride = 200_000, 3
+    keys = jax.random.split(jax.random.key(2), 300)
+    places = np.asarray(sample_places(n, keys))
+    assert abs(places.mean() - n / 2) < stride
+    # Every entry has its turn, all about as often.
+    assert (np.bincount(places[:, 0], minlength=stride) > 300 / stride / 1.5).all()
+    assert np.unique(places).size >= n - stride
