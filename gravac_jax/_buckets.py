@@ -2,20 +2,43 @@
 
 A bucket is a flat float32 vector. Selecting over the whole model at once beats layer
 by layer at the same bytes (Tyagi and Swany, BigData 2023, table VI), so there is one
-bucket; what is small or one-dimensional (biases, norms) is fused into one dense
-vector, where compression would save nothing and cost quality (Lin et al., 2018).
+bucket, as long as its indices fit; a larger model has several of about equal size, and
+a leaf that lies across a border is cut there. What is small or one-dimensional (biases,
+norms) is fused into one dense vector, where compression would save nothing and cost
+quality (Lin et al., 2018).
 """
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from gravac_jax import _step_checks, _tree
+from gravac_jax import _payload, _step_checks, _tree
 
 Predicate = Callable[[str, Any], bool]
+
+
+class Piece(NamedTuple):
+    """A part of a compressed leaf that lies in one bucket.
+
+    Attributes:
+      leaf: which of the compressed leaves.
+      start: its first entry in the raveled leaf,
+      stop: and the one after its last.
+    """
+
+    leaf: int
+    start: int
+    stop: int
+
+    @property
+    def entries(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
 
 
 def matrices(min_entries: int = 16_384) -> Predicate:
@@ -50,14 +73,31 @@ class Buckets:
     is_compressed: tuple[bool, ...]
 
     @property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """What each bucket holds: at least one bucket, though it be empty."""
+        sizes = [x.size for x in self._chosen(self.leaves, True)]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        buckets = max(1, -(-ends[-1] // _payload.MAX_ENTRIES))
+        borders = [ends[-1] * i // buckets for i in range(buckets + 1)]
+        spans = list(enumerate(itertools.pairwise(ends)))
+        return tuple(
+            tuple(
+                Piece(leaf, max(low, start) - start, min(high, end) - start)
+                for leaf, (start, end) in spans
+                if max(low, start) < min(high, end)
+            )
+            for low, high in itertools.pairwise(borders)
+        )
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """The size n of each bucket: one for the whole model, 0 if all goes dense."""
-        return (sum(self.layout),)
+        """The size n of each bucket; one of 0 if all goes dense."""
+        return tuple(sum(x.entries for x in bucket) for bucket in self.pieces)
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """The size of each compressed leaf, in order."""
-        return tuple(x.size for x in self._chosen(self.leaves, True))
+        """The size of each piece of a compressed leaf, in order."""
+        return tuple(x.entries for bucket in self.pieces for x in bucket)
 
     @property
     def dense_size(self) -> int:
@@ -67,17 +107,28 @@ class Buckets:
     def pack(self, tree: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The buckets (`[n]` float32 each) and the dense vector of `tree`."""
         leaves = jax.tree.leaves(tree)
-        bucket = _tree.ravel(self._chosen(leaves, True))
-        return (bucket,), _tree.ravel(self._chosen(leaves, False))
+        flat = [jnp.ravel(x) for x in self._chosen(leaves, True)]
+        cut = lambda x: jax.lax.slice(flat[x.leaf], (x.start,), (x.stop,))
+        buckets = tuple(_tree.ravel(list(map(cut, bucket))) for bucket in self.pieces)
+        return buckets, _tree.ravel(self._chosen(leaves, False))
 
     def unpack(self, buckets: tuple[jax.Array, ...], dense: jax.Array) -> Any:
         """The inverse of `pack`, in the leaves' own dtypes."""
-        (bucket,) = buckets
-        parts = {
-            True: iter(_tree.unravel(bucket, self._chosen(self.leaves, True))),
-            False: iter(_tree.unravel(dense, self._chosen(self.leaves, False))),
-        }
-        leaves = [next(parts[chosen]) for chosen in self.is_compressed]
+        specs = self._chosen(self.leaves, True)
+        parts = [[jnp.zeros(0, x.dtype)] for x in specs]
+        for bucket, pieces in zip(buckets, self.pieces, strict=True):
+            like = [
+                jax.ShapeDtypeStruct((x.entries,), specs[x.leaf].dtype) for x in pieces
+            ]
+            for piece, part in zip(pieces, _tree.unravel(bucket, like), strict=True):
+                parts[piece.leaf].append(part)
+        compressed = [
+            jnp.concatenate(part).reshape(spec.shape)
+            for part, spec in zip(parts, specs, strict=True)
+        ]
+        rest = _tree.unravel(dense, self._chosen(self.leaves, False))
+        by_kind = {True: iter(compressed), False: iter(rest)}
+        leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)
 
     def _chosen(self, leaves: Any, which: bool) -> list[Any]:
@@ -96,8 +147,7 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
       The plan.
 
     Raises:
-      ValueError: if `compress` is a pytree that does not match `tree`, or if more is
-        compressed than one bucket holds.
+      ValueError: if `compress` is a pytree that does not match `tree`.
     """
     leaves, structure = jax.tree.flatten(tree)
     if isinstance(compress, bool):
@@ -110,9 +160,7 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
         _step_checks.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    buckets = Buckets(structure, specs, tuple(chosen))
-    _step_checks.index_fits(max(buckets.sizes))
-    return buckets
+    return Buckets(structure, specs, tuple(chosen))
 
 
 def warn_if_empty(buckets: Buckets) -> None:

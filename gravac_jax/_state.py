@@ -32,9 +32,10 @@ class TransformState(NamedTuple):
 
     Attributes:
       steps: `[]` int32, updates so far, skipped ones included.
-      layout: `[leaves]` int32, entries of each compressed leaf, in order; a state with
-        another number of leaves or of entries is refused.
+      layout: `[pieces]` int32, entries of each compressed leaf, in order, cut where a
+        bucket ends; a state with others is refused.
       local: what differs between replicas.
+      rung: `[]` int32, that of the next step.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at s modulo 8; the number of rungs
         where nothing was sent.
@@ -44,6 +45,7 @@ class TransformState(NamedTuple):
     steps: jax.Array
     layout: jax.Array
     local: LocalState
+    rung: jax.Array
     controller: Any
     past_rungs: jax.Array
     info: StepInfo

@@ -93,16 +93,6 @@ def state_matches(received: Any, expected: Any) -> None:
         )
 
 
-def index_fits(n: int) -> None:
-    """Refuse a bucket whose entries an int32 cannot count."""
-    if n >= 2**31:
-        raise ValueError(
-            f"the compressed leaves hold {n:,} entries, and one bucket at most"
-            f" {2**31 - 1:,}: leave some of them dense with compress=(a function of"
-            f" path and leaf), or split the model over transforms."
-        )
-
-
 def mask_matches(mask: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
     is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))

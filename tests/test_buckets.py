@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import assert_same
 
 import gravac_jax as gravac
-from gravac_jax import _buckets
+from gravac_jax import _buckets, _payload
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -69,6 +70,70 @@ def test_compressed_leaves_are_one_bucket_in_the_order_of_the_tree():
     (bucket,), dense = _buckets.plan(PARAMS, True).pack(PARAMS)
     assert bucket.tolist() == [2.0] * 4 + [1.0] * 6
     assert dense.size == 0
+
+
+HUGE = {
+    "embedding": jax.ShapeDtypeStruct((2**21, 3000), jnp.bfloat16),
+    "empty": jax.ShapeDtypeStruct((0, 3), jnp.float32),
+    "kernel": jax.ShapeDtypeStruct((2**16, 2**15 + 1), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((2**16,), jnp.float32),
+}
+
+
+def test_beyond_int32_there_are_more_buckets_and_each_is_within():
+    plan = _buckets.plan(HUGE, gravac.matrices(0))
+    total = sum(x.size for x in HUGE.values()) - 2**16
+    assert sum(plan.sizes) == sum(plan.layout) == total > 2**32
+    assert max(plan.sizes) <= 2**30
+    assert len(plan.sizes) == -(-total // 2**30)
+    assert max(plan.sizes) - min(plan.sizes) <= 1
+    (buckets, dense), back = jax.eval_shape(
+        lambda tree: (plan.pack(tree), plan.unpack(*plan.pack(tree))), HUGE
+    )
+    assert tuple(x.shape for x in buckets) == tuple((n,) for n in plan.sizes)
+    assert dense.shape == (2**16,)
+    assert back == HUGE
+
+
+def test_a_step_of_a_huge_model_can_be_traced():
+    tx = gravac.transform(axis_name=None, compress=gravac.matrices(0))
+    state = jax.eval_shape(tx.init, HUGE)
+    updates, after = jax.eval_shape(tx.update, HUGE, state)
+    assert updates == HUGE
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+
+
+@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.given(tree=TREES, most=st.integers(1, 9))
+def test_any_tree_comes_back_from_several_buckets(tree, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_payload, "MAX_ENTRIES", most)
+        plan = _buckets.plan(tree, True)
+        buckets, dense = plan.pack(tree)
+        assert all(0 < x.size <= most for x in buckets) or plan.sizes == (0,)
+        assert_same(plan.unpack(buckets, dense), tree)
+
+
+def test_several_buckets_lose_nothing(monkeypatch):
+    monkeypatch.setattr(_payload, "MAX_ENTRIES", 100)
+    params = {"a": jnp.zeros((9, 17)), "b": jnp.zeros((11, 13))}
+    controller = gravac.GraVAC(ladder=(1, 4, 16), window=3)
+    tx = gravac.transform(None, compress=True, controller=controller)
+    rng, state = np.random.default_rng(0), tx.init(params)
+    assert len(state.local.memory) == 3
+    came_in = went_out = jax.tree.map(np.asarray, params)
+    step = jax.jit(tx.update)
+    for _ in range(5):
+        draw = lambda x: rng.integers(-99, 99, x.shape).astype(np.float32)
+        grads = jax.tree.map(draw, params)
+        updates, state = step(grads, state)
+        came_in = jax.tree.map(np.add, came_in, grads)
+        went_out = jax.tree.map(np.add, went_out, updates)
+    left = _buckets.plan(params, True).unpack(
+        tuple(x.residual for x in state.local.memory), jnp.zeros(0)
+    )
+    assert any(np.any(x) for x in jax.tree.leaves(left))
+    assert_same(jax.tree.map(np.add, went_out, left), came_in)
 
 
 def test_without_compressed_leaves_the_bucket_is_empty():

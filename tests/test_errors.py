@@ -319,7 +319,7 @@ def test_gradients_that_are_not_real_are_refused(dtype):
 
 def test_params_that_changed_are_refused():
     state = ALONE.init(PARAMS)
-    says = "ValueError ... residual': (69,)} ... residual': (72,)} ... call init again"
+    says = "ValueError ... residual': (69,) ... residual': (72,) ... call init again"
     with refused(says, state):
         ALONE.update({**PARAMS, "new": jnp.zeros(3)}, state)
 
@@ -419,15 +419,9 @@ def test_differentiating_an_argument_given_by_name_is_refused():
         gravac.value_and_grad(jnp.sum, None)(a=jnp.ones(3))
 
 
-def test_more_entries_than_an_int32_counts_are_refused():
-    params = jax.ShapeDtypeStruct((2**31,), jnp.float32)
-    with refused("ValueError ... 2,147,483,648 entries ... leave some of them dense"):
-        jax.eval_shape(ALONE.init, params)
-
-
 def test_a_placed_state_in_an_unplaced_step_is_refused():
     state = gravac.init(ALONE, PARAMS, N)
-    says = "ValueError ... residual': (4, 69)} ... (69,)} ... gravac.state_specs"
+    says = "ValueError ... residual': (4, 69) ... (69,) ... gravac.state_specs"
     with refused(says, state):
         ALONE.update(PARAMS, state)
 
