@@ -36,6 +36,7 @@ def test_the_quickstart_compares_adaptive_with_dense_and_draws(tmp_path, text):
     assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_quickstart_compares_static_factors_on_request(tmp_path, text):
     options = ("--controller", "fixed", "--ladder", "1", "50", "--compare")
     output = run(*TOY, "--data", text, *options, "--replicas", "2", cwd=tmp_path)

@@ -218,14 +218,14 @@ def test_the_kth_of_many_lies_within_the_bracket_of_a_sample(k):
 
 
 @pytest.mark.parametrize("n", [1, 2, 1000, 65536])
-def test_the_bracket_of_a_bucket_that_is_its_own_sample_is_a_rank_wide(n):
+def test_the_bracket_of_a_bucket_that_is_its_own_sample_has_no_width(n):
     bucket = np.random.default_rng(n).permutation(n).astype(np.float32) + 1
     reached = lambda bound: np.sum(bits_of(bucket) >= bound)
     for k in {1, 2, n // 2, n - 1, n} & {*range(1, n + 1)}:
         found = bracket(bucket, np.int32(k), jax.random.key(0))
-        assert reached(found.low) == min(k + 1, n)
         assert reached(found.middle) == k
-        assert reached(found.high) == k - 1
+        assert found.low == found.middle == found.high
+        assert found.slope == 0
 
 
 def test_the_magnitudes_of_other_counts_come_with_the_bracket():
