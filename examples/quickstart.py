@@ -16,7 +16,7 @@ import signal
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,6 +127,17 @@ def draw(text: np.ndarray, rows: int, length: int, seed: int) -> Iterator[np.nda
         yield text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 
+def loss_of_model(graph: Any) -> Callable[[Any, jax.Array], jax.Array]:
+    """The mean cross-entropy of `[batch, length + 1]` bytes, given params and batch."""
+
+    def loss_of(params: Any, batch: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, params)(batch[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return losses.mean()
+
+    return loss_of
+
+
 @dataclasses.dataclass
 class Run:
     """What one run left behind; lists have one figure per step."""
@@ -167,10 +178,7 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
         optax.sgd(schedule, momentum=0.9, nesterov=True),
     )
 
-    def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, params)(batch[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        return losses.mean()
+    loss_of = loss_of_model(graph)
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
         loss, grads = gravac.value_and_grad(loss_of)(params, batch)  # gravac

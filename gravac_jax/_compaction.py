@@ -59,7 +59,12 @@ def marks_of(words: jax.Array) -> Marks:
 
 def count(mask: jax.Array) -> jax.Array:
     """`[]` int32, how many of `mask` (`[n]` bool) are set; faster than `jnp.sum`."""
-    counts = jax.lax.population_count(pack(mask)).astype(jnp.int32)
+    return count_bits(pack(mask))
+
+
+def count_bits(words: jax.Array) -> jax.Array:
+    """`[]` int32, how many bits of `words` (uint32) are set."""
+    counts = jax.lax.population_count(words).astype(jnp.int32)
     return jnp.sum(jax.lax.optimization_barrier(counts), dtype=jnp.int32)
 
 

@@ -19,8 +19,6 @@ from gravac_jax._collect import Collected
 from gravac_jax._compaction import Marks
 from gravac_jax._quantile import Bracket
 
-SMALLEST_NORMAL = 2.0**-126
-
 
 class Outlook(NamedTuple):
     """What a sample says of the bucket, before anything is marked.
@@ -90,7 +88,7 @@ def energies(
     squares = jnp.where(is_left, outlook.squares, 0)
     # What a sample says of the tail errs as what it says of the whole, which is known.
     kept = jnp.maximum(energy - sent.energy, 0)
-    share = kept / jnp.maximum(jnp.sum(squares), SMALLEST_NORMAL)
+    share = kept / jnp.maximum(jnp.sum(squares), _tree.SMALLEST_NORMAL)
     left = _tree.excess(squares, outlook.thresholds) * share
     missing = (entries - sent_entries).astype(jnp.float32)
     beyond = left + missing * outlook.thresholds

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+SMALLEST_NORMAL = 2.0**-126  # arithmetic takes what is below for zero
+
 _ROW_ENTRIES = 1024  # arbitrary
 
 

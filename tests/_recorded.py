@@ -27,11 +27,7 @@ def buckets() -> list[np.ndarray]:
     plan = _buckets.plan(params, _buckets.matrices())
     tx, top = optax.sgd(0.1, momentum=0.9), TopK()
     k = top.count(plan.sizes[0], FACTOR)
-
-    def loss_of(params, batch):
-        logits = nnx.merge(graph, params)(batch[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        return losses.mean()
+    loss_of = quickstart.loss_of_model(graph)
 
     @jax.jit
     def step(params, opt_state, residual, batch):

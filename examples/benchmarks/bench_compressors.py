@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import gravac_jax as gravac
-from gravac_jax import _collect, _compaction, _curve, _tree
 from gravac_jax._compressors import COMPRESSORS
-from gravac_jax._compressors.base import Compressor, thinned
+from gravac_jax._compressors.base import Compressor
+from gravac_jax._exchanges.allgather import select
 
 LADDER = gravac.GraVAC.ladder
 GRADIENTS = 4  # in turn, so that the residual does not grow along one of them
@@ -152,21 +152,12 @@ def _compress(
     """What `AllGather` does at a fixed factor, without the others."""
     key = jax.random.fold_in(jax.random.key(0), step)
     bucket = gradient + residual
-    n, energy = bucket.size, _tree.energy(bucket)
-    counts = tuple(compressor.count(n, factor) for factor in LADDER)
+    counts = tuple(compressor.count(bucket.size, factor) for factor in LADDER)
     slots = jnp.int32(k)
-    outlook = _curve.look(bucket, counts, slots, key)
-    choice, state = compressor.mark(
-        bucket, state, k=slots, bracket=outlook.bracket, key=key
+    selected, state = select(
+        compressor, bucket, state, slots, slots, (k,), counts=counts, key=key
     )
-    marks = thinned(choice, slots, key)
-    collected = _collect.collect(bucket, marks, k, k, outlook.thresholds)
-    energies = _curve.energies(
-        outlook, marks, counts, slots, collected, energy, n, compressor.is_blind
-    )
-    is_empty = _tree.is_never(energies)
-    residual = jnp.where(is_empty, 0, _compaction.clear(bucket, marks))
-    return collected.payload, residual, state, energies
+    return selected.payload, selected.residual, state, selected.energies
 
 
 def names() -> tuple[str, ...]:

@@ -60,11 +60,7 @@ class Args:
 
 def train_step(tx: optax.GradientTransformation, graph: Any) -> Any:
     """The whole step of a training loop."""
-
-    def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, params)(batch[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        return losses.mean()
+    loss_of = quickstart.loss_of_model(graph)
 
     def step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(loss_of)(params, batch)

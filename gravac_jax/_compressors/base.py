@@ -17,8 +17,6 @@ from gravac_jax._compaction import Marks
 from gravac_jax._payload import Payload
 from gravac_jax._quantile import Bracket
 
-SMALLEST_NORMAL = 2.0**-126
-
 
 class Deviation(NamedTuple):
     """How far from exact top-k a compressor may stay on gradients.
@@ -155,9 +153,7 @@ def thinned(choice: Choice, k: jax.Array, key: jax.Array) -> Marks:
     """At most `k` of the marks; which ones are left out is drawn with `key`."""
 
     def thin(marks: Marks) -> Marks:
-        firsts = jnp.sum(
-            jax.lax.population_count(choice.first).astype(jnp.int32), dtype=jnp.int32
-        )
+        firsts = _compaction.count_bits(choice.first)
         is_crowded = firsts > k  # then the others are out, and some of the first too
         others = marks.words & ~choice.first
         drawn = _compaction.marks_of(jnp.where(is_crowded, choice.first, others))
@@ -179,7 +175,7 @@ def bits_of(threshold: jax.Array) -> jax.Array:
     At least those of the smallest normal number: arithmetic takes what is below for
     zero, and zeros are not sent.
     """
-    smallest = _compaction.magnitude_bits(jnp.float32(SMALLEST_NORMAL))
+    smallest = _compaction.magnitude_bits(jnp.float32(_tree.SMALLEST_NORMAL))
     return jnp.maximum(_compaction.magnitude_bits(threshold), smallest)
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from gravac_jax import _compaction, _tree
 from gravac_jax._compressors.base import (
-    SMALLEST_NORMAL,
     Choice,
     Compressor,
     Deviation,
@@ -87,7 +86,7 @@ class RedSync(Compressor):
 
         largest = _compaction.from_bits(jnp.max(bits))
         # Divided first, or squares leave float32.
-        shares = bucket / jnp.maximum(largest, SMALLEST_NORMAL)
+        shares = bucket / jnp.maximum(largest, _tree.SMALLEST_NORMAL)
         root = largest * jnp.sqrt(_tree.energy(shares) / bucket.size)
         start = _Search(0 * root, root, largest, count(root), 0 * bits[0])
         is_open = lambda s: is_wrong(s) & (s.tries < MAX_TRIES)

@@ -1,7 +1,8 @@
 """Everybody sends its own selection to everybody."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,58 @@ from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor, thinned
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
 from gravac_jax._exchanges.dense import dense_mean, dense_traffic
+from gravac_jax._payload import Payload
+
+
+class Selected(NamedTuple):
+    """A selection from a bucket: the payload, then as in `Exchanged`."""
+
+    payload: Payload
+    residual: jax.Array
+    energies: jax.Array
+    energy: jax.Array
+
+
+def select(
+    compressor: Compressor,
+    bucket: jax.Array,
+    state: Any,
+    k: jax.Array,
+    slots: jax.Array,
+    sparse: Sequence[int],
+    *,
+    counts: tuple[int, ...],
+    key: jax.Array,
+) -> tuple[Selected, Any]:
+    """All of an exchange that needs no other replica.
+
+    Args:
+      compressor: chooses the entries.
+      bucket: `[n]` float32.
+      state: the compressor's.
+      k: `[]` int32, how many entries to mark.
+      slots: `[]` int32, how many the step sends: `n` if dense, 0 if skipped, else `k`.
+      sparse: static, the values above 0 that `k` may have.
+      counts: static, entries per rung, whose energies are asked for.
+      key: a random key.
+
+    Returns:
+      The selection, its payload as large as the largest of `sparse`, and the new state.
+    """
+    n, energy = bucket.size, _tree.energy(bucket)
+    outlook = _curve.look(bucket, counts, k, key)
+    choice, state = compressor.mark(
+        bucket, state, k=k, bracket=outlook.bracket, key=key
+    )
+    marks = thinned(choice, k, key)
+    filled = sparse[0] if len(set(sparse)) == 1 else k
+    collected = _collect.collect(bucket, marks, filled, max(sparse), outlook.thresholds)
+    energies = _curve.energies(
+        outlook, marks, counts, slots, collected, energy, n, compressor.is_blind
+    )
+    is_empty = (slots == n) | _tree.is_never(energies)
+    residual = jnp.where(is_empty, 0, _compaction.clear(bucket, marks))
+    return Selected(collected.payload, residual, energies, energy), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +109,11 @@ class AllGather(Exchange):
         comm: Comm,
     ) -> tuple[Exchanged, Any]:
         """Mark once; then one branch per rung, and one that sends nothing."""
-        n, energy = bucket.size, _tree.energy(bucket)
+        n = bucket.size
         counts = tuple(self.compressor.count(n, factor) for factor in ladder)
         sparse = [k for k in counts if k < n]
         if not sparse:
+            energy = _tree.energy(bucket)
             energies = jnp.broadcast_to(energy, (len(ladder),))
             mean, residual = dense_mean(bucket, rung == len(ladder), comm)
             return Exchanged(mean, residual, energies, energy), state
@@ -69,16 +123,11 @@ class AllGather(Exchange):
         looked_at = sparse[len(sparse) // 2]
         marked = [*(k if k < n else looked_at for k in counts), 0]
         k = jnp.asarray(marked, jnp.int32)[rung]
-        outlook = _curve.look(bucket, counts, k, key)
-        choice, state = self.compressor.mark(
-            bucket, state, k=k, bracket=outlook.bracket, key=key
+        slots = jnp.asarray([*counts, 0], jnp.int32)[rung]
+        selected, state = select(
+            self.compressor, bucket, state, k, slots, sparse, counts=counts, key=key
         )
-        marks = thinned(choice, k, key)
-        is_one = len(set(sparse)) == 1
-        collected = _collect.collect(
-            bucket, marks, sparse[0] if is_one else k, max(sparse), outlook.thresholds
-        )
-        packed = _payload.pack(collected.payload)
+        packed = _payload.pack(selected.payload)
 
         def mean_of(k: int) -> Any:
             if k == n:
@@ -88,21 +137,7 @@ class AllGather(Exchange):
 
         branches = [*map(mean_of, counts), lambda: jnp.zeros(n, jnp.float32)]
         mean = jax.lax.switch(rung, branches)
-        slots = jnp.asarray([*counts, 0], jnp.int32)[rung]
-        energies = _curve.energies(
-            outlook,
-            marks,
-            counts,
-            slots,
-            collected,
-            energy,
-            n,
-            self.compressor.is_blind,
-        )
-        is_dense = jnp.asarray([*(k == n for k in counts), False])[rung]
-        is_empty = is_dense | _tree.is_never(energies)
-        residual = jnp.where(is_empty, 0, _compaction.clear(bucket, marks))
-        return Exchanged(mean, residual, energies, energy), state
+        return Exchanged(mean, *selected[1:]), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """8 bytes an entry that is sent; 4 where all are."""
