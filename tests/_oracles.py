@@ -61,8 +61,10 @@ def _in_blocks(compressor: Any, bucket: np.ndarray, k: int) -> list[int]:
     size = min(compressor.block, len(bucket))
     starts = range(0, len(bucket), size)
     short = len(bucket) % size
-    last, full = round(k * short / len(bucket)), len(bucket) // size
-    first, chosen = int(_draws()[0]) % full, []
+    draw, other = map(int, _draws())
+    last = math.floor(np.float32(k * short / len(bucket)) + other // 2**8 / 2**24)
+    full = len(bucket) // size
+    first, chosen = draw % full, []
     for i, start in enumerate(starts):
         quota = (k - last) // full + ((i + first) % full < (k - last) % full)
         quota = last if short and i == full else quota

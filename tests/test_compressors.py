@@ -2,6 +2,9 @@
 
 import _examples
 import _laws
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gravac_jax as gravac
@@ -29,3 +32,11 @@ MEMBERS = [
 def test_every_compressor_keeps_the_law(compressor, law, example):
     bucket, factor = _examples.BUCKETS[example]
     law(compressor, bucket, factor)
+
+
+def test_a_short_block_has_its_turn_too():
+    compressor, bucket = gravac.BlockTopK(block=4), jnp.ones(10)
+    compress = jax.jit(lambda key: compressor.compress(bucket, (), k=1, key=key)[0])
+    payloads = jax.vmap(compress)(jax.random.split(jax.random.key(0), 1000))
+    blocks = np.bincount(np.ravel(payloads.indices) // 4, minlength=3)
+    np.testing.assert_allclose(blocks, [400, 400, 200], atol=4 * np.sqrt(1000) / 2)

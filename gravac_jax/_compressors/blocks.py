@@ -16,7 +16,8 @@ class BlockTopK(Compressor):
     """Sends the largest entries of every block of fixed size, as many of each.
 
     Where k is no multiple of the number of blocks, some blocks send one more; which
-    ones is drawn anew at every step.
+    ones is drawn anew at every step. Where there are fewer slots than blocks, most
+    blocks wait for a later step, whatever they hold.
 
     Law:
       In each block, what is sent is not smaller than what is not. With one block it is
@@ -68,10 +69,13 @@ class BlockTopK(Compressor):
         bits = jnp.pad(_compaction.magnitude_bits(bucket), (0, -n % size))
         bits = bits.reshape(-1, size)
         blocks = bits.shape[0]
-        draw = _tree.draws(key)[0]
-        # The last block may be short.
+        draw, other = _tree.draws(key)
+        # The last block may be short, and its share of the slots no whole number: then
+        # it gets one more so often that the share is right on average.
         short = n % size
-        last = jnp.round(k.astype(jnp.float32) * (short / n)).astype(jnp.int32)
+        share = k.astype(jnp.float32) * (short / n)
+        chance = (other >> 8).astype(jnp.float32) * 2.0**-24
+        last = jnp.floor(share + chance).astype(jnp.int32)
         full = blocks - (short > 0)
         rest = k - last
         turn = (jnp.arange(blocks, dtype=jnp.uint32) + draw % full) % full
