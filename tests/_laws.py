@@ -92,6 +92,12 @@ def sends_its_share(compressor: Any, bucket: np.ndarray, factor: float) -> None:
     assert is_indifferent or values[:sent].all()  # zeros stay at home
 
 
+def sends_something(compressor: Any, bucket: np.ndarray, factor: float) -> None:
+    """Some of the entries that arithmetic does not take for zero are sent."""
+    if not compressor.is_blind and (np.abs(bucket) >= 2.0**-126).any():
+        assert _filled(selected(compressor, bucket, factor), bucket).values.any()
+
+
 def narrows(compressor: Any, bucket: np.ndarray, factor: float) -> None:
     """Compressing a payload further is compressing the bucket further."""
     if type(compressor).narrow is Compressor.narrow and compressor.deviation != EXACT:
@@ -153,6 +159,7 @@ COMPRESSOR_LAWS = (
     sends_what_is_there,
     contracts,
     sends_its_share,
+    sends_something,
     narrows,
     leaves_zeros_alone,
     commutes_with_scaling,

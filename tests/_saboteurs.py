@@ -72,6 +72,11 @@ class SendsOneFewer(_Tampers):
         return jax.tree.map(lambda x: x[:-1], payload)
 
 
+class AimsTooHigh(gravac.TopK):
+    def mark(self, bucket, state, *, k, bracket, key):
+        return chosen(jnp.abs(bucket) > jnp.max(jnp.abs(bucket))), state
+
+
 class SendsInOrderOfMagnitude(_Tampers):
     def tamper(self, payload):
         order = jnp.argsort(-jnp.abs(payload.values))

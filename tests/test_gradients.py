@@ -68,6 +68,16 @@ def test_on_gradients_it_stays_within_its_declared_deviation(compressor):
                 assert compressor.deviation.energy - 1e-9 <= share <= 1 + 1e-9
 
 
+@pytest.mark.parametrize("compressor", mark_slow(SELECTIVE))
+def test_where_a_sample_holds_hardly_any_of_the_largest_some_are_sent(compressor):
+    for bucket in _recorded.buckets():
+        k, state = compressor.count(bucket.size, 10_000), compressor.init(bucket.size)
+        for i in range(3):
+            arguments = compressor, bucket, state, np.int32(k), jax.random.key(i)
+            _, sent, state = jitted_step(*arguments)
+            assert k / 3 <= int(sent) <= k
+
+
 @functools.cache
 def _jitted_exchange(compressor):
     exchange = gravac.AllGather(compressor)

@@ -33,6 +33,7 @@ COMPRESSOR_SABOTEURS = {
     _saboteurs.HasMoods(): (_laws.is_itself_under_jit, _laws.is_itself_under_vmap),
     _saboteurs.SendsOneIndexTwice(): (_laws.sends_its_share, _laws.narrows),
     _saboteurs.SendsOneFewer(): (_laws.sends_its_share,),
+    _saboteurs.AimsTooHigh(): (_laws.sends_something, _laws.selects_like_its_oracle),
     _saboteurs.SendsInOrderOfMagnitude(): (_laws.sends_its_share,),
     _saboteurs.NormalizesOnTheWay(): (
         _laws.sends_what_is_there,
