@@ -6,9 +6,10 @@ import tempfile
 
 import jax
 
-# Before a backend starts. What XLA makes of a program is tested, not the polish that
-# LLVM gives it, which takes half the time of most tests.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Before a backend starts: half the time of most tests is LLVM's. `XLA_FLAGS=` in the
+# environment leaves everything as users have it.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", QUICK)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -88,7 +88,8 @@ def interrupted(*arguments, **options):
         yield batch
 quickstart.draw = interrupted
 from pathlib import Path
-config = quickstart.Config(steps=50, batch=2, length=16, data=Path({text!r}))
+few = dict(steps=50, batch=2, length=16, ladder=(1, 10), replicas=2)
+config = quickstart.Config(**few, data=Path({text!r}))
 runs = quickstart.main(config)
 assert [len(run.loss) for run in runs] == [6], runs
 """

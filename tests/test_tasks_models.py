@@ -22,6 +22,7 @@ REPLICAS = 2
 KEY = jax.random.key(0, impl="unsafe_rbg")
 CLASSES = {"bytes": 256, "ptb": 12, "cifar10": 10, "cifar100": 100}
 MODELS = ["lstm-bytes", "transformer-bytes", "resnet-cifar10"]
+SLOW = pytest.mark.slow
 
 in_every_task = pytest.mark.parametrize("name", TASKS)
 
@@ -128,7 +129,10 @@ def losses(task, params, tx, replicated, mesh, steps):
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
+# A transformer is matrices like an LSTM, and takes longest to compile.
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=SLOW if "transformer" in x else ()) for x in MODELS]
+)
 def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     exchange = gravac.transform(controller=gravac.Fixed(factor=10))
     arguments = (*fresh(name), optax.chain(exchange, optax.sgd(0.3)))
