@@ -19,8 +19,16 @@ from gravac_jax._compressors import Threshold as Threshold
 from gravac_jax._compressors import TopK as TopK
 from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC
+from gravac_jax._encoding import BFloat16 as BFloat16
+from gravac_jax._encoding import Float16 as Float16
+from gravac_jax._encoding import Float32 as Float32
+from gravac_jax._encoding import Int8 as Int8
+from gravac_jax._encoding import Int32 as Int32
+from gravac_jax._encoding import UInt16 as UInt16
 from gravac_jax._exchanges import AllGather as AllGather
 from gravac_jax._exchanges import DenseMean as DenseMean
+from gravac_jax._exchanges import LeaderIndices as LeaderIndices
+from gravac_jax._exchanges import SharedRandomK as SharedRandomK
 from gravac_jax._grad import value_and_grad as value_and_grad
 from gravac_jax._guard import guard as guard
 from gravac_jax._info import StepInfo as StepInfo

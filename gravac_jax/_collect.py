@@ -5,6 +5,7 @@ often as the ladder has rungs; a loop over pieces of the largest one is compiled
 and takes as many turns as the count needs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ def collect(
     k: jax.Array | int,
     capacity: int,
     thresholds: jax.Array,
+    rounded: Callable[[jax.Array, jax.Array], jax.Array] = lambda values, _: values,
 ) -> Collected:
     """Fill `k` (`[]` int32) slots with the marked entries of `bucket` (`[n]`).
 
@@ -55,6 +57,7 @@ def collect(
       k: at most `capacity`.
       capacity: static, of the payload.
       thresholds: `[rungs]` float32, squares.
+      rounded: what others receive of values (`[c]`) with these indices (`[c]`).
 
     Returns:
       What was collected.
@@ -65,7 +68,7 @@ def collect(
     def fill(t: _Turn) -> _Turn:
         begins = jax.lax.dynamic_slice(t.indices, (t.slot,), (piece,))
         indices, word = _compaction.places(marks, begins, t.slot, t.word)
-        values = _payload.take(bucket, indices).values
+        values = rounded(_payload.take(bucket, indices).values, indices)
         return _Turn(
             slot=t.slot + piece,
             word=word,

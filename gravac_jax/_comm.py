@@ -84,6 +84,12 @@ class Comm:
             return jax.lax.all_gather(self.cast(x), self.axis_name, to="invarying")
         return jax.lax.all_gather(x, self.axis_name)
 
+    def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
+        """`x` (integers) of the one replica where `is_mine` (`[]` bool) holds."""
+        if self.axis_name is None:
+            return x
+        return jax.lax.psum(jnp.where(is_mine, x, 0), self.axis_name)
+
     def replica(self) -> jax.Array:
         """`[]` int32, which replica this is."""
         if self.axis_name is None:

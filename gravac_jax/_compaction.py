@@ -161,11 +161,11 @@ def is_marked(marks: Marks, places: jax.Array) -> jax.Array:
     return (words >> (places % WORD_BITS).astype(jnp.uint32)) & 1 == 1
 
 
-def clear(x: jax.Array, marks: Marks) -> jax.Array:
-    """`x` (`[n]`) with zeros where it is marked."""
+def clear(x: jax.Array, marks: Marks, rest: jax.Array | int = 0) -> jax.Array:
+    """`x` (`[n]`) with `rest`, zeros by default, where it is marked."""
     bits = jnp.arange(WORD_BITS, dtype=jnp.uint32)
     is_marked = (marks.words[:, None] >> bits[None]) & 1
-    return jnp.where(is_marked.reshape(-1)[: x.shape[0]] == 1, 0, x)
+    return jnp.where(is_marked.reshape(-1)[: x.shape[0]] == 1, rest, x)
 
 
 def find(marks: Marks, ranks: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _checks, _step_checks
+from gravac_jax import _accumulation, _checks, _step_checks
 from gravac_jax._comm import AxisName, Comm
 
 
@@ -16,6 +16,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    micro_batches: int = 1,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, with each replica's own gradients.
 
@@ -33,6 +34,9 @@ def value_and_grad(
       axis_name: that of `gravac.transform`.
       argnums: which arguments to differentiate.
       has_aux: whether `fun` returns (loss, aux).
+      micro_batches: into how many parts the batch is split, to save memory: the mean
+        over all of them is exchanged once. All arguments but those to differentiate
+        are split along their first axis; aux gets a new one.
 
     Returns:
       A function of the same arguments that returns (value, gradients).
@@ -40,7 +44,12 @@ def value_and_grad(
     Raises:
       TypeError: if `axis_name` is no axis name; when called, if an argument to
         differentiate is not given by position.
-      ValueError: when called outside the axis.
+      ValueError: if `micro_batches` is no positive number; when called outside the
+        axis, or with a batch that does not divide.
+
+    Law:
+      Of a loss that is a mean over its batch, parts give the value and the gradients
+      of the whole, but for the rounding of their float32 sums.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,6 +65,7 @@ def value_and_grad(
       [1.0, 2.0]
     """
     _checks.axis(axis_name)
+    _checks.count(micro_batches, "micro_batches", "parts of the batch")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     inner = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
@@ -66,6 +76,16 @@ def value_and_grad(
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
-        return inner(*cast, **kwargs)
+        if micro_batches == 1:
+            return inner(*cast, **kwargs)
+        return _accumulation.over_micro_batches(
+            inner,
+            cast,
+            kwargs,
+            whole=places,
+            micro_batches=micro_batches,
+            has_aux=has_aux,
+            comm=comm,
+        )
 
     return wrapped

@@ -1,11 +1,10 @@
 """What one replica hands to the collective."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-ENTRY_BYTES = 8  # a float32 value and its int32 index
 
 # No bucket has more entries than this. The index of a slot that holds nothing is
 # PAD + slot: outside every bucket, none twice, and within int32.
@@ -40,33 +39,40 @@ def drop(bucket: jax.Array, payload: Payload) -> jax.Array:
     )
 
 
-def pack(payload: Payload) -> jax.Array:
-    """`[2, k]` int32: one buffer, so that one collective carries it."""
-    bits = jax.lax.bitcast_convert_type(payload.values, jnp.int32)
-    return jnp.stack([bits, payload.indices])
+def spread(payload: Payload, n: int) -> jax.Array:
+    """`[n]` float32: the entries of `payload` in their places, zeros elsewhere."""
+    return (
+        jnp.zeros(n, jnp.float32)
+        .at[payload.indices]
+        .set(
+            payload.values,
+            mode="drop",
+            unique_indices=True,
+            indices_are_sorted=True,
+        )
+    )
 
 
-def unpack(packed: jax.Array) -> Payload:
-    """The inverse of `pack`."""
-    bits, indices = packed
-    return Payload(jax.lax.bitcast_convert_type(bits, jnp.float32), indices)
-
-
-def add_up(packed: jax.Array, n: int, replicas: int = 1) -> jax.Array:
-    """`[n]` float32, the sum of the payloads packed in `[replicas, 2, k]`.
+def add_up(
+    buffers: jax.Array, decode: Callable[[jax.Array], Payload], n: int
+) -> jax.Array:
+    """`[n]` float32, the mean of what `decode` finds in each row of `buffers`.
 
     Payloads are added one after the other, each without repeated indices, so that the
     sum does not depend on the order in which a device happens to run its threads:
-    replicas must stay bit-identical.
+    replicas must stay bit-identical. Values are divided before they are added: k of
+    them, not n.
 
     Args:
-      packed: int32.
+      buffers: `[replicas, words]`.
+      decode: the payload of one row.
       n: static, entries of the bucket.
-      replicas: what values are divided by, before they are added: k of them, not n.
     """
+    replicas = buffers.shape[0]
 
     def add(replica: jax.Array, total: jax.Array) -> jax.Array:
-        payload = unpack(jax.lax.dynamic_index_in_dim(packed, replica, keepdims=False))
+        buffer = jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False)
+        payload = decode(buffer)
         return total.at[payload.indices].add(
             payload.values / replicas,
             mode="drop",
@@ -74,4 +80,4 @@ def add_up(packed: jax.Array, n: int, replicas: int = 1) -> jax.Array:
             indices_are_sorted=True,
         )
 
-    return jax.lax.fori_loop(0, packed.shape[0], add, jnp.zeros(n, jnp.float32))
+    return jax.lax.fori_loop(0, replicas, add, jnp.zeros(n, jnp.float32))

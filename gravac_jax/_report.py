@@ -51,18 +51,26 @@ def tables(
     return Tables(factors, payload_bytes, wire_bytes, dense)
 
 
-def warn_if_dearer(table: Tables, ladder: tuple[float, ...], replicas: int) -> None:
-    """Say so when a compressed rung sends clearly more than a dense step would."""
-    sent = table.wire_bytes[:-1] - table.wire_bytes[-1]  # beyond what every step sends
-    is_dearer = sent > 1.05 * table.dense.wire_bytes
-    dearer = [f for f, x in zip(ladder, is_dearer, strict=True) if x and f > 1]
-    if dearer:
+def warn_if_dense(
+    buckets: Buckets, exchange: Exchange, ladder: tuple[float, ...], replicas: int
+) -> None:
+    """Say so when a rung is dense because its payloads would weigh more."""
+    factors = lambda n: tables(buckets, exchange, ladder, n).factors[:-1]
+    is_replaced = factors(replicas) < factors(1)  # alone, nothing costs anything
+    replaced = [f for f, x in zip(ladder, is_replaced, strict=True) if x]
+    if replaced:
         warnings.warn(
-            f"with {replicas} replicas the factors {dearer} send more bytes than a"
-            f" dense step: an all-gather grows with the replicas. Begin the ladder near"
-            f" {replicas}: GraVAC(ladder=gravac.geometric({replicas}, 1000)).",
+            f"with {replicas} replicas the factors {replaced} would send more bytes"
+            " than a dense step, and are dense steps. Begin the ladder higher, such as"
+            f" GraVAC(ladder=gravac.geometric({replicas}, 1000)), or send shorter"
+            " entries: AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()).",
             stacklevel=2,
         )
+
+
+def first_sparse(table: Tables) -> jax.Array:
+    """`[]` int32, the lowest rung of a factor above 1; a skipped step's if none is."""
+    return jnp.int32(int(np.argmax(table.factors > 1)))
 
 
 def predicted_seconds(table: Tables, wire: WireCost) -> jax.Array:

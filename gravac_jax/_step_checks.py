@@ -104,6 +104,19 @@ def mask_matches(mask: Any, tree: Any) -> None:
         )
 
 
+def splits(tree: Any, micro_batches: int) -> None:
+    """Refuse a batch that does not divide into parts, by name."""
+    for path, leaf in _tree.named_leaves(tree):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % micro_batches:
+            raise ValueError(
+                f"micro_batches={micro_batches} does not divide the first axis of the"
+                f" argument at {path}, of shape {shape}. Arguments that are not"
+                f" differentiated are the batch, and split along it: choose a divisor"
+                f" of its rows, and close over what has none."
+            )
+
+
 def is_placed(leading: Any, replicas: int) -> None:
     """Refuse a state that was not placed on this many replicas."""
     if leading is None:

@@ -111,7 +111,7 @@ class Wiring:
         )
         ladder = self.controller.ladder
         tables = _report.tables(buckets, self.exchange, ladder, comm.replicas)
-        _report.warn_if_dearer(tables, ladder, comm.replicas)
+        _report.warn_if_dense(buckets, self.exchange, ladder, comm.replicas)
 
         # A step that is skipped feeds no gradient, sends nothing and decides nothing.
         # Not in a branch: XLA would copy the memory on its way in and out.
@@ -139,6 +139,7 @@ class Wiring:
         evidence = Evidence(
             step=state.steps,
             replicas=comm.replicas,
+            first_sparse=_report.first_sparse(tables),
             energies=energies,
             energy=energy,
             gradient_energy=common.gradient_energy,

@@ -11,10 +11,19 @@ from gravac_jax._controllers.base import Evidence
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.BlockTopK: [{"block": 32}],
-    # Exact, with slots left empty, without a state, and dense at every factor.
+    # Exact, with slots left empty, without a state, dense at every factor; rounded.
     gravac.AllGather: [
-        {"compressor": kind()}
-        for kind in (gravac.TopK, gravac.Threshold, gravac.RandomK, gravac.Identity)
+        *(
+            {"compressor": kind()}
+            for kind in (gravac.TopK, gravac.Threshold, gravac.RandomK, gravac.Identity)
+        ),
+        {"values": gravac.BFloat16(), "indices": gravac.UInt16()},
+        {"values": gravac.Int8(block=16)},
+    ],
+    gravac.LeaderIndices: [
+        {"compressor": gravac.TopK()},
+        {"compressor": gravac.TopK(), "leader": "energy"},
+        {},
     ],
     gravac.Fixed: [{"factor": 100}],
     gravac.GraVAC: [
@@ -34,10 +43,10 @@ def _random(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
 
 
-def dyadic(*shape: int, seed: int = 0) -> np.ndarray:
-    """Multiples of 1/8 up to 8, float32: sums and squares of many are exact."""
-    integers = np.random.default_rng(seed).integers(-64, 65, shape)
-    return (integers / 8).astype(np.float32)
+def dyadic(*shape: int, parts: int = 8, seed: int = 0) -> np.ndarray:
+    """Multiples of 1 / parts up to 8, float32: sums and squares of many are exact."""
+    integers = np.random.default_rng(seed).integers(-8 * parts, 8 * parts + 1, shape)
+    return (integers / parts).astype(np.float32)
 
 
 HUGE = _random(30)
@@ -59,7 +68,8 @@ BUCKETS = {
 
 REPLICAS = 4  # a power of two, so that means of dyadic numbers are exact
 LADDER = (1.0, 4.0, 9.5, 1000.0)
-EXCHANGED = dyadic(REPLICAS, 40)
+# More bits than 16-bit values have; one replica has the largest entry.
+EXCHANGED = dyadic(REPLICAS, 40, parts=64, seed=1)
 
 STEPS = 40
 GRADIENTS = np.random.default_rng(1).integers(-9, 10, (STEPS, 12)).astype(np.float32)
@@ -69,7 +79,11 @@ IS_SENT[::5] = True
 
 
 def evidence(
-    rungs: int, seed: int, steps: int = 300, measured_from: int | None = None
+    rungs: int,
+    seed: int,
+    steps: int = 300,
+    measured_from: int | None = None,
+    first_sparse: int = 1,
 ) -> Evidence:
     """A run in which gains rise and fall for stretches of random length.
 
@@ -79,6 +93,7 @@ def evidence(
       steps: how many.
       measured_from: the first step with measured times, at random rungs; None for
         a run without any.
+      first_sparse: the lowest rung that is not dense.
     """
     rng = np.random.default_rng(seed)
     lengths = itertools.accumulate(rng.integers(20, 60, steps).tolist())
@@ -100,6 +115,7 @@ def evidence(
     return Evidence(
         step=np.arange(steps, dtype=np.int32),
         replicas=REPLICAS,
+        first_sparse=np.full(steps, first_sparse, np.int32),
         energies=to_float32(shares * noise * energy[:, None]),
         energy=to_float32(energy),
         gradient_energy=to_float32(energy / 2),

@@ -4,6 +4,7 @@ Laws bound what a component may do; an oracle says what it does. Each is looked 
 the class of the component, so that a new member of a registry fails until it has one.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -147,6 +148,41 @@ COMPRESSORS: dict[type, Callable[[Any], Selector]] = {
 }
 
 
+# Encodings, of a block of values. ---------------------------------------------------
+
+
+def _scaled(x: np.ndarray, headroom: int) -> float:
+    """The power of two that brings the largest to `headroom` bits before the point."""
+    exponent = math.frexp(float(np.abs(x).max()))[1] - 1
+    return 2.0 ** (max(exponent, 32 - 127) - headroom)
+
+
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    return np.clip(x.astype(jnp.bfloat16).astype(np.float64), -largest, largest)
+
+
+def _to_float16(x: np.ndarray) -> np.ndarray:
+    unit = _scaled(x, 14)
+    largest = (2 - 2.0**-10) * 2.0**14
+    shares = np.clip(x / np.float64(unit), -largest, largest)
+    shares = shares.astype(np.float16).astype(np.float64)
+    return np.where(abs(shares) < 2.0**-14, 0, shares) * unit
+
+
+def _to_int8(x: np.ndarray) -> np.ndarray:
+    unit = _scaled(x, 6)
+    return np.clip(np.round(x / np.float64(unit)), -127, 127) * unit
+
+
+VALUE_ENCODINGS = {
+    gravac.Float32: lambda x: x,
+    gravac.BFloat16: _to_bfloat16,
+    gravac.Float16: _to_float16,
+    gravac.Int8: _to_int8,
+}
+
+
 # Exchanges -----------------------------------------------------------------------
 
 
@@ -166,11 +202,12 @@ def dense_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
 
 
 def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Each replica's own selection, zero elsewhere, then the mean over replicas.
+    """Each replica's own selection, rounded, zero elsewhere; then the mean.
 
     The selection itself is the library's: it has an oracle of its own.
     """
     compressor, n = exchange.compressor, buckets.shape[1]
+    encode = look_up(VALUE_ENCODINGS, exchange.values)
     k, key = compressor.count(n, factor), jax.random.key(KEY_SEED)
     sent = buckets.copy() if k == n else np.zeros_like(buckets)
     for replica, bucket in enumerate(buckets) if k < n else ():
@@ -179,12 +216,53 @@ def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
         )
         indices = np.asarray(payload.indices)
         indices = indices[indices < n]
-        sent[replica, indices] = bucket[indices]
+        block = exchange.values.block or n
+        for start in range(0, n, block):
+            chosen = indices[(indices >= start) & (indices < start + block)]
+            if chosen.size:
+                sent[replica, chosen] = encode(bucket[chosen])
     exact = sent.astype(np.float64)
     return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
 
 
-EXCHANGES = {gravac.DenseMean: dense_mean, gravac.AllGather: gathered_mean}
+def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
+    """All that is at the same places, of every replica."""
+    sent = np.zeros_like(buckets)
+    sent[:, indices] = buckets[:, indices]
+    exact = sent.astype(np.float64)
+    return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
+
+
+def leaders_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Everybody sends where the leader selects."""
+    compressor, n = exchange.compressor, buckets.shape[1]
+    k, key = compressor.count(n, factor), jax.random.key(KEY_SEED)
+    if 2 * k > n:
+        return dense_mean(exchange, buckets, factor)
+    chosen = []
+    for bucket in buckets:
+        payload, _ = compressor.compress(
+            jnp.asarray(bucket), compressor.init(n), k=k, key=key
+        )
+        chosen.append([i for i in payload.indices.tolist() if i < n])
+    energies = [sum(buckets[r, i] ** 2 for i in chosen[r]) for r in range(len(buckets))]
+    leader = 0 if exchange.leader == "turn" else int(np.argmax(energies))
+    return mean_at(buckets, np.array(chosen[leader]))
+
+
+def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Everybody sends at the same random places."""
+    del exchange
+    k = gravac.RandomK().count(buckets.shape[1], factor)
+    return mean_at(buckets, np.array(_at_random(buckets[0], k)))
+
+
+EXCHANGES = {
+    gravac.DenseMean: dense_mean,
+    gravac.AllGather: gathered_mean,
+    gravac.LeaderIndices: leaders_mean,
+    gravac.SharedRandomK: random_mean,
+}
 
 
 # Memories ------------------------------------------------------------------------
@@ -268,6 +346,18 @@ def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Dec
         yield Decision(rung, (minimum, candidate), min(margins))
 
 
+def gravac_decisions(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """Algorithm 1 on a ladder without the rungs that are dense by another name."""
+    evidence, top = list(evidence), len(controller.ladder) - 1
+    kept = [0, *range(min(int(evidence[0].first_sparse), top), top + 1)]
+    ladder = tuple(controller.ladder[r] for r in kept)
+    shorter = dataclasses.replace(controller, ladder=ladder)
+    names = ("energies", "predicted_seconds", "measured_seconds")
+    only = lambda e: e._replace(**{x: getattr(e, x)[kept] for x in names})
+    for rung, state, margin in gravac_algorithm_1(shorter, map(only, evidence)):
+        yield Decision(kept[rung], tuple(kept[r] for r in state), margin)
+
+
 def check_gravac(
     controller: Any,
     gains: list[float],
@@ -309,6 +399,6 @@ class Decider(NamedTuple):
 CONTROLLERS = {
     gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.GraVAC: Decider(
-        gravac_algorithm_1, lambda state: (state.minimum, state.candidate)
+        gravac_decisions, lambda state: (state.minimum, state.candidate)
     ),
 }

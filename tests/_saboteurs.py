@@ -112,6 +112,11 @@ class DividesBySenders(_Gathers):
         return mean / jnp.maximum(senders, 1 / comm.replicas), residual
 
 
+class ForgetsWhatRoundingDrops(_Gathers):
+    def change(self, mean, residual, bucket, comm):
+        return mean, jnp.where(residual == bucket, residual, 0)
+
+
 class KeepsWhatItSentDense(_Gathers):
     def change(self, mean, residual, bucket, comm):
         return mean, jnp.where(jnp.any(residual != 0), residual, bucket)

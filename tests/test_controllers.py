@@ -57,6 +57,22 @@ def test_gravac_decides_like_its_oracle_over_many_runs(controller, seed):
         _laws.decides_like_its_oracle(controller, evidence)
 
 
+@pytest.mark.parametrize("first_sparse", [2, 3, 4])
+@pytest.mark.parametrize("controller", GRAVACS, ids=repr)
+def test_rungs_that_are_dense_by_another_name_are_left_out(controller, first_sparse):
+    for seed, start in enumerate(RUNS.values()):
+        evidence = _examples.evidence(
+            len(controller.ladder),
+            seed,
+            measured_from=start,
+            first_sparse=first_sparse,
+        )
+        _laws.decides_like_its_oracle(controller, evidence)
+        rungs, _ = _laws.decided(controller, evidence)
+        lowest = min(first_sparse, len(controller.ladder) - 1)
+        assert not ((rungs > 0) & (rungs < lowest)).any()
+
+
 def test_a_gain_of_1_climbs_to_the_top_one_rung_a_window():
     rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(1.0))
     # The first window tries the second compressed rung; the next one the top.

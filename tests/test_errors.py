@@ -172,6 +172,28 @@ BUILDS = {
         lambda: gravac.value_and_grad(jnp.sum, 0),
         "TypeError ... `axis_name` ... None to run alone ... got 0",
     ),
+    "no micro-batches": (
+        lambda: gravac.value_and_grad(jnp.sum, micro_batches=0),
+        "ValueError ... `micro_batches` ... whole number of at least 1 ... got 0",
+    ),
+    "micro-batches that do not divide": (
+        lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(
+            1.0, x=jnp.ones(4)
+        ),
+        "ValueError ... micro_batches=3 ... ['x'] ... (4,) ... choose a divisor",
+    ),
+    "a batch without rows": (
+        lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(1.0, 2.0),
+        "ValueError ... micro_batches=3 ... of shape () ... close over",
+    ),
+    "leaders by lot": (
+        lambda: gravac.LeaderIndices(leader="lot"),
+        "ValueError ... `leader` ... 'turn' ... 'energy' ... got 'lot'",
+    ),
+    "a block of no entries": (
+        lambda: gravac.Int8(block=0),
+        "ValueError ... `block` ... whole number of at least 1 ... got 0",
+    ),
     "specs over a number": (
         lambda: gravac.state_specs(PARAMS, 0),
         "TypeError ... `axis_name` ... None to run alone ... got 0",

@@ -101,3 +101,36 @@ def test_jax_grad_sums_over_replicas_where_jax_checks_what_varies():
     assert all(np.array_equal(row, total) for row in grads)
     unchecked = everywhere(jax.grad(LOSS), "shard_map unchecked")
     assert is_local(unchecked, lambda x: jax.grad(LOSS)(W, x))
+
+
+ROWS = jnp.arange(N * 6.0 * 3).reshape(N, 6, 3)
+MEAN_LOSS = lambda w, x: jnp.mean(x @ w)  # integers: sums are exact, and so is / 6
+
+
+@pytest.mark.parametrize("how", HARNESSES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 6])
+def test_micro_batches_are_the_large_batch(how, micro_batches):
+    loss = lambda w, x: (MEAN_LOSS(w, x), x[:1])
+    grad = gravac.value_and_grad(loss, has_aux=True, micro_batches=micro_batches)
+    (value, aux), received = everywhere(grad, how, x=ROWS)
+    expected = [jax.value_and_grad(MEAN_LOSS)(W, x) for x in ROWS]
+    np.testing.assert_allclose(value, [x for x, _ in expected], rtol=1e-6)
+    np.testing.assert_allclose(received, [x for _, x in expected], rtol=1e-6)
+    if micro_batches > 1:
+        firsts = ROWS[:, :: 6 // micro_batches]
+        np.testing.assert_array_equal(aux[:, :, 0], firsts)
+
+
+def test_micro_batches_are_given_by_name_too_and_keep_the_params_dtype():
+    loss = lambda w, *, x: jnp.mean(x @ w)
+    grad = gravac.value_and_grad(loss, None, micro_batches=3)
+    value, received = grad(W.astype(jnp.bfloat16), x=ROWS[0].astype(jnp.bfloat16))
+    assert value.dtype == received.dtype == jnp.bfloat16
+    np.testing.assert_allclose(received.astype(jnp.float32), ROWS[0].mean(0), rtol=0.01)
+
+
+def test_micro_batches_exchange_nothing():
+    grad = gravac.value_and_grad(MEAN_LOSS, micro_batches=3)
+    jaxpr = jax.make_jaxpr(grad, axis_env=[("data", N)])(W, ROWS[0])
+    assert "psum" not in str(jaxpr)
+    assert str(jaxpr).count("scan[") == 1

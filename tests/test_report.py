@@ -130,21 +130,30 @@ def test_no_two_figures_share_a_buffer():
     assert len(set(pointers)) == len(pointers)
 
 
-def test_rungs_that_send_more_than_dense_are_warned_about():
+def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = (1.0, 10.0, 20.0, 100.0)
     exchange = gravac.AllGather()
     table = _report.tables(buckets, exchange, ladder, 32)
-    with pytest.warns(
-        UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] send"
-    ):
-        _report.warn_if_dearer(table, ladder, 32)
+    assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
+    assert (np.diff(table.wire_bytes) <= 0).all()
+    with pytest.warns(UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] "):
+        _report.warn_if_dense(buckets, exchange, ladder, 32)
 
 
-def test_rungs_that_send_less_than_dense_are_not_warned_about():
+@pytest.mark.parametrize(
+    ("exchange", "replicas"),
+    [
+        (gravac.AllGather(), 8),
+        (gravac.AllGather(gravac.Identity()), 32),
+        (gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()), 16),
+        (gravac.DenseMean(), 32),
+    ],
+    ids=repr,
+)
+def test_rungs_that_are_what_they_say_are_not_warned_about(exchange, replicas):
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = gravac.GraVAC().ladder
-    table = _report.tables(buckets, gravac.AllGather(), ladder, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _report.warn_if_dearer(table, ladder, 8)
+        _report.warn_if_dense(buckets, exchange, ladder, replicas)

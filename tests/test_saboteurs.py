@@ -50,6 +50,10 @@ EXCHANGE_SABOTEURS = {
         _laws.averages_what_was_sent,
         _laws.exchanges_like_its_oracle,
     ),
+    _saboteurs.ForgetsWhatRoundingDrops(values=gravac.BFloat16()): (
+        _laws.averages_what_was_sent,
+        _laws.exchanges_like_its_oracle,
+    ),
     _saboteurs.TrustsItselfMore(): (_laws.agrees_on_all_replicas,),
     _saboteurs.FavorsTheFirstReplica(): (_laws.ignores_the_order_of_replicas,),
     _saboteurs.IsSilentAlone(): (_laws.is_the_same_alone,),

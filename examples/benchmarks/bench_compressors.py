@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 import gravac_jax as gravac
+from gravac_jax._codec import Codec
 from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._compressors.base import Compressor
-from gravac_jax._exchanges.allgather import select
+from gravac_jax._selection import Slots, select
 
 LADDER = gravac.GraVAC.ladder
 GRADIENTS = 4  # in turn, so that the residual does not grow along one of them
@@ -153,10 +154,9 @@ def _compress(
     key = jax.random.fold_in(jax.random.key(0), step)
     bucket = gradient + residual
     counts = tuple(compressor.count(bucket.size, factor) for factor in LADDER)
-    slots = jnp.int32(k)
-    selected, state = select(
-        compressor, bucket, state, slots, slots, (k,), counts=counts, key=key
-    )
+    codec = Codec(gravac.Float32(), gravac.Int32(), bucket.size)
+    slots = Slots(counts, (k,), jnp.int32(k), jnp.int32(k))
+    selected, state = select(compressor, codec, bucket, state, slots, key)
     return selected.payload, selected.residual, state, selected.energies
 
 

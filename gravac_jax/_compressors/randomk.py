@@ -28,6 +28,17 @@ def priorities(indices: jax.Array, key: jax.Array) -> jax.Array:
     return (x ^ (x >> 15)).astype(jnp.int32) + 1
 
 
+def drawn(n: int, k: jax.Array, key: jax.Array) -> Choice:
+    """Mark `k` (`[]` int32) of `n` entries: those of the highest priorities."""
+    numbers = priorities(jnp.arange(n, dtype=jnp.int32), key)
+    spread = _quantile.SPREAD * jnp.sqrt(k.astype(jnp.float32)) + 1
+    at = lambda rank: LAST - (jnp.clip(rank / n, 0, 1) * LAST).astype(jnp.int32)
+    rank = k.astype(jnp.float32)
+    low, high = at(rank + spread), at(rank - spread)
+    cut = _quantile.kth_between(numbers, k, low, high)
+    return chosen(numbers >= cut.bits)
+
+
 @dataclasses.dataclass(frozen=True)
 class RandomK(Compressor):
     """Sends k entries drawn uniformly, the same places on every replica.
@@ -70,14 +81,7 @@ class RandomK(Compressor):
     ) -> tuple[Choice, Any]:
         """The k highest priorities, whatever the bucket holds."""
         del bracket
-        n = bucket.size
-        numbers = priorities(jnp.arange(n, dtype=jnp.int32), key)
-        spread = _quantile.SPREAD * jnp.sqrt(k.astype(jnp.float32)) + 1
-        at = lambda rank: LAST - (jnp.clip(rank / n, 0, 1) * LAST).astype(jnp.int32)
-        rank = k.astype(jnp.float32)
-        low, high = at(rank + spread), at(rank - spread)
-        cut = _quantile.kth_between(numbers, k, low, high)
-        return chosen(numbers >= cut.bits), state
+        return drawn(bucket.size, k, key), state
 
     def narrow(self, payload: Payload, *, k: int, key: jax.Array) -> Payload:
         """Those of the k highest priorities among the entries of the payload."""

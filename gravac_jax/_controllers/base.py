@@ -16,6 +16,9 @@ class Evidence(NamedTuple):
     Attributes:
       step: `[]` int32, steps before this one.
       replicas: N, static.
+      first_sparse: `[]` int32, the lowest rung that does not send everything. Those
+        between it and 0 are dense steps, whatever their factors: with so many replicas
+        their payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
         would have sent in this step.
       energy: `[]` float32, the mean energy of the error-fed gradient.
@@ -27,6 +30,7 @@ class Evidence(NamedTuple):
 
     step: jax.Array
     replicas: int
+    first_sparse: jax.Array
     energies: jax.Array
     energy: jax.Array
     gradient_energy: jax.Array

@@ -55,6 +55,7 @@ class GraVAC(Controller):
     The gate decides the rung of the next step from the smoothed gains up to this one;
     for that the replicas exchange one scalar per rung. Throughputs come from measured
     step times where `update` is given any, and from the wire-cost model until then.
+    With so many replicas that the first factors are dense steps, it starts above them.
 
     Args:
       epsilon: smallest gain that may be sent; raising it sends more. The default is
@@ -117,6 +118,7 @@ class GraVAC(Controller):
         self, evidence: Evidence, state: GraVACState
     ) -> tuple[jax.Array, GraVACState]:
         """Gate, record, and at the end of a window move."""
+        evidence, state = self._above(evidence, state)
         # The paper's smoothing factor N / 100 exceeds 1 beyond 100 workers, where an
         # average would swing: capped.
         weight = self.smoothing or min(1.0, evidence.replicas / 100)
@@ -136,6 +138,25 @@ class GraVAC(Controller):
         moved = self._move(state, gains)
         return rung, jax.tree.map(
             lambda new, old: jnp.where(is_move, new, old), moved, state
+        )
+
+    def _above(
+        self, evidence: Evidence, state: GraVACState
+    ) -> tuple[Evidence, GraVACState]:
+        """Act as if the rungs that are dense by another name were not on the ladder.
+
+        They have the throughput of rung 0, and two that are alike end the search.
+        """
+        rungs, top = jnp.arange(len(self.ladder)), len(self.ladder) - 1
+        lowest = jnp.minimum(evidence.first_sparse, top)
+        seconds = evidence.measured_seconds
+        is_left_out = (rungs > 0) & (rungs < lowest)
+        at_least = lambda x, low: jnp.where(state.is_settled, x, jnp.maximum(x, low))
+        return evidence._replace(
+            measured_seconds=jnp.where(is_left_out, jnp.nan, seconds)
+        ), state._replace(
+            minimum=at_least(state.minimum, lowest),
+            candidate=at_least(state.candidate, jnp.minimum(lowest + 1, top)),
         )
 
     def _gate(self, state: GraVACState, gains: jax.Array) -> jax.Array:

@@ -6,5 +6,7 @@ and an oracle in the tests.
 
 from gravac_jax._exchanges.allgather import AllGather
 from gravac_jax._exchanges.dense import DenseMean
+from gravac_jax._exchanges.leader import LeaderIndices
+from gravac_jax._exchanges.randomk import SharedRandomK
 
-EXCHANGES = (AllGather, DenseMean)
+EXCHANGES = (AllGather, DenseMean, LeaderIndices, SharedRandomK)

@@ -1,70 +1,21 @@
 """Everybody sends its own selection to everybody."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _collect, _comm, _compaction, _curve, _payload, _tree
+from gravac_jax import _comm, _payload, _selection
+from gravac_jax._codec import Codec
 from gravac_jax._comm import Comm
 from gravac_jax._compressors import Threshold
-from gravac_jax._compressors.base import Compressor, thinned
-from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
-from gravac_jax._exchanges.dense import dense_mean, dense_traffic
+from gravac_jax._compressors.base import Compressor
+from gravac_jax._encoding import Float32, Int32
+from gravac_jax._encoding.base import IndexEncoding, ValueEncoding
+from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
+from gravac_jax._exchanges.dense import cheaper, dense_exchange
 from gravac_jax._payload import Payload
-
-
-class Selected(NamedTuple):
-    """A selection from a bucket: the payload, then as in `Exchanged`."""
-
-    payload: Payload
-    residual: jax.Array
-    energies: jax.Array
-    energy: jax.Array
-
-
-def select(
-    compressor: Compressor,
-    bucket: jax.Array,
-    state: Any,
-    k: jax.Array,
-    slots: jax.Array,
-    sparse: Sequence[int],
-    *,
-    counts: tuple[int, ...],
-    key: jax.Array,
-) -> tuple[Selected, Any]:
-    """All of an exchange that needs no other replica.
-
-    Args:
-      compressor: chooses the entries.
-      bucket: `[n]` float32.
-      state: the compressor's.
-      k: `[]` int32, how many entries to mark.
-      slots: `[]` int32, how many the step sends: `n` if dense, 0 if skipped, else `k`.
-      sparse: static, the values above 0 that `k` may have.
-      counts: static, entries per rung, whose energies are asked for.
-      key: a random key.
-
-    Returns:
-      The selection, its payload as large as the largest of `sparse`, and the new state.
-    """
-    n, energy = bucket.size, _tree.energy(bucket)
-    outlook = _curve.look(bucket, counts, k, key)
-    choice, state = compressor.mark(
-        bucket, state, k=k, bracket=outlook.bracket, key=key
-    )
-    marks = thinned(choice, k, key)
-    filled = sparse[0] if len(set(sparse)) == 1 else k
-    collected = _collect.collect(bucket, marks, filled, max(sparse), outlook.thresholds)
-    energies = _curve.energies(
-        outlook, marks, counts, slots, collected, energy, n, compressor.is_blind
-    )
-    is_empty = (slots == n) | _tree.is_never(energies)
-    residual = jnp.where(is_empty, 0, _compaction.clear(bucket, marks))
-    return Selected(collected.payload, residual, energies, energy), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +24,19 @@ class AllGather(Exchange):
 
     The bucket is compressed once, for the rung that was decided; what the other rungs
     would have sent is read from that payload, for smaller factors with a sample of the
-    rest. A rung that would send every entry is a dense mean instead.
+    rest. A rung that would send every entry, or more bytes than a dense mean, is a
+    dense mean instead: so the buffers of all replicas together never hold more than
+    twice the bytes of a bucket.
 
     Cost:
-      (N - 1) alpha + (N - 1) 8 k beta, against a dense ring's 2 (N - 1) / N 4 n beta:
-      it moves fewer bytes than dense above a factor of N.
+      (N - 1) alpha + (N - 1) b k beta, with b bytes an entry, 8 by default and 4 with
+      16-bit values and indices; against a dense ring's 2 (N - 1) / N 4 n beta. Below
+      a factor of N b / 8 it is dense.
 
     Args:
       compressor: chooses the entries.
+      values: how their values travel.
+      indices: how their indices travel.
 
     Example:
       >>> import gravac_jax as gravac
@@ -91,12 +47,17 @@ class AllGather(Exchange):
       Lin et al., Deep Gradient Compression, ICLR 2018; Tyagi and Swany, GraVAC, 2023.
     """
 
-    compressor: Compressor = Threshold()  # noqa: RUF009 (frozen, without arrays)
+    compressor: Compressor = dataclasses.field(default_factory=Threshold)
+    values: ValueEncoding = dataclasses.field(default_factory=Float32)
+    indices: IndexEncoding = dataclasses.field(default_factory=Int32)
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """The compressor's state."""
         del ladder
         return self.compressor.init(n)
+
+    def _codec(self, n: int) -> Codec:
+        return Codec(self.values, self.indices, n)
 
     def exchange(
         self,
@@ -110,40 +71,31 @@ class AllGather(Exchange):
     ) -> tuple[Exchanged, Any]:
         """Mark once; then one branch per rung, and one that sends nothing."""
         n = bucket.size
-        counts = tuple(self.compressor.count(n, factor) for factor in ladder)
-        sparse = [k for k in counts if k < n]
-        if not sparse:
-            energy = _tree.energy(bucket)
-            energies = jnp.broadcast_to(energy, (len(ladder),))
-            mean, residual = dense_mean(bucket, rung == len(ladder), comm)
-            return Exchanged(mean, residual, energies, energy), state
-
-        # A dense step sends no payload, but looks at one: whether it pays to compress
-        # again is what the controller has to know. A skipped step marks nothing.
-        looked_at = sparse[len(sparse) // 2]
-        marked = [*(k if k < n else looked_at for k in counts), 0]
-        k = jnp.asarray(marked, jnp.int32)[rung]
-        slots = jnp.asarray([*counts, 0], jnp.int32)[rung]
-        selected, state = select(
-            self.compressor, bucket, state, k, slots, sparse, counts=counts, key=key
+        counts = self.entries(n, ladder, comm.replicas)
+        if min(counts) == n:
+            return dense_exchange(bucket, rung, len(ladder), comm), state
+        codec, slots = self._codec(n), _selection.slots(counts, n, rung)
+        selected, state = _selection.select(
+            self.compressor, codec, bucket, state, slots, key
         )
-        packed = _payload.pack(selected.payload)
 
-        def mean_of(k: int) -> Any:
-            if k == n:
-                return lambda: comm.mean(bucket)
-            gathered = lambda: comm.gather(packed[:, :k])  # [replicas, 2, k]
-            return lambda: _payload.add_up(gathered(), n, comm.replicas)
+        def gathered_mean(k: int) -> jax.Array:
+            payload = Payload(*(x[:k] for x in selected.payload))
+            buffers = comm.gather(codec.encode(payload, selected.exponents))
+            return _payload.add_up(buffers, lambda x: codec.decode(x, k), n)
 
-        branches = [*map(mean_of, counts), lambda: jnp.zeros(n, jnp.float32)]
-        mean = jax.lax.switch(rung, branches)
-        return Exchanged(mean, *selected[1:]), state
+        mean = in_branch(
+            rung,
+            [k if k < n else None for k in counts],
+            sparse=gathered_mean,
+            dense=lambda: comm.mean(bucket),
+            nothing=lambda: jnp.zeros(n, jnp.float32),
+        )
+        return Exchanged(mean, *selected[2:]), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """8 bytes an entry that is sent; 4 where all are."""
+        """What the encodings say; a dense mean's, where that is not more."""
         k = self.compressor.count(n, factor)
-        if k == n:
-            return dense_traffic(n, replicas)
-        payload_bytes = _payload.ENTRY_BYTES * k
+        payload_bytes = self._codec(n).payload_bytes(k)
         wire_bytes = _comm.gather_wire_bytes(payload_bytes, replicas)
-        return Traffic(k, payload_bytes, wire_bytes)
+        return cheaper(Traffic(k, payload_bytes, wire_bytes), n, replicas)

@@ -6,6 +6,8 @@ the evidence for the next decision.
 """
 
 import abc
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +56,11 @@ class Exchange(abc.ABC):
       the ladder, that of a step that is skipped, nothing.
     """
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it matters which replica is which."""
+        return False
+
     @abc.abstractmethod
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """This replica's state for a bucket of `n` entries."""
@@ -83,6 +90,31 @@ class Exchange(abc.ABC):
           What came of it, and the new state.
         """
 
+    def entries(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
+        """How many entries of a bucket of `n` each rung sends."""
+        return [self.traffic(n, factor, replicas).entries for factor in ladder]
+
     @abc.abstractmethod
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """The cost of one exchange of a bucket of `n` entries at `factor`."""
+
+
+def in_branch(
+    rung: jax.Array,
+    counts: Sequence[int | None],
+    *,
+    sparse: Callable[[int], Any],
+    dense: Callable[[], Any],
+    nothing: Callable[[], Any],
+) -> Any:
+    """Run the branch of `rung` (`[]` int32): shapes are static in XLA.
+
+    Args:
+      rung: traced.
+      counts: how many slots each rung has; None where it is dense.
+      sparse: the branch of so many slots.
+      dense: that of a dense rung.
+      nothing: that of a step that is skipped, beyond the ladder.
+    """
+    branch = lambda k: dense if k is None else functools.partial(sparse, k)
+    return jax.lax.switch(rung, [*map(branch, counts), nothing])

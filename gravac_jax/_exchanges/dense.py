@@ -13,13 +13,19 @@ from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
 VALUE_BYTES = 4
 
 
-def dense_mean(
-    bucket: jax.Array, is_skipped: jax.Array, comm: Comm
-) -> tuple[jax.Array, jax.Array]:
-    """The mean of whole buckets, and what it leaves: nothing, or all if skipped."""
+def dense_exchange(
+    bucket: jax.Array, rung: jax.Array, rungs: int, comm: Comm
+) -> Exchanged:
+    """The mean of whole buckets, which leaves nothing; or nothing if skipped."""
+    energy = _tree.energy(bucket)
+    is_skipped = rung == rungs
     nothing = lambda: jnp.zeros(bucket.shape, jnp.float32)
-    mean = jax.lax.cond(is_skipped, nothing, lambda: comm.mean(bucket))
-    return mean, jnp.where(is_skipped, bucket, 0)
+    return Exchanged(
+        mean=jax.lax.cond(is_skipped, nothing, lambda: comm.mean(bucket)),
+        residual=jnp.where(is_skipped, bucket, 0),
+        energies=jnp.broadcast_to(energy, (rungs,)),
+        energy=energy,
+    )
 
 
 def dense_traffic(entries: int, replicas: int) -> Traffic:
@@ -27,6 +33,13 @@ def dense_traffic(entries: int, replicas: int) -> Traffic:
     payload_bytes = VALUE_BYTES * entries
     wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
     return Traffic(entries, payload_bytes, wire_bytes)
+
+
+def cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:
+    """That of a dense mean of `n` entries, unless `traffic` is less or as much."""
+    dense = dense_traffic(n, replicas)
+    is_worse = traffic.entries == n or traffic.wire_bytes > dense.wire_bytes
+    return dense if is_worse else traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +72,7 @@ class DenseMean(Exchange):
     ) -> tuple[Exchanged, Any]:
         """The mean of whole buckets."""
         del key
-        energy = _tree.energy(bucket)
-        energies = jnp.broadcast_to(energy, (len(ladder),))
-        mean, residual = dense_mean(bucket, rung == len(ladder), comm)
-        return Exchanged(mean, residual, energies, energy), state
+        return dense_exchange(bucket, rung, len(ladder), comm), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """4 bytes an entry."""

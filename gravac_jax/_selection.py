@@ -1,0 +1,117 @@
+"""The half of an exchange that needs no other replica: mark, collect, keep.
+
+Everything that reads the whole bucket happens here, once, for the rung that was
+decided; what depends on shapes is left to the branches of the exchange.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _collect, _curve, _tree
+from gravac_jax._codec import Codec
+from gravac_jax._compressors.base import Compressor, thinned
+from gravac_jax._payload import Payload
+
+
+class Slots(NamedTuple):
+    """How many slots a rung has.
+
+    Attributes:
+      counts: static, entries that each rung sends; `n` where it is dense.
+      sparse: static, those of `counts` that are below `n`, in the order of the ladder.
+      marked: `[]` int32, how many to mark.
+      sent: `[]` int32, how many the step sends: `n` if dense, 0 if skipped.
+    """
+
+    counts: tuple[int, ...]
+    sparse: tuple[int, ...]
+    marked: jax.Array
+    sent: jax.Array
+
+
+def slots(counts: Sequence[int], n: int, rung: jax.Array) -> Slots:
+    """Those of `rung` (`[]` int32); a rung beyond the ladder is a skipped step.
+
+    A dense step sends no payload, but looks at one: whether it pays to compress again
+    is what the controller has to know. A skipped step marks nothing.
+
+    Args:
+      counts: entries per rung, at least one of them below `n`.
+      n: entries of the bucket.
+      rung: traced.
+    """
+    sparse = tuple(k for k in counts if k < n)
+    looked_at = sparse[len(sparse) // 2]
+    marked = [*(k if k < n else looked_at for k in counts), 0]
+    at_rung = lambda table: jnp.asarray(table, jnp.int32)[rung]
+    return Slots(tuple(counts), sparse, at_rung(marked), at_rung([*counts, 0]))
+
+
+class Selected(NamedTuple):
+    """A selection from a bucket: the payload, then as in an exchange's result.
+
+    Attributes:
+      payload: of as many slots as the largest sparse rung; those from `marked` on are
+        void.
+      exponents: of the blocks of its values.
+      residual: `[n]` float32.
+      energies: `[rungs]` float32.
+      energy: `[]` float32.
+    """
+
+    payload: Payload
+    exponents: jax.Array
+    residual: jax.Array
+    energies: jax.Array
+    energy: jax.Array
+
+
+def select(
+    compressor: Compressor,
+    codec: Codec,
+    bucket: jax.Array,
+    state: Any,
+    slots: Slots,
+    key: jax.Array,
+) -> tuple[Selected, Any]:
+    """Mark what `slots` says and take it out of the bucket.
+
+    Args:
+      compressor: chooses the entries.
+      codec: rounds their values.
+      bucket: `[n]` float32.
+      state: the compressor's.
+      slots: of the rung.
+      key: a random key.
+
+    Returns:
+      The selection and the new state.
+    """
+    n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
+    outlook = _curve.look(bucket, slots.counts, k, key)
+    choice, state = compressor.mark(
+        bucket, state, k=k, bracket=outlook.bracket, key=key
+    )
+    marks = thinned(choice, k, key)
+    exponents = codec.exponents(bucket, marks)
+    rounded = lambda values, indices: codec.rounded(values, exponents, indices)
+    filled = slots.sparse[0] if len(set(slots.sparse)) == 1 else k
+    collected = _collect.collect(
+        bucket, marks, filled, max(slots.sparse), outlook.thresholds, rounded
+    )
+    energies = _curve.energies(
+        outlook,
+        marks,
+        slots.counts,
+        slots.sent,
+        collected,
+        energy,
+        n,
+        compressor.is_blind,
+    )
+    is_empty = (slots.sent == n) | _tree.is_never(energies)
+    residual = jnp.where(is_empty, 0, codec.kept(bucket, exponents, marks))
+    return Selected(collected.payload, exponents, residual, energies, energy), state
