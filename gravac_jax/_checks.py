@@ -134,6 +134,34 @@ def axis(axis_name: Any) -> None:
         )
 
 
+def two_axes(axis_name: Any, dense_axis_name: Any, is_sharded: bool) -> None:
+    """Refuse a fast axis that is also the slow one, or stands alone."""
+    axis(dense_axis_name)
+    slow, fast = axis_names(axis_name), axis_names(dense_axis_name)
+    if fast and (not slow or set(slow) & set(fast)):
+        raise ValueError(
+            f"`dense_axis_name` must be another axis beside `axis_name`, got"
+            f" {dense_axis_name!r} and {axis_name!r}. Compression happens over"
+            f" `axis_name`, the slow one; over the other, gradients are averaged whole."
+        )
+    if is_sharded and not fast:
+        raise ValueError(
+            "`sharded` names the leaves of which each device along `dense_axis_name`"
+            " owns a slice, and there is no such axis: give its name, such as"
+            " dense_axis_name='ici'."
+        )
+
+
+def not_both(compress: Any, sharded: Any) -> None:
+    """Refuse to choose the compressed leaves twice."""
+    if compress is not None:
+        raise TypeError(
+            f"give `compress` or `sharded`, not both: got {compress!r} and {sharded!r}."
+            f" The sharded leaves are the compressed ones, and the others are averaged"
+            f" whole over both axes."
+        )
+
+
 def mesh_axis(mesh: Any, axis_name: Any) -> None:
     """Refuse what is no mesh, and an axis that the mesh does not have."""
     if not isinstance(mesh, jax.sharding.Mesh):

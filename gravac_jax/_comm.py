@@ -16,6 +16,13 @@ from gravac_jax import _checks, _step_checks, _tree
 AxisName = str | tuple[str, ...] | None
 
 
+def join(*axis_names: AxisName) -> AxisName:
+    """All of these axes as one."""
+    given = [name for name in axis_names if name is not None]
+    names = tuple(x for name in given for x in _checks.axis_names(name))
+    return names if len(given) > 1 else given[0] if given else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Comm:
     """The replicas along `axis_name`, seen from one of them."""
@@ -67,12 +74,22 @@ class Comm:
 
         return jax.tree.map(vary, tree)
 
+    def zeros(self, like: jax.Array) -> jax.Array:
+        """float32 zeros of the shape of `like`, marked as its mean over replicas is.
+
+        It varies over other axes where `like` does.
+        """
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        varying = jax.typeof(like).manual_axis_type.varying
+        others = tuple(sorted(set(varying) - set(self._names)))
+        return jax.lax.pcast(zeros, others, to="varying") if others else zeros
+
     def mean(self, tree: Any) -> Any:
         """The mean of `tree` over replicas, in float32, as one collective."""
         if self.axis_name is None:
             return tree
         leaves, structure = jax.tree.flatten(tree)
-        mean = jax.lax.pmean(_tree.ravel(leaves), self.axis_name)
+        mean = jax.lax.pmean(self.cast(_tree.ravel(leaves)), self.axis_name)
         return jax.tree.unflatten(structure, _tree.unravel(mean, leaves))
 
     def gather(self, x: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _placement, _step_checks
+from gravac_jax import _checks, _comm, _placement, _step_checks
 from gravac_jax._comm import AxisName, Comm
 
 Step = Callable[..., Any]
@@ -18,6 +18,7 @@ def data_parallel(
     train_step: Step,
     mesh: jax.sharding.Mesh,
     axis_name: AxisName = "data",
+    dense_axis_name: AxisName = None,
     *,
     donate: bool = True,
     check_vma: bool = True,
@@ -36,6 +37,8 @@ def data_parallel(
       train_step: a function of one replica.
       mesh: the mesh.
       axis_name: the axis, or axes, of the transform.
+      dense_axis_name: its fast axis, if it has one: the batch is split over both, and
+        state stays sharded as it lies on the mesh.
       donate: whether the state's memory is reused for the new state.
       check_vma: as for `jax.shard_map`.
 
@@ -51,33 +54,44 @@ def data_parallel(
     Example:
       See `gravac.transform`.
     """
-    _checks.mesh_axis(mesh, axis_name)
-    sharding = jax.NamedSharding(mesh, jax.P(axis_name))
+    axes = _comm.join(axis_name, dense_axis_name)
+    _checks.mesh_axis(mesh, axes)
+    sharding = jax.NamedSharding(mesh, jax.P(axes))
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
-    body = _averaged(train_step, axis_name)
+    devices = _placement.count_replicas(mesh, axes)
+    body = _averaged(train_step, axes)
 
-    def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
-        _placement.check_placed(state, replicas)
-        specs = _placement.state_specs(state, axis_name)
+    def run(
+        state: tuple[Any, ...], batch: Any, shared: dict[str, Any], sharded: Any
+    ) -> Any:
+        specs = sharded
+        if sharded is None:
+            _placement.check_placed(state, replicas)
+            specs = _placement.state_specs(state, axis_name)
+        else:
+            specs = jax.tree.unflatten(jax.tree.structure(state), sharded)
         return jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(specs, jax.P(axis_name), jax.P()),
+            in_specs=(specs, jax.P(axes), jax.P()),
             out_specs=(specs, jax.P()),
             check_vma=check_vma,
         )(state, batch, shared)
 
-    jitted = jax.jit(run, donate_argnums=0 if donate else ())
+    jitted = jax.jit(run, donate_argnums=0 if donate else (), static_argnums=3)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
         _step_checks.arguments(args)
         *state, batch = args
-        _step_checks.divides(batch, max(1, replicas // jax.process_count()))
+        _step_checks.divides(batch, max(1, devices // jax.process_count()))
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
         shared = jax.device_put(shared, everywhere)
-        state, metrics = jitted(tuple(state), batch, shared)
+        sharded = None
+        if dense_axis_name is not None:
+            sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
+        state, metrics = jitted(tuple(state), batch, shared, sharded)
         return (*state, *metrics)
 
     return step

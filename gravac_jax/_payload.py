@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 # No bucket has more entries than this. The index of a slot that holds nothing is
 # PAD + slot: outside every bucket, none twice, and within int32.
@@ -39,22 +38,15 @@ def drop(bucket: jax.Array, payload: Payload) -> jax.Array:
     )
 
 
-def spread(payload: Payload, n: int) -> jax.Array:
-    """`[n]` float32: the entries of `payload` in their places, zeros elsewhere."""
-    return (
-        jnp.zeros(n, jnp.float32)
-        .at[payload.indices]
-        .set(
-            payload.values,
-            mode="drop",
-            unique_indices=True,
-            indices_are_sorted=True,
-        )
+def spread(payload: Payload, zeros: jax.Array) -> jax.Array:
+    """`[n]` float32: the entries of `payload` in their places among `zeros` (`[n]`)."""
+    return zeros.at[payload.indices].set(
+        payload.values, mode="drop", unique_indices=True, indices_are_sorted=True
     )
 
 
 def add_up(
-    buffers: jax.Array, decode: Callable[[jax.Array], Payload], n: int
+    buffers: jax.Array, decode: Callable[[jax.Array], Payload], zeros: jax.Array
 ) -> jax.Array:
     """`[n]` float32, the mean of what `decode` finds in each row of `buffers`.
 
@@ -66,7 +58,7 @@ def add_up(
     Args:
       buffers: `[replicas, words]`.
       decode: the payload of one row.
-      n: static, entries of the bucket.
+      zeros: `[n]` float32.
     """
     replicas = buffers.shape[0]
 
@@ -80,4 +72,4 @@ def add_up(
             indices_are_sorted=True,
         )
 
-    return jax.lax.fori_loop(0, replicas, add, jnp.zeros(n, jnp.float32))
+    return jax.lax.fori_loop(0, replicas, add, zeros)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _checks, _state, _step_checks
+from gravac_jax import _checks, _comm, _state, _step_checks
 from gravac_jax._comm import AxisName
 
 
@@ -100,20 +100,26 @@ def init(
     params: Any,
     mesh: jax.sharding.Mesh | int,
     axis_name: AxisName = "data",
+    dense_axis_name: AxisName = None,
 ) -> Any:
-    """`gravac.place(tx.init(params), mesh, axis_name)`.
+    """`gravac.place(tx.init(params), mesh, axis_name)`, also for sharded params.
+
+    With a `dense_axis_name`, params may be sharded over that axis (FSDP): then the
+    optimizer state is sharded as they are, and each device keeps the residual of the
+    slice that it owns.
 
     Args:
       tx: an optimizer with `gravac.transform` in it.
-      params: the params.
+      params: the params; with a `dense_axis_name`, as they lie on the mesh.
       mesh: as for `gravac.place`.
       axis_name: as for `gravac.place`.
+      dense_axis_name: that of `gravac.transform`.
 
     Returns:
       The optimizer state, placed.
 
     Raises:
-      ValueError: as `gravac.place`.
+      ValueError: as `gravac.place`; if params are sharded over `axis_name`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -124,7 +130,52 @@ def init(
       >>> optax.tree.get(opt_state, "residual").shape
       (2, 65536)
     """
-    return place(tx.init(params), mesh, axis_name)
+    if dense_axis_name is None:
+        return place(tx.init(params), mesh, axis_name)
+    axes = _comm.join(axis_name, dense_axis_name)
+    _checks.mesh_axis(mesh, axes)
+    assert isinstance(mesh, jax.sharding.Mesh)
+    specs = specs_of(params)
+    used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
+    _step_checks.whole_over(used, axis_name)
+    local = jax.P(
+        axes if used & set(_checks.axis_names(dense_axis_name)) else axis_name
+    )
+
+    def slice_of(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
+    of_params = optax.tree.map_params(
+        tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: jax.P()
+    )
+    is_spec = lambda x: isinstance(x, jax.P)
+    out_specs = jax.tree.map(
+        lambda x, spec: per_leaf(x, local, None) if _state.is_local(x) else spec,
+        state,
+        of_params,
+        is_leaf=lambda x: _state.is_local(x) or is_spec(x),
+    )
+
+    def init_slice(params: Any) -> Any:
+        lead = lambda local: jax.tree.map(lambda x: x[None], local)
+        return _state.map_local(tx.init(params), lead, lambda x: x)
+
+    run = jax.shard_map(
+        init_slice, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(run)(params)
+
+
+def specs_of(tree: Any) -> Any:
+    """The `PartitionSpec` of each array of `tree`, `P()` where it has none."""
+    spec = lambda x: getattr(getattr(x, "sharding", None), "spec", jax.P())
+    return jax.tree.map(spec, tree)
+
+
+def _names_in(spec: jax.P) -> set[str]:
+    return {name for part in spec for name in _checks.axis_names(part)}
 
 
 def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:

@@ -117,6 +117,17 @@ def splits(tree: Any, micro_batches: int) -> None:
             )
 
 
+def whole_over(used: set[str], axis_name: Any) -> None:
+    """Refuse params that are sharded over the axis of replicas."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if shared := used & set(names):
+        raise ValueError(
+            f"the params are sharded over {sorted(shared)}, the axis over which"
+            f" gradients are compressed: a replica needs all of the model along it."
+            f" Shard them over `dense_axis_name` only."
+        )
+
+
 def is_placed(leading: Any, replicas: int) -> None:
     """Refuse a state that was not placed on this many replicas."""
     if leading is None:

@@ -28,11 +28,13 @@ from gravac_jax._wiring import Wiring
 def transform(
     axis_name: AxisName = "data",
     *,
+    dense_axis_name: AxisName = None,
     exchange: Exchange | None = None,
     compressor: Compressor | None = None,
     memory: Memory | None = None,
     controller: Controller | None = None,
     compress: bool | _buckets.Predicate | Any = None,
+    sharded: bool | _buckets.Predicate | Any = False,
     wire: WireCost | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,6 +53,9 @@ def transform(
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
         replica alone.
+      dense_axis_name: a second, fast axis, over which gradients are averaged whole
+        before they are compressed: the devices of a host or a slice. All devices take
+        the same rung.
       exchange: how replicas average. Default: `AllGather(compressor)`.
       compressor: short for `exchange=AllGather(compressor)`. Default: `Threshold()`.
       memory: what becomes of entries that were not sent. Default: `Residual()`.
@@ -58,6 +63,10 @@ def transform(
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
         leaves out biases, norms and what is small.
+      sharded: which leaves are sharded over `dense_axis_name` (FSDP), as for
+        `compress`: each device compresses the slice that it owns, and all others go
+        dense. Their gradients must be summed over that axis, as the transpose of
+        `jax.lax.all_gather` leaves them; the mean is taken here.
       wire: predicts step times until measured ones come. Default: `WireCost()`.
       seed: of the random keys that randomized compressors draw from.
 
@@ -67,11 +76,13 @@ def transform(
       float32 and differs per replica: see `gravac.place`.
 
     Raises:
-      TypeError: if a component is of the wrong family, or both `exchange` and
-        `compressor` are given. By `init` and `update`: for leaves that are no real
-        floating-point arrays, and for `optax.MaskedNode`.
-      ValueError: by `update`, outside the axis, for gradients that were already
-        summed over it, and for a state that does not fit the gradients.
+      TypeError: if a component is of the wrong family, if both `exchange` and
+        `compressor`, or both `compress` and `sharded`, are given. By `init` and
+        `update`: for leaves that are no real floating-point arrays, and for
+        `optax.MaskedNode`.
+      ValueError: if the two axes are one, or `sharded` lacks its axis. By `update`,
+        outside the axes, for gradients that were already summed over them, and for a
+        state that does not fit the gradients.
 
     Law:
       On every replica and step, sent + kept == gradient + residual, exactly (but for
@@ -105,8 +116,14 @@ def transform(
         _checks.component(compressor, Compressor, "compressor", "gravac.TopK()")
         _checks.only_one(exchange, compressor)
         exchange = AllGather(compressor)
+    is_sharded = sharded is not False
+    if is_sharded:
+        _checks.not_both(compress, sharded)
+        compress = sharded
     wiring = Wiring(
         axis_name=axis_name,
+        dense_axis_name=dense_axis_name,
+        is_sharded=is_sharded,
         exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
         controller=GraVAC() if controller is None else controller,

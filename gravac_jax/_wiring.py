@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _buckets, _checks, _gain, _report, _state, _step_checks, _tree
+from gravac_jax import (
+    _buckets,
+    _checks,
+    _comm,
+    _gain,
+    _report,
+    _state,
+    _step_checks,
+    _tree,
+)
 from gravac_jax._buckets import Buckets
 from gravac_jax._comm import AxisName, Comm
 from gravac_jax._controllers.base import Controller, Evidence
@@ -38,6 +47,8 @@ class Wiring:
     """The components of one transform; its methods are the transform."""
 
     axis_name: AxisName
+    dense_axis_name: AxisName
+    is_sharded: bool
     exchange: Exchange
     memory: Memory
     controller: Controller
@@ -47,6 +58,7 @@ class Wiring:
 
     def __post_init__(self) -> None:
         _checks.axis(self.axis_name)
+        _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
         _checks.component(self.exchange, Exchange, "exchange", "gravac.AllGather()")
         _checks.component(self.memory, Memory, "memory", "gravac.Residual()")
         example = "gravac.Fixed(factor=100)"
@@ -91,16 +103,24 @@ class Wiring:
     ) -> tuple[Any, TransformState]:
         """One step, from local gradients to their mean and the rung of the next."""
         del params, ignored
-        comm = Comm(self.axis_name)
-        _step_checks.bound_axis(self.axis_name, "update")
+        comm, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
+        both = Comm(_comm.join(self.axis_name, self.dense_axis_name))
+        _step_checks.bound_axis(both.axis_name, "update")
         _step_checks.gradients(updates)
-        comm.check_local(updates)
+        both.check_local(updates)
         buckets = _buckets.plan(updates, self.compress)
-        local = comm.cast(self._enter(state, buckets, comm))
+        # What differs: slices of the model differ over both axes.
+        owner = both if self.is_sharded else comm
+        local = owner.cast(self._enter(state, buckets, owner))
 
         flat, dense = buckets.pack(updates)
+        if self.is_sharded:
+            # The transpose of gathering a slice sums over the fast axis.
+            flat = tuple(x / fast.replicas for x in flat)
+        else:
+            flat = fast.mean(flat)
         seconds, timed = self._credit(state, step_seconds, measured_step)
-        common = comm.mean(
+        common = both.mean(
             Common(
                 dense=dense,
                 bad=_tree.is_bad((*flat, dense)),
@@ -130,7 +150,7 @@ class Wiring:
             self.exchange.exchange(x, s, rung, ladder=ladder, key=key, comm=comm)
             for x, s in zip(compensated, local.exchange, strict=True)
         )
-        energies, energy = comm.mean(
+        energies, energy = both.mean(
             (
                 _tree.total(x.energies for x in exchanged),
                 _tree.total(x.energy for x in exchanged),

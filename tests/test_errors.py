@@ -194,6 +194,22 @@ BUILDS = {
         lambda: gravac.Int8(block=0),
         "ValueError ... `block` ... whole number of at least 1 ... got 0",
     ),
+    "one axis, fast and slow": (
+        lambda: gravac.transform("data", dense_axis_name="data"),
+        "ValueError ... `dense_axis_name` ... another axis ... got 'data' and 'data'",
+    ),
+    "a fast axis alone": (
+        lambda: gravac.transform(None, dense_axis_name="ici"),
+        "ValueError ... `dense_axis_name` ... another axis ... got 'ici' and None",
+    ),
+    "slices without an axis": (
+        lambda: gravac.transform(sharded=True),
+        "ValueError ... `sharded` ... give its name ... dense_axis_name='ici'",
+    ),
+    "leaves chosen twice": (
+        lambda: gravac.transform(compress=True, sharded=True, dense_axis_name="ici"),
+        "TypeError ... `compress` or `sharded`, not both ... got True and True",
+    ),
     "specs over a number": (
         lambda: gravac.state_specs(PARAMS, 0),
         "TypeError ... `axis_name` ... None to run alone ... got 0",

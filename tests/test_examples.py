@@ -10,8 +10,13 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(*arguments: str, cwd: Path, launch: tuple[str, ...] = ()) -> str:
-    command = [sys.executable, *launch, str(EXAMPLES / "quickstart.py"), *arguments]
+def run(
+    *arguments: str,
+    cwd: Path,
+    launch: tuple[str, ...] = (),
+    example: str = "quickstart.py",
+) -> str:
+    command = [sys.executable, *launch, str(EXAMPLES / example), *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -59,6 +64,20 @@ def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
     assert [row[0] for row in both[0]] == ["807,040", "adaptive", "dense"]
     assert both[0] == both[1]
     assert (tmp_path / "launched.png").exists()
+
+
+@pytest.mark.slow
+def test_fsdp_trains_on_two_slices(tmp_path, text):
+    options = ("--steps", "3", "--batch", "1", "--length", "16")
+    output = run(*options, "--data", text, cwd=tmp_path, example="fsdp.py")
+    assert "2 slices of 4 devices" in output
+    rows = [line.split() for line in output.splitlines()]
+    (adaptive,), (dense,) = (
+        [row for row in rows if row[:1] == [name]] for name in ("adaptive", "dense")
+    )
+    assert float(adaptive[2]) > float(dense[2]) == 1
+    assert float(adaptive[3]) < float(dense[3])  # bytes
+    assert adaptive[4] == dense[4] == "852"  # kB: a quarter of the matrices
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def mean_of(payloads, n):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *payloads)
     rows = jnp.arange(len(payloads))
     decode = lambda row: jax.tree.map(lambda x: x[row], stacked)
-    return jax.jit(lambda rows: _payload.add_up(rows, decode, n))(rows)
+    return jax.jit(lambda rows: _payload.add_up(rows, decode, jnp.zeros(n)))(rows)
 
 
 def test_entries_meet_where_they_belong():

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gravac_jax import _comm, _payload, _selection
 from gravac_jax._codec import Codec
@@ -82,14 +81,15 @@ class AllGather(Exchange):
         def gathered_mean(k: int) -> jax.Array:
             payload = Payload(*(x[:k] for x in selected.payload))
             buffers = comm.gather(codec.encode(payload, selected.exponents))
-            return _payload.add_up(buffers, lambda x: codec.decode(x, k), n)
+            decode = lambda buffer: codec.decode(buffer, k)
+            return _payload.add_up(buffers, decode, comm.zeros(bucket))
 
         mean = in_branch(
             rung,
             [k if k < n else None for k in counts],
             sparse=gathered_mean,
             dense=lambda: comm.mean(bucket),
-            nothing=lambda: jnp.zeros(n, jnp.float32),
+            nothing=lambda: comm.zeros(bucket),
         )
         return Exchanged(mean, *selected[2:]), state
 

@@ -19,7 +19,7 @@ def dense_exchange(
     """The mean of whole buckets, which leaves nothing; or nothing if skipped."""
     energy = _tree.energy(bucket)
     is_skipped = rung == rungs
-    nothing = lambda: jnp.zeros(bucket.shape, jnp.float32)
+    nothing = lambda: comm.zeros(bucket)
     return Exchanged(
         mean=jax.lax.cond(is_skipped, nothing, lambda: comm.mean(bucket)),
         residual=jnp.where(is_skipped, bucket, 0),

@@ -108,7 +108,8 @@ class LeaderIndices(Exchange):
             self.compressor, codec, bucket, state.compressor, slots, key
         )
         mine = jnp.sum(jnp.where(rungs == rung, own.energies, 0))
-        empty = PAD + jnp.arange(max(slots.sparse), dtype=jnp.int32)
+        zero = comm.zeros(own.energy)
+        empty = PAD + jnp.arange(max(slots.sparse)) + zero.astype(jnp.int32)
 
         def at_the_leaders(k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
             leads = self._leader(state, mine, comm) == comm.replica()
@@ -116,14 +117,15 @@ class LeaderIndices(Exchange):
             values = _payload.take(bucket, indices).values
             mean = Payload(comm.mean(values), indices)
             places = jnp.concatenate([indices, empty[k:]])
-            return _payload.spread(mean, n), places, _tree.energy(values)
+            zeros = comm.zeros(bucket)
+            return _payload.spread(mean, zeros), places, _tree.energy(values)
 
         mean, places, sent = in_branch(
             rung,
             [k if k < n else None for k in counts],
             sparse=at_the_leaders,
             dense=lambda: (comm.mean(bucket), empty, own.energy),
-            nothing=lambda: (jnp.zeros(n), empty, comm.cast(jnp.float32(0))),
+            nothing=lambda: (comm.zeros(bucket), empty, comm.cast(zero)),
         )
         is_sparse = (slots.sent > 0) & (slots.sent < n)
         agreement = sent / jnp.maximum(mine, _tree.SMALLEST_NORMAL)

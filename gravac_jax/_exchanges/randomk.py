@@ -65,7 +65,7 @@ class SharedRandomK(Exchange):
             indices = _compaction.select(marks, k)
             values = _payload.take(bucket, indices).values
             mean = _payload.Payload(comm.mean(values), indices)
-            return _payload.spread(mean, n), _tree.energy(values)
+            return _payload.spread(mean, comm.zeros(bucket)), _tree.energy(values)
 
         energy = _tree.energy(bucket)
         mean, sent = in_branch(
@@ -73,7 +73,7 @@ class SharedRandomK(Exchange):
             [k if k < n else None for k in counts],
             sparse=at_places,
             dense=lambda: (comm.mean(bucket), energy),
-            nothing=lambda: (jnp.zeros(n, jnp.float32), comm.cast(jnp.float32(0))),
+            nothing=lambda: (comm.zeros(bucket), comm.cast(comm.zeros(energy))),
         )
         rungs = jnp.arange(len(ladder))
         on_average = jnp.asarray(counts, jnp.float32) * (energy / n)

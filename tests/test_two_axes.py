@@ -1,0 +1,272 @@
+"""A slow axis, over which payloads travel, and a fast one, over which means do."""
+
+import functools
+import re
+
+import _examples
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import AXIS_TYPES, Scripted, agreed, assert_same, make_mesh
+
+import gravac_jax as gravac
+from gravac_jax._exchanges import EXCHANGES
+
+SLOW, FAST = 2, 4
+NAMES = ("dcn", "ici")
+LADDER = (1, 4, 16)
+STEPS = 8
+ROWS, COLUMNS = 32, 16  # of a matrix; each fast device owns 8 rows
+N = ROWS * COLUMNS
+
+RNG = np.random.default_rng(0)
+# Multiples of 4: their means over 8 devices are exact.
+GRADIENTS = {
+    "w": 8.0 * RNG.integers(-50, 51, (STEPS, SLOW, FAST, ROWS, COLUMNS)),
+    "b": 8.0 * RNG.integers(-50, 51, (STEPS, SLOW, FAST, COLUMNS)),
+}
+GRADIENTS = {name: x.astype(np.float32) for name, x in GRADIENTS.items()}
+PARAMS = {"w": np.zeros((ROWS, COLUMNS), np.float32), "b": np.zeros(COLUMNS, "f")}
+IS_MATRIX = {"w": True, "b": False}
+SPECS = {"w": jax.P("ici"), "b": jax.P()}
+WHOLE = {"w": jax.P(), "b": jax.P()}
+
+by_mesh = pytest.mark.parametrize("axis_type", AXIS_TYPES)
+by_check = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def two_axes(axis_type=AXIS_TYPES[0]):
+    return make_mesh((SLOW, FAST), NAMES, axis_type)
+
+
+def transform(controller=None, **kwargs):
+    controller = controller or Scripted(LADDER)
+    return gravac.transform(
+        "dcn", dense_axis_name="ici", controller=controller, **kwargs
+    )
+
+
+def put(tree, mesh, specs):
+    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    return jax.tree.map(place, tree, specs)
+
+
+def run(tx, params, mesh, gradients_of, check_vma):
+    """The updates and states of some steps; `gradients_of` a device's own batch."""
+
+    def train_step(params, state, batch):
+        local = jax.tree.map(lambda x: x[0], batch)
+        updates, state = tx.update(gradients_of(params, local), state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    step = gravac.data_parallel(
+        train_step, mesh, "dcn", "ici", check_vma=check_vma, donate=False
+    )
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    deltas, states = [], []
+    for i in range(STEPS):
+        batch = {
+            k: x[i].reshape(SLOW * FAST, *x.shape[3:]) for k, x in GRADIENTS.items()
+        }
+        before = params
+        params, state = step(params, state, batch)
+        deltas.append(jax.tree.map(lambda a, b: np.asarray(a - b), params, before))
+        states.append(state)
+    return deltas, states
+
+
+@functools.cache
+def on_one_axis(controller):
+    """The updates and states of 2 replicas whose gradients are already means of 4."""
+    tx = gravac.transform("dcn", compress=IS_MATRIX, controller=controller)
+    mesh = make_mesh((SLOW,), ("dcn",))
+
+    def train_step(params, state, batch):
+        grads = jax.tree.map(lambda x: x[0], batch)
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    step = gravac.data_parallel(train_step, mesh, "dcn", donate=False)
+    params, state = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
+    deltas, states = [], []
+    for i in range(STEPS):
+        batch = {k: x[i].mean(1) for k, x in GRADIENTS.items()}
+        before = params
+        params, state = step(params, state, batch)
+        deltas.append(jax.tree.map(lambda a, b: np.asarray(a - b), params, before))
+        states.append(state)
+    return deltas, states
+
+
+# Params that every device has whole.
+
+
+@by_mesh
+@by_check
+def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
+    mesh = two_axes(axis_type)
+    params = put(PARAMS, mesh, WHOLE)
+    tx = transform(compress=IS_MATRIX)
+    local = lambda params, batch: batch
+    deltas, states = run(tx, params, mesh, local, check_vma)
+    expected, expected_states = on_one_axis(Scripted(LADDER))
+    assert_same(deltas, expected)
+    of_replicas = lambda states: [jax.tree.map(agreed, x.local) for x in states]
+    assert_same(of_replicas(states), of_replicas(expected_states))
+
+
+# Params of which each device of the fast axis owns a slice.
+
+
+def sharded_loss(params, batch):
+    """A batch is a gradient here: that of the sum of params times batch."""
+
+    def loss(params):
+        whole = jax.lax.all_gather(params["w"], "ici", axis=0, tiled=True)
+        return jnp.sum(whole * batch["w"]) + jnp.sum(params["b"] * batch["b"])
+
+    return gravac.value_and_grad(loss, NAMES)(params)
+
+
+def run_sharded(
+    controller,
+    axis_type=AXIS_TYPES[0],
+    check_vma=True,
+    exchange=gravac.AllGather(gravac.TopK()),  # noqa: B008 (frozen)
+):
+    tx = transform(controller, sharded=IS_MATRIX, exchange=exchange)
+    mesh = two_axes(axis_type)
+    params = put(PARAMS, mesh, SPECS)
+    gradients_of = lambda params, batch: sharded_loss(params, batch)[1]
+    return run(tx, params, mesh, gradients_of, check_vma)
+
+
+@by_mesh
+@by_check
+def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma):
+    deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
+    for i, delta in enumerate(deltas):
+        for name, x in GRADIENTS.items():
+            np.testing.assert_array_equal(delta[name], x[i].mean((0, 1)))
+    assert not np.any(optax.tree.get(states[-1], "residual"))
+
+
+@by_mesh
+@by_check
+def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
+    deltas, states = run_sharded(Scripted(LADDER), axis_type, check_vma)
+    means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
+    residual = np.zeros((SLOW, FAST, N // FAST), np.float32)
+    for i, (delta, state) in enumerate(zip(deltas, states, strict=True)):
+        factor = LADDER[i % len(LADDER)]
+        assert float(state.info.factor) == factor
+        compensated = residual + means[i]
+        kept = np.asarray(optax.tree.get(state, "residual"))
+        residual = kept.reshape(SLOW, FAST, N // FAST)
+        is_sent = (residual == 0) & (compensated != 0)
+        slots = N // FAST // factor
+        assert (is_sent.sum(-1) == np.minimum(slots, (compensated != 0).sum(-1))).all()
+        assert (residual == np.where(is_sent, 0, compensated)).all()
+        # Device by device, nothing that stayed is larger than what was sent.
+        smallest = np.where(is_sent, abs(compensated), np.inf).min(-1)
+        assert (smallest >= abs(residual).max(-1)).all()
+        mean = np.where(is_sent, compensated, 0).mean(0).reshape(ROWS, COLUMNS)
+        np.testing.assert_array_equal(delta["w"], mean)
+        np.testing.assert_array_equal(delta["b"], GRADIENTS["b"][i].mean((0, 1)))
+
+
+OTHERS = [x for x in _examples.members(EXCHANGES) if x != gravac.AllGather()]
+
+
+@pytest.mark.parametrize("exchange", OTHERS, ids=repr)
+def test_every_exchange_keeps_and_sends_slices(exchange):
+    deltas, states = run_sharded(Scripted(LADDER), exchange=exchange)
+    means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
+    residual = np.zeros((SLOW, FAST, N // FAST), np.float32)
+    for i, (delta, state) in enumerate(zip(deltas, states, strict=True)):
+        compensated = residual + means[i]
+        kept = np.asarray(optax.tree.get(state, "residual"))
+        residual = kept.reshape(SLOW, FAST, N // FAST)
+        sent = (compensated - residual).mean(0).reshape(ROWS, COLUMNS)
+        np.testing.assert_array_equal(delta["w"], sent)
+
+
+def test_all_devices_take_one_rung():
+    controller = gravac.GraVAC(epsilon=0.9, ladder=LADDER, window=2, smoothing=1.0)
+    _, states = run_sharded(controller)
+    for state in states:
+        agreed(state.rung)
+        agreed(state.info.gains)
+    assert len({float(x.info.factor) for x in states}) > 1
+
+
+def test_a_device_holds_the_residual_of_its_slice_alone():
+    tx = transform(sharded=IS_MATRIX)
+    mesh = two_axes()
+    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+    residual = optax.tree.get(state, "residual")
+    assert {x.data.size for x in residual.addressable_shards} == {N // FAST}
+    whole = gravac.init(
+        transform(compress=IS_MATRIX),
+        put(PARAMS, mesh, WHOLE),
+        mesh,
+        "dcn",
+        "ici",
+    )
+    sizes = {x.data.size for x in optax.tree.get(whole, "residual").addressable_shards}
+    assert sizes == {N}
+
+
+def test_the_optimizer_is_sharded_as_the_params_are():
+    tx = optax.chain(transform(sharded=IS_MATRIX), optax.sgd(0.1, momentum=0.9))
+    mesh = two_axes()
+    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+    trace = optax.tree.get(state, "trace")
+    assert {k: x.sharding.spec for k, x in trace.items()} == SPECS
+
+
+def test_nothing_but_payloads_crosses_the_slow_axis():
+    tx, mesh = transform(sharded=IS_MATRIX), two_axes()
+    params = put(PARAMS, mesh, SPECS)
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
+    batch = {k: x[0].reshape(SLOW * FAST, *x.shape[3:]) for k, x in GRADIENTS.items()}
+    batch = put(batch, mesh, dict.fromkeys(batch, jax.P(NAMES)))
+
+    def body(params, state, batch):
+        local = jax.tree.map(lambda x: x[0], batch)
+        value, grads = sharded_loss(params, local)
+        return *tx.update(grads, state, params), value[None]
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(*specs, jax.P(NAMES)),
+        out_specs=(*specs, jax.P(NAMES)),
+    )
+    text = jax.jit(mapped).lower(params, state, batch).compile().as_text()
+    found = re.findall(
+        r"= (\w+\[[\d,]*\])\S* ([\w-]+)\(.*replica_groups=\{(\{[\d,{}]*\})\}", text
+    )
+    evidence = COLUMNS + 2 + 2 * len(LADDER)  # with the leaf that goes dense
+    assert sorted(found) == sorted(
+        [
+            (f"f32[{N // FAST}]", "all-reduce", "{0,4},{1,5},{2,6},{3,7}"),
+            (f"s32[2,{2 * N // FAST // 4}]", "all-gather", "{0,4},{1,5},{2,6},{3,7}"),
+            (f"s32[2,{2 * N // FAST // 16}]", "all-gather", "{0,4},{1,5},{2,6},{3,7}"),
+            # The model is gathered slice by slice, and its gradient goes back.
+            (f"f32[{ROWS},{COLUMNS}]", "all-gather", "{0,1,2,3},{4,5,6,7}"),
+            (f"f32[{ROWS // FAST},{COLUMNS}]", "reduce-scatter", "{0,1,2,3},{4,5,6,7}"),
+            (f"f32[{evidence}]", "all-reduce", "{0,1,2,3,4,5,6,7}"),
+            (f"f32[{len(LADDER) + 1}]", "all-reduce", "{0,1,2,3,4,5,6,7}"),
+        ]
+    )
+
+
+def test_params_that_are_sharded_over_the_slow_axis_are_refused():
+    mesh = two_axes()
+    params = put(PARAMS, mesh, {"w": jax.P("dcn"), "b": jax.P()})
+    with pytest.raises(ValueError, match=r"sharded over \['dcn'\].*dense_axis_name"):
+        gravac.init(transform(sharded=IS_MATRIX), params, mesh, "dcn", "ici")
