@@ -11,11 +11,11 @@ from gravac_jax._controllers.base import Evidence
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.BlockTopK: [{"block": 32}],
-    # Exact, with slots left empty, without a state, dense at every factor; rounded.
+    # Exact, with slots left empty, dense at every factor; rounded.
     gravac.AllGather: [
         *(
             {"compressor": kind()}
-            for kind in (gravac.TopK, gravac.Threshold, gravac.RandomK, gravac.Identity)
+            for kind in (gravac.TopK, gravac.Threshold, gravac.Identity)
         ),
         {"values": gravac.BFloat16(), "indices": gravac.UInt16()},
         {"values": gravac.Int8(block=16)},

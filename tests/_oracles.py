@@ -201,21 +201,28 @@ def dense_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     return Exchanged(exact.mean(0), np.zeros_like(buckets), (exact**2).sum(1))
 
 
-def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Each replica's own selection, rounded, zero elsewhere; then the mean.
+@functools.cache
+def _jitted_compress(compressor: Any, k: int) -> Callable[[Any], Any]:
+    key = jax.random.key(KEY_SEED)
+    return jax.jit(
+        lambda x: compressor.compress(x, compressor.init(x.size), k=k, key=key)[0]
+    )
 
-    The selection itself is the library's: it has an oracle of its own.
-    """
+
+def _selected(compressor: Any, k: int, bucket: np.ndarray) -> np.ndarray:
+    """The library's selection: it has an oracle of its own."""
+    indices = np.asarray(_jitted_compress(compressor, k)(bucket).indices)
+    return indices[indices < bucket.size]
+
+
+def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Each replica's own selection, rounded, zero elsewhere; then the mean."""
     compressor, n = exchange.compressor, buckets.shape[1]
     encode = look_up(VALUE_ENCODINGS, exchange.values)
-    k, key = compressor.count(n, factor), jax.random.key(KEY_SEED)
+    k = compressor.count(n, factor)
     sent = buckets.copy() if k == n else np.zeros_like(buckets)
     for replica, bucket in enumerate(buckets) if k < n else ():
-        payload, _ = compressor.compress(
-            jnp.asarray(bucket), compressor.init(n), k=k, key=key
-        )
-        indices = np.asarray(payload.indices)
-        indices = indices[indices < n]
+        indices = _selected(compressor, k, bucket)
         block = exchange.values.block or n
         for start in range(0, n, block):
             chosen = indices[(indices >= start) & (indices < start + block)]
@@ -236,18 +243,13 @@ def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
 def leaders_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """Everybody sends where the leader selects."""
     compressor, n = exchange.compressor, buckets.shape[1]
-    k, key = compressor.count(n, factor), jax.random.key(KEY_SEED)
-    if 2 * k > n:
+    k = compressor.count(n, factor)
+    if k == n:
         return dense_mean(exchange, buckets, factor)
-    chosen = []
-    for bucket in buckets:
-        payload, _ = compressor.compress(
-            jnp.asarray(bucket), compressor.init(n), k=k, key=key
-        )
-        chosen.append([i for i in payload.indices.tolist() if i < n])
-    energies = [sum(buckets[r, i] ** 2 for i in chosen[r]) for r in range(len(buckets))]
+    chosen = [_selected(compressor, k, bucket) for bucket in buckets]
+    energies = [(x[i] ** 2).sum() for x, i in zip(buckets, chosen, strict=True)]
     leader = 0 if exchange.leader == "turn" else int(np.argmax(energies))
-    return mean_at(buckets, np.array(chosen[leader]))
+    return mean_at(buckets, chosen[leader])
 
 
 def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:

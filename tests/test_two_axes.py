@@ -177,10 +177,14 @@ def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
         np.testing.assert_array_equal(delta["b"], GRADIENTS["b"][i].mean((0, 1)))
 
 
-OTHERS = [x for x in _examples.members(EXCHANGES) if x != gravac.AllGather()]
+QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK(), leader="energy")
+OTHERS = [
+    pytest.param(x, marks=() if x in QUICK else pytest.mark.slow, id=repr(x))
+    for x in _examples.members(EXCHANGES)
+]
 
 
-@pytest.mark.parametrize("exchange", OTHERS, ids=repr)
+@pytest.mark.parametrize("exchange", OTHERS)
 def test_every_exchange_keeps_and_sends_slices(exchange):
     deltas, states = run_sharded(Scripted(LADDER), exchange=exchange)
     means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)

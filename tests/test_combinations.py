@@ -1,0 +1,138 @@
+"""Any exchange with any compressor and encoding, in every way to run it.
+
+Pairs of choices all occur in the default run, triples in the slow one.
+"""
+
+import functools
+import itertools
+import random
+
+import _examples
+import _laws
+import _oracles
+import jax
+import numpy as np
+import pytest
+from _harness import HARNESSES, agreed, make_mesh
+
+import gravac_jax as gravac
+from gravac_jax._comm import Comm
+from gravac_jax._compressors import COMPRESSORS
+from gravac_jax._encoding import INDEX_ENCODINGS, VALUE_ENCODINGS
+
+n = 256  # entries; BlockTopK has a short block
+LADDER = (1.0, 16.0, 50.0)  # no rung is dearer than dense, with up to 8 replicas
+BUCKETS = _examples.dyadic(8, n, parts=32, seed=2)
+
+ENCODED = {
+    "compressor": _examples.members(COMPRESSORS),
+    "values": _examples.members(VALUE_ENCODINGS),
+    "indices": _examples.members(INDEX_ENCODINGS),
+}
+LED = {"compressor": ENCODED["compressor"], "leader": ["turn", "energy"]}
+# What each exchange can be made of: all of it goes with all of it.
+PARTS = {
+    gravac.AllGather: ENCODED,
+    gravac.LeaderIndices: LED,
+    gravac.SharedRandomK: {},
+    gravac.DenseMean: {},
+}
+WAYS = {"how": HARNESSES, "replicas": [1, 2, 3, 7, 8]}
+
+
+def every_combination():
+    """The parts of all exchanges in all ways to run them, in a random order."""
+    rows = []
+    for kind, parts in PARTS.items():
+        choices = {"exchange": [kind], **parts, **WAYS}
+        product = itertools.product(*choices.values())
+        rows += [dict(zip(choices, row, strict=True)) for row in product]
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def covering(strength):
+    """So many combinations that all tuples of `strength` choices occur."""
+    tuples = lambda row: set(itertools.combinations(map(repr, row.items()), strength))
+    rows = [(row, tuples(row)) for row in every_combination()]
+    seen = set()
+    for least in (12, 8, 5, 3, 2, 1):  # greedily, but not one by one
+        for row, mine in rows:
+            if len(mine - seen) >= least:
+                seen |= mine
+                yield row
+
+
+def cases(strength):
+    made = []
+    for row in covering(strength):
+        exchange = row["exchange"](**{x: row[x] for x in PARTS[row["exchange"]]})
+        name = f"{exchange}-{row['how']}-{row['replicas']}"
+        made.append(pytest.param(exchange, row["how"], row["replicas"], id=name))
+    return made
+
+
+def exchanged(exchange, how, replicas, rung):
+    step, prepare = compiled(exchange, how, replicas)
+    mean, residual, energies, _ = step(prepare(BUCKETS[:replicas]), np.int32(rung))
+    return agreed(mean), *map(np.asarray, (residual, energies))
+
+
+@functools.cache
+def compiled(exchange, how, replicas):
+    step = functools.partial(_laws._step, exchange, LADDER, Comm("data"))
+    if "shard_map" not in how:
+        axes, out_axes = (0, None), (None, 0, 0, 0)
+        if how == "pmap":
+            step = jax.pmap(
+                step,
+                "data",
+                in_axes=axes,
+                out_axes=out_axes,
+                devices=jax.devices()[:replicas],
+            )
+            return step, lambda x: x
+        return jax.jit(jax.vmap(step, axes, out_axes, axis_name="data")), lambda x: x
+    mesh = make_mesh((replicas,))
+
+    def body(bucket, rung):
+        mean, *local = step(bucket[0], rung)
+        return mean, *(x[None] for x in local)
+
+    by_replica = jax.P("data")
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(by_replica, jax.P()),
+        out_specs=(jax.P(), by_replica, by_replica, by_replica),
+        check_vma=how == "shard_map",
+    )
+    sharding = jax.NamedSharding(mesh, by_replica)
+    return jax.jit(mapped), lambda x: jax.device_put(x, sharding)
+
+
+def check(exchange, how, replicas):
+    oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
+    buckets = BUCKETS[:replicas]
+    for rung, factor in enumerate(LADDER):
+        mean, residual, energies = exchanged(exchange, how, replicas, rung)
+        expected = oracle(exchange, buckets, factor)
+        np.testing.assert_array_equal(residual, expected.residuals)
+        np.testing.assert_array_equal(energies[:, rung], expected.energies)
+        # Each value is divided by N, and their sum rounded N times.
+        off = np.abs(mean - expected.mean)
+        bound = (replicas + 1) * 2.0**-24 * np.abs(buckets - residual).mean(0)
+        assert (off <= bound).all()
+        entries = exchange.traffic(n, factor, replicas).entries
+        assert np.count_nonzero(buckets - residual, axis=1).max() <= entries
+
+
+@pytest.mark.parametrize(("exchange", "how", "replicas"), cases(2))
+def test_every_pair_of_choices_is_exchanged_like_the_oracle(exchange, how, replicas):
+    check(exchange, how, replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "how", "replicas"), cases(3))
+def test_every_triple_of_choices_is_exchanged_like_the_oracle(exchange, how, replicas):
+    check(exchange, how, replicas)
