@@ -7,6 +7,8 @@ how few while training runs::
     tx = optax.chain(gravac.transform(), optax.sgd(0.1))
 """
 
+from gravac_jax._agreement import checksum as checksum
+from gravac_jax._agreement import resync as resync
 from gravac_jax._buckets import matrices as matrices
 from gravac_jax._compressors import ApproxTopK as ApproxTopK
 from gravac_jax._compressors import BlockTopK as BlockTopK

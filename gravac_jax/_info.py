@@ -31,6 +31,8 @@ class StepInfo(NamedTuple):
       dense_steps: `[]` int32, steps so far that sent everything.
       skipped_steps: `[]` int32, steps so far that sent nothing, because some gradient
         on some replica was not finite.
+      disagreements: `[]` int32, how often `check_every` found that replicas hold
+        different params.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -53,3 +55,4 @@ class StepInfo(NamedTuple):
     is_finite: jax.Array
     dense_steps: jax.Array
     skipped_steps: jax.Array
+    disagreements: jax.Array

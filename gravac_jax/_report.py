@@ -93,6 +93,7 @@ def before_the_first_step(rungs: int) -> StepInfo:
         is_finite=jnp.ones((), bool),
         dense_steps=jnp.zeros((), jnp.int32),
         skipped_steps=jnp.zeros((), jnp.int32),
+        disagreements=jnp.zeros((), jnp.int32),
     )
 
 
@@ -102,6 +103,7 @@ def after(
     rung: jax.Array,
     gains: jax.Array,
     is_finite: jax.Array,
+    is_apart: jax.Array,
 ) -> StepInfo:
     """The report of a step that ran at `rung`, or was skipped: the last row."""
     factor = jnp.asarray(table.factors)[rung]
@@ -117,4 +119,5 @@ def after(
         is_finite=is_finite,
         dense_steps=before.dense_steps + is_dense,
         skipped_steps=before.skipped_steps + (~is_finite).astype(jnp.int32),
+        disagreements=before.disagreements + is_apart.astype(jnp.int32),
     )

@@ -93,6 +93,15 @@ def state_matches(received: Any, expected: Any) -> None:
         )
 
 
+def params_given(params: Any) -> None:
+    """Refuse to compare params that are not there."""
+    if params is None:
+        raise ValueError(
+            "gravac.transform(check_every=...) compares params, and `update` was given"
+            " none: pass them, tx.update(grads, opt_state, params)."
+        )
+
+
 def mask_matches(mask: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
     is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))

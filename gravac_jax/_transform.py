@@ -37,6 +37,7 @@ def transform(
     sharded: bool | _buckets.Predicate | Any = False,
     wire: WireCost | None = None,
     seed: int = 0,
+    check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas, sending only the entries that matter.
 
@@ -69,6 +70,10 @@ def transform(
         `jax.lax.all_gather` leaves them; the mean is taken here.
       wire: predicts step times until measured ones come. Default: `WireCost()`.
       seed: of the random keys that randomized compressors draw from.
+      check_every: after so many steps replicas compare checksums of their params
+        (`update` needs them then), and `StepInfo.disagreements` counts where they
+        differ; 0 for never. `gravac.resync` makes them the same again. These checks
+        are not among the bytes that are counted.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
@@ -130,5 +135,6 @@ def transform(
         compress=_buckets.matrices() if compress is None else compress,
         wire=WireCost() if wire is None else wire,
         seed=seed,
+        check_every=check_every,
     )
     return optax.GradientTransformationExtraArgs(wiring.init, wiring.update)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import (
+    _agreement,
     _buckets,
     _checks,
     _comm,
@@ -40,6 +41,7 @@ class Common(NamedTuple):
     gradient_energy: jax.Array  # []
     seconds: jax.Array  # [rungs] the measured step time, at its rung
     timed: jax.Array  # [rungs] 1 at that rung, 0 elsewhere
+    apart: jax.Array  # [1] 1 where replicas hold different params, [0] if not asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Wiring:
     compress: Any
     wire: WireCost
     seed: int
+    check_every: int
 
     def __post_init__(self) -> None:
         _checks.axis(self.axis_name)
@@ -65,6 +68,8 @@ class Wiring:
         _checks.component(self.controller, Controller, "controller", example)
         _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
         _checks.ladder(self.controller.ladder)
+        if self.check_every:
+            _checks.count(self.check_every, "check_every", "steps, or 0 for never")
 
     def init(self, params: Any) -> TransformState:
         """The state before the first step, in its local form."""
@@ -102,15 +107,15 @@ class Wiring:
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
         """One step, from local gradients to their mean and the rung of the next."""
-        del params, ignored
+        del ignored
         comm, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
         both = Comm(_comm.join(self.axis_name, self.dense_axis_name))
         _step_checks.bound_axis(both.axis_name, "update")
         _step_checks.gradients(updates)
         both.check_local(updates)
         buckets = _buckets.plan(updates, self.compress)
-        # What differs: slices of the model differ over both axes.
-        owner = both if self.is_sharded else comm
+        # Who owns a state, and who holds the same params: slices differ over both axes.
+        owner, same = (both, comm) if self.is_sharded else (comm, both)
         local = owner.cast(self._enter(state, buckets, owner))
 
         flat, dense = buckets.pack(updates)
@@ -127,6 +132,7 @@ class Wiring:
                 gradient_energy=_tree.total(map(_tree.energy, flat)),
                 seconds=seconds,
                 timed=timed,
+                apart=self._is_apart(params, state.steps, same),
             )
         )
         ladder = self.controller.ladder
@@ -185,8 +191,18 @@ class Wiring:
             rung=next_rung,
             controller=controller,
             past_rungs=jnp.where(slot, rung, state.past_rungs),
-            info=_report.after(state.info, tables, rung, gains, is_finite),
+            info=_report.after(
+                state.info, tables, rung, gains, is_finite, jnp.any(common.apart > 0)
+            ),
         )
+
+    def _is_apart(self, params: Any, steps: jax.Array, comm: Comm) -> jax.Array:
+        """Compare params, as often as asked for."""
+        if not self.check_every:
+            return jnp.zeros(0)
+        _step_checks.params_given(params)
+        is_due = (steps + 1) % self.check_every == 0
+        return _agreement.is_apart(params, comm, is_due)[None]
 
     def _enter(self, state: Any, buckets: Buckets, comm: Comm) -> LocalState:
         """What differs per replica in its local form, whichever form it came in."""

@@ -26,7 +26,7 @@ FLOORS = [
         "_compaction",
         "_buckets",
     },
-    {"_quantile", "_collect", "_scale", "_grad"},
+    {"_quantile", "_collect", "_scale", "_grad", "_agreement"},
     {"_compressors", "_curve", "_encoding"},
     {"_codec"},
     {"_selection"},

@@ -29,8 +29,8 @@ def tables(tree=WEIGHTS, compress=True, exchange=None, replicas=N):
 
 
 after = jax.jit(
-    lambda before, rung, gains, is_finite: _report.after(
-        before, tables(), rung, gains, is_finite
+    lambda before, rung, gains, is_finite, is_apart=False: _report.after(
+        before, tables(), rung, gains, is_finite, jnp.asarray(is_apart)
     )
 )
 
