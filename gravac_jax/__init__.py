@@ -29,6 +29,7 @@ from gravac_jax._encoding import Int32 as Int32
 from gravac_jax._encoding import UInt16 as UInt16
 from gravac_jax._exchanges import AllGather as AllGather
 from gravac_jax._exchanges import DenseMean as DenseMean
+from gravac_jax._exchanges import DenseMean16 as DenseMean16
 from gravac_jax._exchanges import LeaderIndices as LeaderIndices
 from gravac_jax._exchanges import SharedRandomK as SharedRandomK
 from gravac_jax._grad import value_and_grad as value_and_grad

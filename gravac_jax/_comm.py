@@ -101,6 +101,12 @@ class Comm:
             return jax.lax.all_gather(self.cast(x), self.axis_name, to="invarying")
         return jax.lax.all_gather(x, self.axis_name)
 
+    def swap(self, x: jax.Array) -> jax.Array:
+        """`[replicas, m]`: row r is what replica r has in the row of this one."""
+        if self.axis_name is None:
+            return x
+        return jax.lax.all_to_all(self.cast(x), self.axis_name, 0, 0)
+
     def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
         """`x` (integers) of the one replica where `is_mine` (`[]` bool) holds."""
         if self.axis_name is None:

@@ -232,6 +232,15 @@ def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
     return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
 
 
+def dense_mean_16(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Everything is sent in bfloat16, and so is the mean."""
+    del exchange, factor
+    sent = _to_bfloat16(buckets)
+    total = functools.reduce(np.add, sent.astype(np.float32))
+    mean = _to_bfloat16(total / np.float32(len(buckets)))
+    return Exchanged(mean, buckets - sent, (sent**2).sum(1))
+
+
 def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
     """All that is at the same places, of every replica."""
     sent = np.zeros_like(buckets)
@@ -261,6 +270,7 @@ def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
 
 EXCHANGES = {
     gravac.DenseMean: dense_mean,
+    gravac.DenseMean16: dense_mean_16,
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
     gravac.SharedRandomK: random_mean,

@@ -36,6 +36,7 @@ PARTS = {
     gravac.LeaderIndices: LED,
     gravac.SharedRandomK: {},
     gravac.DenseMean: {},
+    gravac.DenseMean16: {},
 }
 WAYS = {"how": HARNESSES, "replicas": [1, 2, 3, 7, 8]}
 

@@ -30,8 +30,11 @@ def test_a_bucket_of_one_entry_is_sent_whole_at_every_factor(exchange):
         mean, residual, *_ = _laws.exchanged(
             exchange, _examples.EXCHANGED[:, :1], _examples.LADDER, rung
         )
-        assert mean[0] == _examples.EXCHANGED[:, 0].mean()
-        assert not residual.any()
+        if exchange.is_rounded:
+            assert mean[0] == pytest.approx(_examples.EXCHANGED[:, 0].mean(), 2**-7)
+        else:
+            assert mean[0] == _examples.EXCHANGED[:, 0].mean()
+            assert not residual.any()
 
 
 @pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)

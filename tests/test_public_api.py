@@ -15,6 +15,7 @@ PUBLIC = [
     "BFloat16",
     "BlockTopK",
     "DenseMean",
+    "DenseMean16",
     "Fixed",
     "Float16",
     "Float32",

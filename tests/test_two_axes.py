@@ -194,7 +194,8 @@ def test_every_exchange_keeps_and_sends_slices(exchange):
         kept = np.asarray(optax.tree.get(state, "residual"))
         residual = kept.reshape(SLOW, FAST, N // FAST)
         sent = (compensated - residual).mean(0).reshape(ROWS, COLUMNS)
-        np.testing.assert_array_equal(delta["w"], sent)
+        rtol = 2.0**-8 if exchange.is_rounded else 0
+        np.testing.assert_allclose(delta["w"], sent, rtol=rtol)
 
 
 def test_all_devices_take_one_rung():

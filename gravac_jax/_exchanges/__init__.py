@@ -6,7 +6,8 @@ and an oracle in the tests.
 
 from gravac_jax._exchanges.allgather import AllGather
 from gravac_jax._exchanges.dense import DenseMean
+from gravac_jax._exchanges.dense16 import DenseMean16
 from gravac_jax._exchanges.leader import LeaderIndices
 from gravac_jax._exchanges.randomk import SharedRandomK
 
-EXCHANGES = (AllGather, DenseMean, LeaderIndices, SharedRandomK)
+EXCHANGES = (AllGather, DenseMean, DenseMean16, LeaderIndices, SharedRandomK)

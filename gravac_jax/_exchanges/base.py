@@ -61,6 +61,11 @@ class Exchange(abc.ABC):
         """Whether it matters which replica is which."""
         return False
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the mean is rounded further, and a dense rung leaves a residual."""
+        return False
+
     @abc.abstractmethod
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """This replica's state for a bucket of `n` entries."""
