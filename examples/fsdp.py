@@ -1,7 +1,7 @@
 """Two slices of four devices: FSDP within a slice, compressed gradients between them.
 
-Each device owns a quarter of every large matrix and of its residual. The forward pass
-gathers the quarters over the fast axis "ici", the backward pass adds up gradients
+Each device owns a slice of every large matrix and of its residual. The forward pass
+gathers the slices over the fast axis "ici", the backward pass adds up gradients
 there, and only payloads cross the slow axis "dcn". On a CPU the devices are virtual.
 Lines marked `# gravac` are all that a training loop needs beyond FSDP itself.
 
@@ -39,7 +39,7 @@ class Config:
     devices: int = 4
     """Devices of a slice, along the fast axis."""
     steps: int = 120
-    """Steps of each run."""
+    """Steps of each run, at least one."""
     batch: int = 4
     """Sequences per device and step."""
     length: int = 64
@@ -66,7 +66,7 @@ class Run:
     factor: float
 
 
-def is_large(_: Any, leaf: Any) -> bool:
+def is_large(leaf: Any) -> bool:
     """Matrices of at least 16,384 entries are cut into slices, others stay whole."""
     return leaf.ndim == 2 and leaf.size >= 16_384
 
@@ -76,7 +76,7 @@ def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
     model = TransformerLanguageModel(256, config.width, layers=4, heads=4)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = model.init(jax.random.key(config.seed), tokens)["params"]
-    is_sliced = jax.tree.map(lambda x: is_large("", x), params)
+    is_sliced = jax.tree.map(is_large, params)
     spec = lambda sliced: jax.P(FAST) if sliced else jax.P()
     place = lambda x, sliced: jax.device_put(x, jax.NamedSharding(mesh, spec(sliced)))
     params = jax.tree.map(place, params, is_sliced)

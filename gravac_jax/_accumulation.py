@@ -36,7 +36,7 @@ def over_micro_batches(
       As `value_and_grad`; aux of all parts, stacked along a new first axis.
     """
     split_args = {i: x for i, x in enumerate(args) if i not in whole}
-    _step_checks.splits((split_args, kwargs), micro_batches)
+    _step_checks.splits({**split_args, **kwargs}, micro_batches)
     parts = jax.tree.map(
         lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (split_args, kwargs)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _state, _step_checks
+from gravac_jax import _state, _step_checks, _tree
 from gravac_jax._comm import AxisName, Comm
 
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -29,6 +29,7 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       `[replicas]` uint32, the same on every replica.
 
     Raises:
+      TypeError: for complex leaves.
       ValueError: if called outside the axis.
 
     Law:
@@ -47,6 +48,7 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       False
     """
     _step_checks.bound_axis(axis_name, "checksum")
+    _step_checks.comparable(tree)
     return Comm(axis_name).gather(own_checksum(tree))
 
 
@@ -55,10 +57,20 @@ def own_checksum(tree: Any) -> jax.Array:
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         words = jnp.ravel(_words(leaf)).astype(jnp.uint32)
-        odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-        # Odd factors, so that no bit of a word is lost.
-        total = 3 * total + jnp.sum(words * odd, dtype=jnp.uint32)
+        places = jnp.arange(words.size, dtype=jnp.uint32)
+        mixed = _mixed(words + places * jnp.uint32(0x9E3779B9))
+        total = 3 * total + jnp.sum(mixed, dtype=jnp.uint32)
     return total
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of 32 bits, MurmurHash3's last steps (Appleby, 2011).
+
+    Without it two changes of the same bit would cancel in the sum too often.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def resync(tree: Any, axis_name: AxisName = "data") -> Any:
@@ -74,6 +86,7 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       The tree, of the same structure, shapes and dtypes.
 
     Raises:
+      TypeError: for complex leaves.
       ValueError: if called outside the axis.
 
     Cost:
@@ -87,12 +100,15 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       [[1.0, 2.0], [1.0, 2.0]]
     """
     _step_checks.bound_axis(axis_name, "resync")
+    _step_checks.comparable(tree)
     comm = Comm(axis_name)
     is_first = comm.replica() == 0
 
     def shared(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         words = _words(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(shared(words), impl=jax.random.key_impl(x))
         sent = comm.share(comm.cast(words.astype(jnp.uint32)), is_first)
         if x.dtype == bool:
             return sent.astype(bool)
@@ -108,12 +124,17 @@ def is_apart(params: Any, comm: Comm, is_due: jax.Array) -> jax.Array:
         sums = comm.gather(own_checksum(params))
         return jnp.any(sums != sums[0]).astype(jnp.float32)
 
-    return jax.lax.cond(is_due, compare, lambda: jnp.float32(0))
+    # It varies where some of the params do.
+    firsts = [jnp.ravel(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(params)]
+    zero = _tree.total([jnp.sum(comm.zeros(x)) for x in firsts])
+    return jax.lax.cond(is_due, compare, lambda: zero)
 
 
 def _words(x: Any) -> jax.Array:
     """The bits of `x` as unsigned integers; two of 32 bits for one of 64."""
     x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
     if x.dtype == bool:
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])

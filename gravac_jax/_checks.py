@@ -152,6 +152,16 @@ def two_axes(axis_name: Any, dense_axis_name: Any, is_sharded: bool) -> None:
         )
 
 
+def no_function(sharded: Any) -> None:
+    """Refuse a function of (path, leaf), which would see slices."""
+    if callable(sharded):
+        raise TypeError(
+            f"`sharded` must be True or a pytree of bools, got {sharded!r}. Inside a"
+            f" step a function would see the slice of a leaf, not the leaf: decide"
+            f" before, jax.tree.map(is_sharded, params)."
+        )
+
+
 def not_both(compress: Any, sharded: Any) -> None:
     """Refuse to choose the compressed leaves twice."""
     if compress is not None:

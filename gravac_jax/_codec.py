@@ -31,7 +31,7 @@ class Codec:
 
     def exponents(self, bucket: jax.Array, marks: Marks) -> jax.Array:
         """`[blocks]` uint8, of the largest marked magnitude in each block."""
-        block = self.values.block
+        block = min(self.values.block, self.n)
         if not block:
             return jnp.zeros(0, jnp.uint8)
         sent = jnp.abs(bucket - _compaction.clear(bucket, marks))

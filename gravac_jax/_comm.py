@@ -1,8 +1,8 @@
 """The only room that knows about other replicas.
 
-Everything that crosses the network goes through `Comm`, in float32 or int32, and so
-do the questions of what varies from replica to replica. `axis_name=None` means alone:
-the same code, nothing to exchange.
+Everything that crosses the network goes through `Comm`, in float32 or as integers, and
+so do the questions of what varies from replica to replica. `axis_name=None` means
+alone: the same code, nothing to exchange.
 """
 
 import dataclasses
@@ -57,6 +57,18 @@ class Comm:
         for path, leaf in _tree.named_leaves(tree):
             if fixed := self._fixed_axes(leaf):
                 _step_checks.still_local(path, fixed)
+
+    def check_sharded(
+        self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
+    ) -> None:
+        """Raise if `params` are known to be sharded otherwise than it is said."""
+        if not self._is_checked:
+            return
+        leaves = _tree.named_leaves(params)
+        for (path, leaf), chosen in zip(leaves, is_chosen, strict=True):
+            is_slice = not self._fixed_axes(leaf)
+            if is_slice != (chosen and is_sharded):
+                _step_checks.sharded_as_said(path, is_slice, self.axis_name)
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""

@@ -13,7 +13,8 @@ class StepInfo(NamedTuple):
 
     Found in any optimizer state by name. Bytes are float32: exact below 2**24 and to
     seven digits above. A skipped step has factor infinity, since it sent none of the
-    gradient, and gain 0.
+    gradient, and gain 0. With two axes, bytes are those over the slow one, and a
+    device's own.
 
     Attributes:
       factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.

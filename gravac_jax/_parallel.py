@@ -65,11 +65,11 @@ def data_parallel(
     def run(
         state: tuple[Any, ...], batch: Any, shared: dict[str, Any], sharded: Any
     ) -> Any:
-        specs = sharded
         if sharded is None:
             _placement.check_placed(state, replicas)
             specs = _placement.state_specs(state, axis_name)
         else:
+            _placement.check_placed(state, replicas, devices)
             specs = jax.tree.unflatten(jax.tree.structure(state), sharded)
         return jax.shard_map(
             body,

@@ -31,9 +31,9 @@ def take(bucket: jax.Array, indices: jax.Array) -> Payload:
     return Payload(values, indices)
 
 
-def drop(bucket: jax.Array, payload: Payload) -> jax.Array:
-    """`bucket` without the entries of `payload`: what is left to send later."""
-    return bucket.at[payload.indices].set(
+def drop(bucket: jax.Array, indices: jax.Array) -> jax.Array:
+    """`bucket` without the entries at `indices`: what is left to send later."""
+    return bucket.at[indices].set(
         0, mode="drop", unique_indices=True, indices_are_sorted=True
     )
 

@@ -18,7 +18,8 @@ def place(
 
     What the transform keeps per replica gets a leading axis of replicas, sharded over
     `axis_name`; everything else is replicated. The shapes and values of all other
-    leaves stay as they are. A state that is already placed may be placed again.
+    leaves stay as they are. A state that is already placed may be placed again. Params
+    that are sharded (FSDP) stay where they are: `gravac.init` makes their state.
 
     Args:
       tree: params and optimizer state in any nesting, a linen `TrainState`, an
@@ -67,9 +68,14 @@ def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
     return int(np.prod([mesh.shape[name] for name in _checks.axis_names(axis_name)]))
 
 
-def check_placed(tree: Any, replicas: int) -> None:
-    """Raise unless every per-replica state in `tree` is placed on `replicas`."""
-    check = lambda x: _step_checks.is_placed(_state.placed_replicas(x), replicas)
+def check_placed(tree: Any, *replicas: int) -> None:
+    """Raise unless per-replica state in `tree` is placed on one of these numbers."""
+
+    def check(state: Any) -> None:
+        placed = _state.placed_replicas(state)
+        if placed not in replicas:
+            _step_checks.is_placed(placed, replicas[0])
+
     _state.map_local(tree, check, lambda _: None)
 
 
@@ -137,7 +143,7 @@ def init(
     assert isinstance(mesh, jax.sharding.Mesh)
     specs = specs_of(params)
     used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
-    _step_checks.whole_over(used, axis_name)
+    _step_checks.whole_over(used, _checks.axis_names(axis_name))
     local = jax.P(
         axes if used & set(_checks.axis_names(dense_axis_name)) else axis_name
     )
@@ -146,16 +152,27 @@ def init(
         shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
-    of_params = optax.tree.map_params(
-        tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: jax.P()
+    # The transform's own state has nothing of the params' shapes, and may have more
+    # buckets than one that is made for no params, as map_params makes it.
+    is_ours = _state.is_transform_state
+    without = lambda tree: jax.tree.map(
+        lambda x: () if is_ours(x) else x, tree, is_leaf=is_ours
     )
-    is_spec = lambda x: isinstance(x, jax.P)
+    state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
+    others = optax.tree.map_params(
+        optax.GradientTransformation(
+            lambda params: without(tx.init(params)), tx.update
+        ),
+        lambda _, spec: spec,
+        without(state),
+        specs,
+        transform_non_params=lambda _: jax.P(),
+    )
     out_specs = jax.tree.map(
-        lambda x, spec: per_leaf(x, local, None) if _state.is_local(x) else spec,
+        lambda x, spec: per_leaf(x, local, jax.P()) if is_ours(x) else spec,
         state,
-        of_params,
-        is_leaf=lambda x: _state.is_local(x) or is_spec(x),
+        others,
+        is_leaf=is_ours,
     )
 
     def init_slice(params: Any) -> Any:

@@ -62,8 +62,9 @@ def warn_if_dense(
         warnings.warn(
             f"with {replicas} replicas the factors {replaced} would send more bytes"
             " than a dense step, and are dense steps. Begin the ladder higher, such as"
-            f" GraVAC(ladder=gravac.geometric({replicas}, 1000)), or send shorter"
-            " entries: AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()).",
+            f" GraVAC(ladder=gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
+            " or choose an exchange that sends less: AllGather with BFloat16() values"
+            " and UInt16() indices, or LeaderIndices().",
             stacklevel=2,
         )
 

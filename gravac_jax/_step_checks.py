@@ -102,6 +102,16 @@ def params_given(params: Any) -> None:
         )
 
 
+def comparable(tree: Any) -> None:
+    """Refuse leaves whose bits cannot be had, by name."""
+    for path, leaf in _tree.named_leaves(tree):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"the leaf at {path} is complex, and its bits cannot be compared or"
+                f" sent: pass its real and imaginary parts."
+            )
+
+
 def mask_matches(mask: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
     is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
@@ -113,22 +123,34 @@ def mask_matches(mask: Any, tree: Any) -> None:
         )
 
 
-def splits(tree: Any, micro_batches: int) -> None:
+def splits(arguments: dict[Any, Any], micro_batches: int) -> None:
     """Refuse a batch that does not divide into parts, by name."""
-    for path, leaf in _tree.named_leaves(tree):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % micro_batches:
-            raise ValueError(
-                f"micro_batches={micro_batches} does not divide the first axis of the"
-                f" argument at {path}, of shape {shape}. Arguments that are not"
-                f" differentiated are the batch, and split along it: choose a divisor"
-                f" of its rows, and close over what has none."
-            )
+    for name, argument in arguments.items():
+        for path, leaf in _tree.named_leaves(argument):
+            shape = jnp.shape(leaf)
+            if not shape or shape[0] % micro_batches:
+                raise ValueError(
+                    f"micro_batches={micro_batches} does not divide the first axis of"
+                    f" argument {name!r} ({path}), of shape {shape}. Arguments that are"
+                    f" not differentiated are the batch, and split along it: choose a"
+                    f" divisor of its rows, close over what has none, and give random"
+                    f" keys as one for each row."
+                )
 
 
-def whole_over(used: set[str], axis_name: Any) -> None:
+def sharded_as_said(path: str, is_slice: bool, axis_name: Any) -> None:
+    """Refuse slices that are taken for whole leaves, and the reverse."""
+    found, said = ("a slice", "whole") if is_slice else ("whole", "a slice")
+    raise ValueError(
+        f"the leaf at {path} is {found} on each device along {axis_name!r}, and"
+        f" gravac.transform takes it for {said}: its gradient would be averaged"
+        f" wrongly. `sharded` must name the leaves that are sharded over"
+        f" `dense_axis_name`, and no others."
+    )
+
+
+def whole_over(used: set[str], names: Sequence[str]) -> None:
     """Refuse params that are sharded over the axis of replicas."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if shared := used & set(names):
         raise ValueError(
             f"the params are sharded over {sorted(shared)}, the axis over which"

@@ -34,7 +34,7 @@ def transform(
     memory: Memory | None = None,
     controller: Controller | None = None,
     compress: bool | _buckets.Predicate | Any = None,
-    sharded: bool | _buckets.Predicate | Any = False,
+    sharded: bool | Any = False,
     wire: WireCost | None = None,
     seed: int = 0,
     check_every: int = 0,
@@ -64,10 +64,10 @@ def transform(
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
         leaves out biases, norms and what is small.
-      sharded: which leaves are sharded over `dense_axis_name` (FSDP), as for
-        `compress`: each device compresses the slice that it owns, and all others go
-        dense. Their gradients must be summed over that axis, as the transpose of
-        `jax.lax.all_gather` leaves them; the mean is taken here.
+      sharded: which leaves are sharded over `dense_axis_name` (FSDP): all, or those
+        of a pytree of bools. Each device compresses the slices that it owns, and all
+        other leaves go dense. Gradients of slices must be summed over that axis, as
+        the transpose of `jax.lax.all_gather` leaves them; the mean is taken here.
       wire: predicts step times until measured ones come. Default: `WireCost()`.
       seed: of the random keys that randomized compressors draw from.
       check_every: after so many steps replicas compare checksums of their params
@@ -87,13 +87,14 @@ def transform(
         `optax.MaskedNode`.
       ValueError: if the two axes are one, or `sharded` lacks its axis. By `update`,
         outside the axes, for gradients that were already summed over them, and for a
-        state that does not fit the gradients.
+        state that does not fit the gradients; where JAX knows what varies, for params
+        that are sharded otherwise than `sharded` says.
 
     Law:
       On every replica and step, sent + kept == gradient + residual, exactly (but for
-      numbers below 2**-126, which XLA may flush to zero). At
-      factor 1 the update is `jax.lax.pmean` of the gradients. If any gradient of any
-      replica is not finite, the update is zero and the state but for its counters
+      numbers below 2**-126, which XLA may flush to zero). At factor 1 the update is
+      `jax.lax.pmean` of the gradients, unless the exchange rounds. If any gradient of
+      any replica is not finite, the update is zero and the state but for its counters
       stays as it was, on all replicas.
 
     Example:
@@ -121,8 +122,9 @@ def transform(
         _checks.component(compressor, Compressor, "compressor", "gravac.TopK()")
         _checks.only_one(exchange, compressor)
         exchange = AllGather(compressor)
-    is_sharded = sharded is not False
+    is_sharded = sharded is not None and sharded is not False
     if is_sharded:
+        _checks.no_function(sharded)
         _checks.not_both(compress, sharded)
         compress = sharded
     wiring = Wiring(

@@ -110,10 +110,7 @@ class Wiring:
         del ignored
         comm, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
         both = Comm(_comm.join(self.axis_name, self.dense_axis_name))
-        _step_checks.bound_axis(both.axis_name, "update")
-        _step_checks.gradients(updates)
-        both.check_local(updates)
-        buckets = _buckets.plan(updates, self.compress)
+        buckets = self._plan(updates, params, both, fast)
         # Who owns a state, and who holds the same params: slices differ over both axes.
         owner, same = (both, comm) if self.is_sharded else (comm, both)
         local = owner.cast(self._enter(state, buckets, owner))
@@ -195,6 +192,16 @@ class Wiring:
                 state.info, tables, rung, gains, is_finite, jnp.any(common.apart > 0)
             ),
         )
+
+    def _plan(self, updates: Any, params: Any, both: Comm, fast: Comm) -> Buckets:
+        """What goes where, after all checks of what came."""
+        _step_checks.bound_axis(both.axis_name, "update")
+        _step_checks.gradients(updates)
+        both.check_local(updates)
+        buckets = _buckets.plan(updates, self.compress)
+        if params is not None:
+            fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
+        return buckets
 
     def _is_apart(self, params: Any, steps: jax.Array, comm: Comm) -> jax.Array:
         """Compare params, as often as asked for."""

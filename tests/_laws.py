@@ -59,7 +59,7 @@ def _filled(payload: Any, bucket: np.ndarray) -> Any:
 def sends_what_is_there(compressor: Any, bucket: np.ndarray, factor: float) -> None:
     """What is sent and what is left make up the bucket, bit for bit."""
     payload = selected(compressor, bucket, factor)
-    rebuilt = np.array(_payload.drop(jnp.asarray(bucket), payload))
+    rebuilt = np.array(_payload.drop(jnp.asarray(bucket), payload.indices))
     payload = _filled(payload, bucket)
     assert not rebuilt[payload.indices].any()
     rebuilt[payload.indices] = payload.values

@@ -34,7 +34,7 @@ def buckets() -> list[np.ndarray]:
         (gradient,), dense = plan.pack(jax.grad(loss_of)(params, batch))
         bucket = gradient + residual
         payload, _ = top.compress(bucket, (), k=k, key=jax.random.key(0))
-        residual = _payload.drop(bucket, payload)
+        residual = _payload.drop(bucket, payload.indices)
         sent = plan.unpack((bucket - residual,), dense)
         updates, opt_state = tx.update(sent, opt_state)
         return optax.apply_updates(params, updates), opt_state, residual, bucket

@@ -78,6 +78,24 @@ def test_entries_that_change_places_show():
     assert sums[0, 0] != sums[0, 1]
 
 
+def test_signs_that_change_show_however_many():
+    trees = jnp.array([[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, 1.0, 1.0]])
+    sums = jax.vmap(gravac.checksum, axis_name="data")(trees)
+    assert sums[0, 0] != sums[0, 1]
+
+
+def test_random_keys_are_compared_and_shared():
+    keys = jax.random.split(jax.random.key(0), N)
+    assert len(set(jax.vmap(gravac.checksum, axis_name="data")(keys)[0].tolist())) == N
+    shared = jax.vmap(gravac.resync, axis_name="data")(keys)
+    assert (shared == keys[0]).all()
+
+
+def test_complex_leaves_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"\['z'\] is complex"):
+        gravac.checksum({"z": jnp.ones(2, complex)}, None)
+
+
 @pytest.mark.parametrize("how", HARNESSES)
 def test_a_resync_gives_everybody_the_bits_of_the_first(how):
     noise = lambda x: jnp.stack([x, *(jnp.roll(x, i) for i in range(1, N))])

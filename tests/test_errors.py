@@ -180,7 +180,7 @@ BUILDS = {
         lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(
             1.0, x=jnp.ones(4)
         ),
-        "ValueError ... micro_batches=3 ... ['x'] ... (4,) ... choose a divisor",
+        "ValueError ... micro_batches=3 ... argument 'x' ... (4,) ... choose a divisor",
     ),
     "a batch without rows": (
         lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(1.0, 2.0),
@@ -209,6 +209,22 @@ BUILDS = {
     "leaves chosen twice": (
         lambda: gravac.transform(compress=True, sharded=True, dense_axis_name="ici"),
         "TypeError ... `compress` or `sharded`, not both ... got True and True",
+    ),
+    "a slice chosen by a function": (
+        lambda: gravac.transform(sharded=gravac.matrices(), dense_axis_name="ici"),
+        "TypeError ... `sharded` ... pytree of bools ... decide before",
+    ),
+    "indices as values": (
+        lambda: gravac.AllGather(values=gravac.UInt16()),
+        "TypeError ... `values` must be a ValueEncoding ... gravac.BFloat16()",
+    ),
+    "values as indices": (
+        lambda: gravac.AllGather(indices=gravac.BFloat16()),
+        "TypeError ... `indices` must be a IndexEncoding ... gravac.UInt16()",
+    ),
+    "a class for a leader's compressor": (
+        lambda: gravac.LeaderIndices(gravac.TopK),
+        "TypeError ... `compressor` must be a Compressor, got the class TopK",
     ),
     "specs over a number": (
         lambda: gravac.state_specs(PARAMS, 0),

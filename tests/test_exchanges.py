@@ -1,9 +1,12 @@
 """Every exchange keeps every law, and returns what its oracle returns."""
 
+import functools
+
 import _examples
 import _laws
 import _oracles
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,3 +83,28 @@ def test_one_collective_carries_values_and_indices_together():
     )(_examples.EXCHANGED[0])
     assert str(jaxpr).count("all_gather[") == 1
     assert "psum[" not in str(jaxpr)
+
+
+def exchanged_alone(exchange, bucket, state, rung, ladder=(1.0, 4.0)):
+    key, alone = jax.random.key(0), Comm(None)
+    step = functools.partial(exchange.exchange, ladder=ladder, key=key, comm=alone)
+    return jax.jit(step)(bucket, state, np.int32(rung))
+
+
+def test_a_leader_that_did_not_suit_is_forgotten_in_dense_steps():
+    exchange = gravac.LeaderIndices(gravac.TopK())
+    bucket = jnp.asarray(_examples.EXCHANGED[0])
+    state = exchange.init(bucket.size, (1.0, 4.0))._replace(agreement=np.float32(0))
+    for expected in (0.5, 0.75):
+        exchanged, state = exchanged_alone(exchange, bucket, state, rung=0)
+        assert state.agreement == expected
+        assert exchanged.energies[1] > 0
+
+
+def test_a_replica_that_selects_nothing_has_finite_energies():
+    exchange = gravac.LeaderIndices(gravac.TopK())
+    bucket = jnp.zeros(40)
+    state = exchange.init(bucket.size, (1.0, 4.0))
+    exchanged, state = exchanged_alone(exchange, bucket, state, rung=1)
+    assert np.isfinite(exchanged.energies).all()
+    assert state.agreement == 1

@@ -88,7 +88,11 @@ def _jitted_exchange(compressor):
     )
 
 
-@pytest.mark.parametrize("compressor", [gravac.TopK(), gravac.Threshold()], ids=repr)
+@pytest.mark.parametrize(
+    "compressor",
+    [gravac.Threshold(), pytest.param(gravac.TopK(), marks=pytest.mark.slow)],
+    ids=repr,
+)
 def test_the_energies_of_all_rungs_are_exact_or_within_2_percent(compressor):
     for bucket in _recorded.buckets():
         counts = [compressor.count(bucket.size, factor) for factor in LADDER]

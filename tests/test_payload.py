@@ -11,7 +11,7 @@ def test_what_is_taken_and_what_is_left_are_the_bucket():
     payload = _payload.take(bucket, indices)
     assert payload.values.tolist() == [-4.0, 1.0]
     assert payload.indices.tolist() == [3, 0]
-    assert _payload.drop(bucket, payload).tolist() == [0.0, -2.0, 3.0, 0.0]
+    assert _payload.drop(bucket, payload.indices).tolist() == [0.0, -2.0, 3.0, 0.0]
 
 
 def mean_of(payloads, n):

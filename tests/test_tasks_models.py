@@ -129,9 +129,8 @@ def losses(task, params, tx, replicated, mesh, steps):
     return losses
 
 
-# A transformer is matrices like an LSTM, and takes longest to compile.
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=SLOW if "transformer" in x else ()) for x in MODELS]
+    "name", [pytest.param(x, marks=() if "resnet" in x else SLOW) for x in MODELS]
 )
 def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     exchange = gravac.transform(controller=gravac.Fixed(factor=10))

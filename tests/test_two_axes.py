@@ -12,6 +12,7 @@ import pytest
 from _harness import AXIS_TYPES, Scripted, agreed, assert_same, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax import _payload
 from gravac_jax._exchanges import EXCHANGES
 
 SLOW, FAST = 2, 4
@@ -33,8 +34,17 @@ IS_MATRIX = {"w": True, "b": False}
 SPECS = {"w": jax.P("ici"), "b": jax.P()}
 WHOLE = {"w": jax.P(), "b": jax.P()}
 
-by_mesh = pytest.mark.parametrize("axis_type", AXIS_TYPES)
+AUTO, EXPLICIT = AXIS_TYPES
 by_check = pytest.mark.parametrize("check_vma", [True, False])
+in_every_way = pytest.mark.parametrize(
+    ("axis_type", "check_vma"),
+    [
+        (AUTO, True),
+        (EXPLICIT, True),
+        pytest.param(AUTO, False, marks=pytest.mark.slow),
+        (EXPLICIT, False),
+    ],
+)
 
 
 def two_axes(axis_type=AXIS_TYPES[0]):
@@ -103,8 +113,7 @@ def on_one_axis(controller):
 # Params that every device has whole.
 
 
-@by_mesh
-@by_check
+@in_every_way
 def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
     mesh = two_axes(axis_type)
     params = put(PARAMS, mesh, WHOLE)
@@ -143,8 +152,7 @@ def run_sharded(
     return run(tx, params, mesh, gradients_of, check_vma)
 
 
-@by_mesh
-@by_check
+@in_every_way
 def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma):
     deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
     for i, delta in enumerate(deltas):
@@ -153,8 +161,7 @@ def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma)
     assert not np.any(optax.tree.get(states[-1], "residual"))
 
 
-@by_mesh
-@by_check
+@in_every_way
 def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
     deltas, states = run_sharded(Scripted(LADDER), axis_type, check_vma)
     means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
@@ -268,6 +275,69 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
             (f"f32[{len(LADDER) + 1}]", "all-reduce", "{0,1,2,3,4,5,6,7}"),
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("specs", "sharded", "error"),
+    [
+        (SPECS, False, r"\['w'\] is a slice .* takes it for whole"),
+        (WHOLE, IS_MATRIX, r"\['w'\] is whole .* takes it for a slice"),
+    ],
+    ids=["slices taken for whole", "whole taken for slices"],
+)
+def test_slices_and_whole_leaves_are_told_apart(specs, sharded, error):
+    mesh = two_axes()
+    kwargs = {"sharded": sharded} if sharded else {"compress": IS_MATRIX}
+    local = lambda params, batch: batch
+    params = put(PARAMS, mesh, specs)
+    if specs is SPECS:
+        local = lambda params, batch: sharded_loss(params, batch)[1]
+    with pytest.raises(ValueError, match=error):
+        run(transform(**kwargs), params, mesh, local, check_vma=True)
+
+
+@by_check
+def test_a_state_that_is_not_placed_is_refused(check_vma):
+    tx, mesh = transform(compress=IS_MATRIX), two_axes()
+    step = gravac.data_parallel(
+        lambda state, batch: state, mesh, "dcn", "ici", check_vma=check_vma
+    )
+    with pytest.raises(ValueError, match="the state is not placed"):
+        step(tx.init(PARAMS), np.zeros((8, 1)))
+
+
+def test_slices_of_several_buckets_have_a_state(monkeypatch):
+    monkeypatch.setattr(_payload, "MAX_ENTRIES", N // FAST // 2)
+    tx, mesh = transform(sharded=IS_MATRIX), two_axes()
+    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+    shapes = [x.residual.shape for x in state.local.memory]
+    assert shapes == [(SLOW * FAST, N // FAST // 2)] * 2
+
+
+@by_check
+def test_slices_that_drift_apart_are_counted(check_vma):
+    tx, mesh = transform(sharded=IS_MATRIX, check_every=1), two_axes()
+
+    def train_step(params, state, batch):
+        # A fault of one device, which shard_map knows nothing of.
+        fault = jnp.where(jax.lax.axis_index(NAMES) == 6, batch["w"][0, 0, 0], 0.0)
+        held = {**params, "w": params["w"] + fault}
+        grads = sharded_loss(params, jax.tree.map(lambda x: 0 * x[0], batch))[1]
+        return params, tx.update(grads, state, held)[1]
+
+    params = put(PARAMS, mesh, SPECS)
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    step = gravac.data_parallel(
+        train_step, mesh, "dcn", "ici", check_vma=check_vma, donate=False
+    )
+    counts = []
+    for scale in (0, 1, 0, 1):
+        batch = {
+            k: scale + 0 * x[0].reshape(8, *x.shape[3:]) for k, x in GRADIENTS.items()
+        }
+        params, state = step(params, state, batch)
+        counts.append(int(state.info.disagreements))
+    assert counts == [0, 1, 1, 2]
 
 
 def test_params_that_are_sharded_over_the_slow_axis_are_refused():

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _comm, _payload, _selection
+from gravac_jax import _checks, _comm, _payload, _selection
 from gravac_jax._codec import Codec
 from gravac_jax._comm import Comm
 from gravac_jax._compressors import Threshold
@@ -37,6 +37,9 @@ class AllGather(Exchange):
       values: how their values travel.
       indices: how their indices travel.
 
+    Raises:
+      TypeError: if one of them is of another kind.
+
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(gravac.TopK()).traffic(1000, factor=100, replicas=4)
@@ -49,6 +52,11 @@ class AllGather(Exchange):
     compressor: Compressor = dataclasses.field(default_factory=Threshold)
     values: ValueEncoding = dataclasses.field(default_factory=Float32)
     indices: IndexEncoding = dataclasses.field(default_factory=Int32)
+
+    def __post_init__(self) -> None:
+        _checks.component(self.compressor, Compressor, "compressor", "gravac.TopK()")
+        _checks.component(self.values, ValueEncoding, "values", "gravac.BFloat16()")
+        _checks.component(self.indices, IndexEncoding, "indices", "gravac.UInt16()")
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """The compressor's state."""
@@ -91,7 +99,9 @@ class AllGather(Exchange):
             dense=lambda: comm.mean(bucket),
             nothing=lambda: comm.zeros(bucket),
         )
-        return Exchanged(mean, *selected[2:]), state
+        return Exchanged(
+            mean, selected.residual, selected.energies, selected.energy
+        ), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """What the encodings say; a dense mean's, where that is not more."""

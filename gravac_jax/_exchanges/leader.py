@@ -44,9 +44,10 @@ class LeaderIndices(Exchange):
     residuals of replicas that saw the same data stream do.
 
     Law:
-      Only the leader sends its largest entries. What the others would have sent at
-      another rung is told from their own selection and from how well the leader's
-      places suited them last; it is exact for the rung taken.
+      Only the leader sends its largest entries, so that gains are lower than those of
+      an all-gather: near 1 / N where replicas have nothing in common. What the others
+      would have sent at another rung is told from their own selection and from how
+      well the leader's places suited them last; it is exact for the rung taken.
 
     Cost:
       Two ring all-reduces, of k indices and of k values: 4 (N - 1) alpha +
@@ -59,6 +60,7 @@ class LeaderIndices(Exchange):
         holds the most, of equal ones the first.
 
     Raises:
+      TypeError: if `compressor` is none.
       ValueError: if `leader` is neither.
 
     Example:
@@ -75,6 +77,7 @@ class LeaderIndices(Exchange):
     leader: str = "turn"
 
     def __post_init__(self) -> None:
+        _checks.component(self.compressor, Compressor, "compressor", "gravac.TopK()")
         _checks.one_of(self.leader, "leader", LEADERS)
 
     @property
@@ -128,12 +131,14 @@ class LeaderIndices(Exchange):
             nothing=lambda: (comm.zeros(bucket), empty, comm.cast(zero)),
         )
         is_sparse = (slots.sent > 0) & (slots.sent < n)
-        agreement = sent / jnp.maximum(mine, _tree.SMALLEST_NORMAL)
-        agreement = jnp.where(is_sparse, agreement, state.agreement)
+        found = jnp.where(mine > 0, sent / jnp.where(mine > 0, mine, 1), 1)
+        # A dense step shows no agreement. One bad leader must not end compression.
+        forgotten = (state.agreement + 1) / 2
+        agreement = jnp.where(is_sparse, jnp.clip(found, 0, 1), forgotten)
         foreseen = jnp.minimum(own.energies * agreement, own.energy)
         foreseen = jnp.where(jnp.asarray(counts) == n, own.energy, foreseen)
         energies = jnp.where(rungs == rung, sent, foreseen)
-        rest = _payload.drop(bucket, Payload(bucket[:0], places))
+        rest = _payload.drop(bucket, places)
         residual = jnp.where(slots.sent == n, 0, rest)
         state = LeaderState(state.turn + 1, agreement, compressor)
         return Exchanged(mean, residual, energies, own.energy), state
