@@ -95,6 +95,7 @@ def test_the_quickstart_refuses_replicas_that_a_job_does_not_have(tmp_path):
     assert "--replicas 4 in a job of 2 devices" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_quickstart_ends_cleanly_on_ctrl_c(tmp_path, text):
     script = f"""
 import os, signal, sys; sys.path.insert(0, {str(EXAMPLES)!r})
