@@ -5,6 +5,7 @@ import shutil
 import tempfile
 
 import jax
+import pytest
 
 # Before a backend starts: half the time of most tests is LLVM's. `XLA_FLAGS=` in the
 # environment leaves everything as users have it.
@@ -35,3 +36,10 @@ def pytest_configure(config):
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Free what a module compiled: each program maps memory, and maps run out."""
+    yield
+    jax.clear_caches()
