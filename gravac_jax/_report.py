@@ -52,11 +52,16 @@ def tables(
 
 
 def warn_if_dense(
-    buckets: Buckets, exchange: Exchange, ladder: tuple[float, ...], replicas: int
+    table: Tables,
+    buckets: Buckets,
+    exchange: Exchange,
+    ladder: tuple[float, ...],
+    replicas: int,
 ) -> None:
     """Say so when a rung is dense because its payloads would weigh more."""
-    factors = lambda n: tables(buckets, exchange, ladder, n).factors[:-1]
-    is_replaced = factors(replicas) < factors(1)  # alone, nothing costs anything
+    # Alone, nothing costs anything.
+    alone = tables(buckets, exchange, ladder, replicas=1)
+    is_replaced = table.factors[:-1] < alone.factors[:-1]
     replaced = [f for f, x in zip(ladder, is_replaced, strict=True) if x]
     if replaced:
         warnings.warn(

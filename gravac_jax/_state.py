@@ -62,8 +62,7 @@ def find(tree: Any) -> list[TransformState]:
     return [x for x in leaves if is_transform_state(x)]
 
 
-def is_local(x: Any) -> bool:
-    """Whether `x` is the per-replica part of a transform's state."""
+def _is_local(x: Any) -> bool:
     # flax.nnx.split turns NamedTuples into mappings from their fields.
     names = {"replica", "memory"}
     return isinstance(x, LocalState) or (isinstance(x, Mapping) and names <= set(x))
@@ -76,7 +75,7 @@ def map_local(
 ) -> Any:
     """`tree` with `local` applied to per-replica states, `shared` to other leaves."""
     return jax.tree.map(
-        lambda x: local(x) if is_local(x) else shared(x), tree, is_leaf=is_local
+        lambda x: local(x) if _is_local(x) else shared(x), tree, is_leaf=_is_local
     )
 
 

@@ -134,7 +134,7 @@ class Wiring:
         )
         ladder = self.controller.ladder
         tables = _report.tables(buckets, self.exchange, ladder, comm.replicas)
-        _report.warn_if_dense(buckets, self.exchange, ladder, comm.replicas)
+        _report.warn_if_dense(tables, buckets, self.exchange, ladder, comm.replicas)
 
         # A step that is skipped feeds no gradient, sends nothing and decides nothing.
         # Not in a branch: XLA would copy the memory on its way in and out.

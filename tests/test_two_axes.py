@@ -63,51 +63,41 @@ def put(tree, mesh, specs):
     return jax.tree.map(place, tree, specs)
 
 
-def run(tx, params, mesh, gradients_of, check_vma):
-    """The updates and states of some steps; `gradients_of` a device's own batch."""
+def walk(tx, params, state, gradients_of, batch_of, **kwargs):
+    """The updates and states of some steps on a mesh."""
 
     def train_step(params, state, batch):
         local = jax.tree.map(lambda x: x[0], batch)
         updates, state = tx.update(gradients_of(params, local), state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
-    step = gravac.data_parallel(
-        train_step, mesh, "dcn", "ici", check_vma=check_vma, donate=False
-    )
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    step = gravac.data_parallel(train_step, **kwargs, donate=False)
     deltas, states = [], []
     for i in range(STEPS):
-        batch = {
-            k: x[i].reshape(SLOW * FAST, *x.shape[3:]) for k, x in GRADIENTS.items()
-        }
         before = params
+        batch = {name: batch_of(x[i]) for name, x in GRADIENTS.items()}
         params, state = step(params, state, batch)
         deltas.append(jax.tree.map(lambda a, b: np.asarray(a - b), params, before))
         states.append(state)
     return deltas, states
+
+
+def run(tx, params, mesh, gradients_of, check_vma):
+    """Two axes; `gradients_of` params and a device's own batch."""
+    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    own = lambda x: x.reshape(SLOW * FAST, *x.shape[2:])
+    return walk(tx, params, state, gradients_of, own, mesh=mesh, **kwargs)
 
 
 @functools.cache
 def on_one_axis(controller):
-    """The updates and states of 2 replicas whose gradients are already means of 4."""
+    """2 replicas whose gradients are already means of 4."""
     tx = gravac.transform("dcn", compress=IS_MATRIX, controller=controller)
     mesh = make_mesh((SLOW,), ("dcn",))
-
-    def train_step(params, state, batch):
-        grads = jax.tree.map(lambda x: x[0], batch)
-        updates, state = tx.update(grads, state, params)
-        return jax.tree.map(jnp.add, params, updates), state
-
-    step = gravac.data_parallel(train_step, mesh, "dcn", donate=False)
     params, state = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
-    deltas, states = [], []
-    for i in range(STEPS):
-        batch = {k: x[i].mean(1) for k, x in GRADIENTS.items()}
-        before = params
-        params, state = step(params, state, batch)
-        deltas.append(jax.tree.map(lambda a, b: np.asarray(a - b), params, before))
-        states.append(state)
-    return deltas, states
+    mean, local = lambda x: x.mean(1), lambda params, batch: batch
+    return walk(tx, params, state, local, mean, mesh=mesh, axis_name="dcn")
 
 
 # Params that every device has whole.

@@ -94,7 +94,8 @@ class AllGather(Exchange):
 
         mean = in_branch(
             rung,
-            [k if k < n else None for k in counts],
+            counts,
+            n,
             sparse=gathered_mean,
             dense=lambda: comm.mean(bucket),
             nothing=lambda: comm.zeros(bucket),

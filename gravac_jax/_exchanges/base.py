@@ -66,9 +66,10 @@ class Exchange(abc.ABC):
         """Whether the mean is rounded further, and a dense rung leaves a residual."""
         return False
 
-    @abc.abstractmethod
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
-        """This replica's state for a bucket of `n` entries."""
+        """This replica's state for a bucket of `n` entries: none."""
+        del n, ladder
+        return ()
 
     @abc.abstractmethod
     def exchange(
@@ -106,7 +107,8 @@ class Exchange(abc.ABC):
 
 def in_branch(
     rung: jax.Array,
-    counts: Sequence[int | None],
+    counts: Sequence[int],
+    n: int,
     *,
     sparse: Callable[[int], Any],
     dense: Callable[[], Any],
@@ -116,10 +118,11 @@ def in_branch(
 
     Args:
       rung: traced.
-      counts: how many slots each rung has; None where it is dense.
+      counts: how many entries each rung sends,
+      n: of so many; a rung that sends all is dense.
       sparse: the branch of so many slots.
       dense: that of a dense rung.
       nothing: that of a step that is skipped, beyond the ladder.
     """
-    branch = lambda k: dense if k is None else functools.partial(sparse, k)
+    branch = lambda k: dense if k == n else functools.partial(sparse, k)
     return jax.lax.switch(rung, [*map(branch, counts), nothing])

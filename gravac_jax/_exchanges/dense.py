@@ -55,11 +55,6 @@ class DenseMean(Exchange):
       Traffic(entries=1000, payload_bytes=4000, wire_bytes=6000.0)
     """
 
-    def init(self, n: int, ladder: tuple[float, ...]) -> Any:
-        """No state."""
-        del n, ladder
-        return ()
-
     def exchange(
         self,
         bucket: jax.Array,

@@ -41,11 +41,6 @@ class DenseMean16(Exchange):
         """To 8 bits."""
         return True
 
-    def init(self, n: int, ladder: tuple[float, ...]) -> Any:
-        """No state."""
-        del n, ladder
-        return ()
-
     def exchange(
         self,
         bucket: jax.Array,

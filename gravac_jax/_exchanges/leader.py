@@ -125,7 +125,8 @@ class LeaderIndices(Exchange):
 
         mean, places, sent = in_branch(
             rung,
-            [k if k < n else None for k in counts],
+            counts,
+            n,
             sparse=at_the_leaders,
             dense=lambda: (comm.mean(bucket), empty, own.energy),
             nothing=lambda: (comm.zeros(bucket), empty, comm.cast(zero)),

@@ -38,11 +38,6 @@ class SharedRandomK(Exchange):
       PowerSGD, NeurIPS 2019, random-k with a shared seed.
     """
 
-    def init(self, n: int, ladder: tuple[float, ...]) -> Any:
-        """No state."""
-        del n, ladder
-        return ()
-
     def exchange(
         self,
         bucket: jax.Array,
@@ -70,7 +65,8 @@ class SharedRandomK(Exchange):
         energy = _tree.energy(bucket)
         mean, sent = in_branch(
             rung,
-            [k if k < n else None for k in counts],
+            counts,
+            n,
             sparse=at_places,
             dense=lambda: (comm.mean(bucket), energy),
             nothing=lambda: (comm.zeros(bucket), comm.cast(comm.zeros(energy))),
