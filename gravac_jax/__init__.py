@@ -31,7 +31,9 @@ from gravac_jax._exchanges import AllGather as AllGather
 from gravac_jax._exchanges import DenseMean as DenseMean
 from gravac_jax._exchanges import DenseMean16 as DenseMean16
 from gravac_jax._exchanges import LeaderIndices as LeaderIndices
+from gravac_jax._exchanges import LowRank as LowRank
 from gravac_jax._exchanges import SharedRandomK as SharedRandomK
+from gravac_jax._exchanges import by_rank as by_rank
 from gravac_jax._grad import value_and_grad as value_and_grad
 from gravac_jax._guard import guard as guard
 from gravac_jax._info import StepInfo as StepInfo

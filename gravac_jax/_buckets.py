@@ -95,6 +95,17 @@ class Buckets:
         return tuple(sum(x.entries for x in bucket) for bucket in self.pieces)
 
     @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The shape of each piece of each bucket; a leaf that is cut is a vector."""
+        leaves = self._chosen(self.leaves, True)
+
+        def shape(x: Piece) -> tuple[int, ...]:
+            leaf = leaves[x.leaf]
+            return leaf.shape if x.entries == leaf.size else (x.entries,)
+
+        return tuple(tuple(map(shape, bucket)) for bucket in self.pieces)
+
+    @property
     def layout(self) -> tuple[int, ...]:
         """The size of each piece of a compressed leaf, in order."""
         return tuple(x.entries for bucket in self.pieces for x in bucket)

@@ -186,3 +186,23 @@ def mesh_axis(mesh: Any, axis_name: Any) -> None:
             f" {mesh.axis_names}. Give the same name to the mesh, to gravac.transform"
             f" and here."
         )
+
+
+def holds_shapes(n: int, shapes: Any, entries: int) -> None:
+    """Refuse a bucket that does not hold arrays of the shapes that were given."""
+    if n != entries:
+        raise ValueError(
+            f"arrays of the shapes {shapes} have {entries:,} entries, but the bucket"
+            f" has {n:,}. gravac.transform enters the shapes of the params by itself:"
+            f" leave `shapes` out."
+        )
+
+
+def compresses_something(entries: int) -> None:
+    """Refuse a model of which nothing is compressed, where a ladder is made for it."""
+    if not entries:
+        raise ValueError(
+            "none of `params` is compressed: all are one-dimensional or small. Pass"
+            " compress=True, or gravac.matrices(min_entries=...), here and to"
+            " gravac.transform."
+        )

@@ -1,6 +1,7 @@
 """From a rung to what it sent: the figures of StepInfo."""
 
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,9 +32,12 @@ class Tables(NamedTuple):
 
 
 def tables(
-    buckets: Buckets, exchange: Exchange, ladder: tuple[float, ...], replicas: int
+    buckets: Buckets,
+    exchanges: Sequence[Exchange],
+    ladder: tuple[float, ...],
+    replicas: int,
 ) -> Tables:
-    """What each rung of `ladder` sends."""
+    """What each rung of `ladder` sends, with one exchange per bucket."""
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
     # The step's own evidence: a count and an energy, and per rung an energy and a time
     # with its count, beside the total.
@@ -42,7 +46,10 @@ def tables(
     _, *always = np.sum([common, evidence], axis=0)
     rows = []
     for factor in ladder:
-        per_bucket = [exchange.traffic(n, factor, replicas) for n in buckets.sizes]
+        per_bucket = [
+            exchange.traffic(n, factor, replicas)
+            for exchange, n in zip(exchanges, buckets.sizes, strict=True)
+        ]
         entries, *sizes = np.sum(per_bucket, axis=0)
         rows.append((n / entries if n else 1.0, *np.add(sizes, always)))
     rows.append((np.inf, *always))
@@ -54,13 +61,13 @@ def tables(
 def warn_if_dense(
     table: Tables,
     buckets: Buckets,
-    exchange: Exchange,
+    exchanges: Sequence[Exchange],
     ladder: tuple[float, ...],
     replicas: int,
 ) -> None:
     """Say so when a rung is dense because its payloads would weigh more."""
     # Alone, nothing costs anything.
-    alone = tables(buckets, exchange, ladder, replicas=1)
+    alone = tables(buckets, exchanges, ladder, replicas=1)
     is_replaced = table.factors[:-1] < alone.factors[:-1]
     replaced = [f for f, x in zip(ladder, is_replaced, strict=True) if x]
     if replaced:

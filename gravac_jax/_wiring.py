@@ -88,13 +88,20 @@ class Wiring:
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 memory=tuple(self.memory.init(n) for n in sizes),
-                exchange=tuple(self.exchange.init(n, ladder) for n in sizes),
+                exchange=tuple(
+                    exchange.init(n, ladder)
+                    for exchange, n in zip(self._exchanges(buckets), sizes, strict=True)
+                ),
             ),
             rung=rung,
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
             info=_report.before_the_first_step(len(ladder)),
         )
+
+    def _exchanges(self, buckets: Buckets) -> list[Exchange]:
+        """One per bucket."""
+        return [self.exchange.shaped(shapes) for shapes in buckets.shapes]
 
     def update(
         self,
@@ -133,8 +140,9 @@ class Wiring:
             )
         )
         ladder = self.controller.ladder
-        tables = _report.tables(buckets, self.exchange, ladder, comm.replicas)
-        _report.warn_if_dense(tables, buckets, self.exchange, ladder, comm.replicas)
+        exchanges = self._exchanges(buckets)
+        tables = _report.tables(buckets, exchanges, ladder, comm.replicas)
+        _report.warn_if_dense(tables, buckets, exchanges, ladder, comm.replicas)
 
         # A step that is skipped feeds no gradient, sends nothing and decides nothing.
         # Not in a branch: XLA would copy the memory on its way in and out.
@@ -150,8 +158,8 @@ class Wiring:
         ]
         compensated, memory = _unzip(map(keep, fed, held))
         exchanged, exchange = _unzip(
-            self.exchange.exchange(x, s, rung, ladder=ladder, key=key, comm=comm)
-            for x, s in zip(compensated, local.exchange, strict=True)
+            e.exchange(x, s, rung, ladder=ladder, key=key, comm=comm)
+            for e, x, s in zip(exchanges, compensated, local.exchange, strict=True)
         )
         energies, energy = both.mean(
             (

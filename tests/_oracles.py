@@ -186,6 +186,15 @@ VALUE_ENCODINGS = {
 # Exchanges -----------------------------------------------------------------------
 
 
+def shapes(n: int) -> tuple[tuple[int, ...], ...]:
+    """Those of the arrays in a bucket of `n`: two matrices and a vector."""
+    side = math.isqrt(n // 2)
+    if side < 3:
+        return ((n,),)
+    left = n - side * (side + 1)
+    return (side + 1, side), (left // 4 // 2, 2, 4), (left - left // 4 // 2 * 8,)
+
+
 class Exchanged(NamedTuple):
     """What an exchange should return, on all replicas."""
 
@@ -268,11 +277,35 @@ def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     return mean_at(buckets, np.array(_at_random(buckets[0], k)))
 
 
+def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """PowerSGD, in float64, from the first directions of the library."""
+    n = buckets.shape[1]
+    parts = shapes(n)
+    arrays = [(math.prod(x[:-1]), x[-1]) if len(x) > 1 else (x[0], 1) for x in parts]
+    entries = lambda r: sum(min(r * (a + b), a * b) for a, b in arrays)
+    fits = [r for r in range(1, n) if entries(r) <= n / factor]
+    rank = max(fits, default=1)
+    if factor == 1 or entries(rank) == n:
+        return dense_mean(exchange, buckets, factor)
+    begun = exchange.shaped(parts).init(n, (1.0, 1.0 + 1e-6))
+    exact = buckets.astype(np.float64)
+    sent, start = exact.copy(), 0
+    for (a, b), state in zip(arrays, begun, strict=True):
+        mine = exact[:, start : start + a * b].reshape(-1, a, b)
+        if rank * (a + b) < a * b:
+            right = np.asarray(state.right, np.float64)[:, :rank]
+            left = np.linalg.qr((mine @ right).mean(0))[0]
+            sent[:, start : start + a * b] = (left @ (left.T @ mine)).reshape(-1, a * b)
+        start += a * b
+    return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
+
+
 EXCHANGES = {
     gravac.DenseMean: dense_mean,
     gravac.DenseMean16: dense_mean_16,
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
+    gravac.LowRank: low_rank_mean,
     gravac.SharedRandomK: random_mean,
 }
 

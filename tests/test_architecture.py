@@ -26,7 +26,7 @@ FLOORS = [
         "_compaction",
         "_buckets",
     },
-    {"_quantile", "_collect", "_scale", "_grad", "_agreement"},
+    {"_quantile", "_collect", "_scale", "_grad", "_agreement", "_power"},
     {"_compressors", "_curve", "_encoding"},
     {"_codec"},
     {"_selection"},

@@ -25,7 +25,8 @@ EXCHANGES = [
 
 def tables(tree=WEIGHTS, compress=True, exchange=None, replicas=N):
     plan = _buckets.plan(tree, compress)
-    return _report.tables(plan, exchange or gravac.AllGather(), LADDER, replicas)
+    exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
+    return _report.tables(plan, exchanges, LADDER, replicas)
 
 
 after = jax.jit(
@@ -133,12 +134,12 @@ def test_no_two_figures_share_a_buffer():
 def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = (1.0, 10.0, 20.0, 100.0)
-    exchange = gravac.AllGather()
-    table = _report.tables(buckets, exchange, ladder, 32)
+    exchanges = [gravac.AllGather()]
+    table = _report.tables(buckets, exchanges, ladder, 32)
     assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()
     with pytest.warns(UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] "):
-        _report.warn_if_dense(table, buckets, exchange, ladder, 32)
+        _report.warn_if_dense(table, buckets, exchanges, ladder, 32)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
 def test_rungs_that_are_what_they_say_are_not_warned_about(exchange, replicas):
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = gravac.GraVAC().ladder
-    table = _report.tables(buckets, exchange, ladder, replicas)
+    table = _report.tables(buckets, [exchange], ladder, replicas)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _report.warn_if_dense(table, buckets, exchange, ladder, replicas)
+        _report.warn_if_dense(table, buckets, [exchange], ladder, replicas)

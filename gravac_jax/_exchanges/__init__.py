@@ -8,6 +8,15 @@ from gravac_jax._exchanges.allgather import AllGather
 from gravac_jax._exchanges.dense import DenseMean
 from gravac_jax._exchanges.dense16 import DenseMean16
 from gravac_jax._exchanges.leader import LeaderIndices
+from gravac_jax._exchanges.lowrank import LowRank
+from gravac_jax._exchanges.lowrank import by_rank as by_rank
 from gravac_jax._exchanges.randomk import SharedRandomK
 
-EXCHANGES = (AllGather, DenseMean, DenseMean16, LeaderIndices, SharedRandomK)
+EXCHANGES = (
+    AllGather,
+    DenseMean,
+    DenseMean16,
+    LeaderIndices,
+    LowRank,
+    SharedRandomK,
+)

@@ -51,9 +51,9 @@ class Exchange(abc.ABC):
 
     Law:
       On every replica `sent = bucket - residual` holds exactly, `mean` is the mean of
-      `sent` over replicas (float32, payloads added in the order of the replicas) and
-      the same on all of them. A rung of factor 1 sends everything, and a rung beyond
-      the ladder, that of a step that is skipped, nothing.
+      `sent` over replicas (float32, payloads added in the order of the replicas, within
+      `tolerance`) and the same on all of them. A rung of factor 1 sends everything, and
+      a rung beyond the ladder, that of a step that is skipped, nothing.
     """
 
     @property
@@ -65,6 +65,20 @@ class Exchange(abc.ABC):
     def is_rounded(self) -> bool:
         """Whether the mean is rounded further, and a dense rung leaves a residual."""
         return False
+
+    @property
+    def tolerance(self) -> float:
+        """How far float32 may take the mean from that of what was sent.
+
+        As a share of the largest entry of a bucket; 0 where entries are sent as they
+        are.
+        """
+        return 0.0
+
+    def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
+        """The same exchange for buckets that hold arrays of these `shapes`: itself."""
+        del shapes
+        return self
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """This replica's state for a bucket of `n` entries: none."""
