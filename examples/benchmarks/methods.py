@@ -1,22 +1,33 @@
-"""The methods that benchmarks compare, by name: each one a controller.
+"""The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
-`dense` is the float32 mean, `default` is what `gravac.transform()` comes with, and
-`fixed10` the static factor 10; any factor will do.
+`dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
+with, and `fixed10` the static factor 10; any factor will do. `short10`,
+`leader10`, `random10` and `lowrank10` have the factor 10 with another exchange.
 """
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import gravac_jax as gravac
 
-CONTROLLERS = {
-    "dense": gravac.Fixed(factor=1),
-    "default": gravac.GraVAC(),
+ALL = gravac.Fixed(factor=1)
+METHODS = {
+    "dense": {"controller": ALL},
+    "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
+    "default": {"controller": gravac.GraVAC()},
+}
+EXCHANGES = {
+    "fixed": gravac.AllGather(),
+    "short": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()),
+    "leader": gravac.LeaderIndices(),
+    "random": gravac.SharedRandomK(),
+    "lowrank": gravac.LowRank(),
 }
 
 
-def controller(name: str, beside: Iterable[str] = ()) -> gravac.Fixed | gravac.GraVAC:
-    """The controller of the method of that name.
+def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
+    """The keyword arguments of the method of that name.
 
     Args:
       name: the method's.
@@ -25,12 +36,14 @@ def controller(name: str, beside: Iterable[str] = ()) -> gravac.Fixed | gravac.G
     Raises:
       SystemExit: for a name that is none, and a factor below 1.
     """
-    if name in CONTROLLERS:
-        return CONTROLLERS[name]
-    if match := re.fullmatch(r"fixed(\d+(?:\.\d+)?)", name):
+    if name in METHODS:
+        return METHODS[name]
+    match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
+    if match and match[1] in EXCHANGES:
         try:
-            return gravac.Fixed(factor=float(match[1]))
+            fixed = gravac.Fixed(factor=float(match[2]))
         except ValueError as error:
             raise SystemExit(f"{name}: {error}") from None
-    known = ", ".join([*dict.fromkeys([*CONTROLLERS, *beside]), "fixed<factor>"])
-    raise SystemExit(f"no method is called {name!r}; there are: {known}")
+        return {"controller": fixed, "exchange": EXCHANGES[match[1]]}
+    known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in EXCHANGES)])
+    raise SystemExit(f"no method is called {name!r}; there are: {', '.join(known)}")

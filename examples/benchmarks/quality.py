@@ -23,7 +23,7 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import quality_report
 from journal import Journal, Line
-from methods import controller
+from methods import arguments
 from quality_results import tuned
 from quality_run import Bench, Setting, Trial, run
 
@@ -102,7 +102,7 @@ def check(args: Args) -> None:
         schedule forbids.
     """
     for name in args.methods:
-        controller(name)
+        arguments(name)
     setting = args.setting
     counts = {
         "--seeds": args.seeds,

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from journal import Journal, Line
-from methods import controller
+from methods import arguments
 from tasks import PRESETS, TASKS, Task, load, pipeline
 
 import gravac_jax as gravac
@@ -93,7 +93,7 @@ class Bench:
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
         tx = optax.chain(
-            gravac.transform(controller=controller(name)),
+            gravac.transform(**arguments(name)),
             optax.clip_by_global_norm(self.setting.clip),
             OPTIMIZERS[self.setting.optimizer](),
         )

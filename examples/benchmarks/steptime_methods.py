@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dense import dense16, dense32
-from methods import controller
+from methods import arguments
 from tasks import Task
 
 import gravac_jax as gravac
@@ -71,26 +71,14 @@ def method(name: str) -> Method:
     """
     if name in DENSE:
         return DENSE[name]
-    found = controller(name, beside=DENSE)
-    adaptive = isinstance(found, gravac.GraVAC)
-    return (_adaptive if adaptive else _static)(name, found)
-
-
-def _static(name: str, controller: gravac.Fixed) -> Method:
-    alone = gravac.transform(axis_name=None, controller=controller)
-    select = lambda grads, state, rung: alone.update(grads, state)
-    exchange = gravac.transform("data", controller=controller)
-    return Method(name, exchange, select, controller.ladder)
-
-
-def _adaptive(name: str, controller: gravac.GraVAC) -> Method:
-    alone = gravac.transform(axis_name=None, controller=controller)
+    chosen = arguments(name, beside=DENSE)
+    alone = gravac.transform(axis_name=None, **chosen)
 
     def select(grads: Any, state: Any, rung: jax.Array) -> tuple[Any, Any]:
         return alone.update(grads, optax.tree.set(state, rung=rung))
 
-    exchange = gravac.transform("data", controller=controller)
-    return Method(name, exchange, select, controller.ladder)
+    exchange = gravac.transform("data", **chosen)
+    return Method(name, exchange, select, chosen["controller"].ladder)
 
 
 class Trainer:
