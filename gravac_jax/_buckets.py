@@ -3,9 +3,10 @@
 A bucket is a flat float32 vector. Selecting over the whole model at once beats layer
 by layer at the same bytes (Tyagi and Swany, BigData 2023, table VI), so there is one
 bucket, as long as its indices fit; a larger model has several of about equal size, and
-a leaf that lies across a border is cut there. What is small or one-dimensional (biases,
-norms) is fused into one dense vector, where compression would save nothing and cost
-quality (Lin et al., 2018).
+a leaf that lies across a border is cut there. Several smaller ones may be asked for, so
+that one is on its way while the backward pass computes the next. What is small or
+one-dimensional (biases, norms) is fused into one dense vector, where compression would
+save nothing and cost quality (Lin et al., 2018).
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _payload, _step_checks, _tree
+
+ENTRY_BYTES = 4  # of a bucket
 
 Predicate = Callable[[str, Any], bool]
 
@@ -71,14 +74,30 @@ class Buckets:
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_compressed: tuple[bool, ...]
+    bucket_bytes: int | None = None
+
+    @property
+    def _borders(self) -> list[int]:
+        """Where one bucket ends and the next begins, counted in entries of all."""
+        sizes = [x.size for x in self._chosen(self.leaves, True)]
+        ends, full = [0, sum(sizes)], 0
+        if self.bucket_bytes is not None:
+            for end in itertools.accumulate(sizes[:-1]):
+                if ENTRY_BYTES * (end - full) >= self.bucket_bytes:
+                    ends.insert(-1, end)
+                    full = end
+        borders = [0]
+        for start, end in itertools.pairwise(ends):
+            parts = max(1, -(-(end - start) // _payload.MAX_ENTRIES))
+            cut = lambda i, a=start, b=end, n=parts: a + (b - a) * i // n
+            borders += [cut(i + 1) for i in range(parts)]
+        return borders
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """What each bucket holds: at least one bucket, though it be empty."""
         sizes = [x.size for x in self._chosen(self.leaves, True)]
         ends = list(itertools.accumulate(sizes, initial=0))
-        buckets = max(1, -(-ends[-1] // _payload.MAX_ENTRIES))
-        borders = [ends[-1] * i // buckets for i in range(buckets + 1)]
         spans = list(enumerate(itertools.pairwise(ends)))
         return tuple(
             tuple(
@@ -86,7 +105,7 @@ class Buckets:
                 for leaf, (start, end) in spans
                 if max(low, start) < min(high, end)
             )
-            for low, high in itertools.pairwise(borders)
+            for low, high in itertools.pairwise(self._borders)
         )
 
     @property
@@ -147,12 +166,15 @@ class Buckets:
         return [x for x, is_compressed in pairs if is_compressed == which]
 
 
-def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
+def plan(
+    tree: Any, compress: bool | Predicate | Any, bucket_bytes: int | None = None
+) -> Buckets:
     """Decide for each leaf of `tree` whether it is compressed.
 
     Args:
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`.
       compress: True for every leaf, a function of (path, leaf), or a pytree of bools.
+      bucket_bytes: how full a bucket is before the next one begins; None for one.
 
     Returns:
       The plan.
@@ -171,7 +193,7 @@ def plan(tree: Any, compress: bool | Predicate | Any) -> Buckets:
         _step_checks.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return Buckets(structure, specs, tuple(chosen))
+    return Buckets(structure, specs, tuple(chosen), bucket_bytes)
 
 
 def warn_if_empty(buckets: Buckets) -> None:

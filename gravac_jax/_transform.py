@@ -38,6 +38,7 @@ def transform(
     wire: WireCost | None = None,
     seed: int = 0,
     check_every: int = 0,
+    bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas, sending only the entries that matter.
 
@@ -74,6 +75,12 @@ def transform(
         (`update` needs them then), and `StepInfo.disagreements` counts where they
         differ; 0 for never. `gravac.resync` makes them the same again. These checks
         are not among the bytes that are counted.
+      bucket_bytes: None to select over the whole model at once, which sends what
+        matters most. A number makes buckets of whole leaves, each with at least so
+        many bytes of float32, 1 one bucket a leaf: none waits for the gradients of the
+        others, so that its exchange may begin while the backward pass goes on, where
+        XLA makes use of it. Each selects for itself, and compiles its own branches.
+        While a step runs its old residuals are kept, to be restored if it is skipped.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
@@ -138,5 +145,6 @@ def transform(
         wire=WireCost() if wire is None else wire,
         seed=seed,
         check_every=check_every,
+        bucket_bytes=bucket_bytes,
     )
     return optax.GradientTransformationExtraArgs(wiring.init, wiring.update)

@@ -7,6 +7,8 @@ rungs, and leaves all else to the rooms.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +29,7 @@ from gravac_jax import (
 from gravac_jax._buckets import Buckets
 from gravac_jax._comm import AxisName, Comm
 from gravac_jax._controllers.base import Controller, Evidence
-from gravac_jax._exchanges.base import Exchange
+from gravac_jax._exchanges.base import Exchange, Exchanged
 from gravac_jax._memory.base import Memory
 from gravac_jax._state import LocalState, TransformState
 from gravac_jax._throughput import WireCost
@@ -58,6 +60,7 @@ class Wiring:
     wire: WireCost
     seed: int
     check_every: int
+    bucket_bytes: int | None
 
     def __post_init__(self) -> None:
         _checks.axis(self.axis_name)
@@ -70,11 +73,14 @@ class Wiring:
         _checks.ladder(self.controller.ladder)
         if self.check_every:
             _checks.count(self.check_every, "check_every", "steps, or 0 for never")
+        if self.bucket_bytes is not None:
+            what = "the bytes that fill a bucket, or is None for one bucket"
+            _checks.count(self.bucket_bytes, "bucket_bytes", what)
 
     def init(self, params: Any) -> TransformState:
         """The state before the first step, in its local form."""
         _step_checks.gradients(params, "params")
-        buckets = _buckets.plan(params, self.compress)
+        buckets = _buckets.plan(params, self.compress, self.bucket_bytes)
         if self.compress is not False:
             _buckets.warn_if_empty(buckets)
         return self._initial(buckets)
@@ -144,22 +150,19 @@ class Wiring:
         tables = _report.tables(buckets, exchanges, ladder, comm.replicas)
         _report.warn_if_dense(tables, buckets, exchanges, ladder, comm.replicas)
 
-        # A step that is skipped feeds no gradient, sends nothing and decides nothing.
-        # Not in a branch: XLA would copy the memory on its way in and out.
         is_finite = common.bad == 0
-        keep = lambda new, old: _tree.where(is_finite, new, old)
-        rung = jnp.where(is_finite, state.rung, len(ladder))
         ran = state.steps - state.info.skipped_steps
         key = jax.random.fold_in(jax.random.key(self.seed), ran)
-        fed = map(self.memory.compensate, flat, local.memory)
-        held = [
-            (self.memory.held(s, x.size), s)
-            for x, s in zip(flat, local.memory, strict=True)
+        runs = [
+            functools.partial(x.exchange, ladder=ladder, key=key, comm=comm)
+            for x in exchanges
         ]
-        compensated, memory = _unzip(map(keep, fed, held))
-        exchanged, exchange = _unzip(
-            e.exchange(x, s, rung, ladder=ladder, key=key, comm=comm)
-            for e, x, s in zip(exchanges, compensated, local.exchange, strict=True)
+        exchanged, memory, exchange = zip(
+            *(
+                self._send(*bucket, state.rung, is_finite)
+                for bucket in zip(runs, flat, local.memory, local.exchange, strict=True)
+            ),
+            strict=True,
         )
         energies, energy = both.mean(
             (
@@ -178,17 +181,16 @@ class Wiring:
             measured_seconds=common.seconds / common.timed,  # NaN where not timed
         )
         decided = self.controller.decide(evidence, state.controller)
-        next_rung, controller = keep(decided, (state.rung, state.controller))
-        residuals = [x.residual for x in exchanged]
-        local = local._replace(
-            memory=tuple(map(self.memory.retain, residuals, compensated, memory)),
-            exchange=keep(exchange, local.exchange),
+        next_rung, controller = _tree.where(
+            is_finite, decided, (state.rung, state.controller)
         )
+        means = tuple(x.mean for x in exchanged)
+        local = local._replace(memory=memory, exchange=exchange)
 
         dense = jnp.where(is_finite, common.dense, 0.0)
         gains = jnp.where(is_finite, _gain.gain(energies, energy), 0.0)
+        rung = jnp.where(is_finite, state.rung, len(ladder))
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-        means = tuple(x.mean for x in exchanged)
         return buckets.unpack(means, dense), TransformState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
             layout=state.layout,
@@ -201,12 +203,43 @@ class Wiring:
             ),
         )
 
+    def _send(
+        self,
+        exchange: Callable[..., Any],
+        gradient: jax.Array,
+        memory: Any,
+        own: Any,
+        rung: jax.Array,
+        is_finite: jax.Array,
+    ) -> tuple[Exchanged, Any, Any]:
+        """One bucket's way: remember, exchange, keep.
+
+        A step that is skipped feeds no gradient, sends nothing and keeps all as it was.
+        Not in a branch: XLA would copy the memory on its way in and out.
+        """
+        # Whether a step is skipped is known when all gradients are. A bucket that does
+        # not wait for them is sent without what is not finite in it, and taken back.
+        waits = self.bucket_bytes is None
+        is_fed = is_finite if waits else _tree.is_bad([gradient]) == 0
+        if waits:
+            rung = jnp.where(is_finite, rung, len(self.controller.ladder))
+        fed = self.memory.compensate(gradient, memory)
+        held = (self.memory.held(memory, gradient.size), memory)
+        compensated, between = _tree.where(is_fed, fed, held)
+        exchanged, after = exchange(compensated, own, rung)
+        kept = self.memory.retain(exchanged.residual, compensated, between)
+        if not waits:
+            kept = _tree.where(is_finite, kept, memory)
+            mean = jnp.where(is_finite, exchanged.mean, 0)
+            exchanged = exchanged._replace(mean=mean)
+        return exchanged, kept, _tree.where(is_finite, after, own)
+
     def _plan(self, updates: Any, params: Any, both: Comm, fast: Comm) -> Buckets:
         """What goes where, after all checks of what came."""
         _step_checks.bound_axis(both.axis_name, "update")
         _step_checks.gradients(updates)
         both.check_local(updates)
-        buckets = _buckets.plan(updates, self.compress)
+        buckets = _buckets.plan(updates, self.compress, self.bucket_bytes)
         if params is not None:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
         return buckets
@@ -256,11 +289,3 @@ def _leave(local: LocalState, like: LocalState) -> LocalState:
     if _state.placed_replicas(like) is None:
         return local
     return jax.tree.map(lambda x: x[None], local)
-
-
-def _unzip(pairs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    firsts, seconds = [], []
-    for first, second in pairs:
-        firsts.append(first)
-        seconds.append(second)
-    return tuple(firsts), tuple(seconds)

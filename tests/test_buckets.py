@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _harness import assert_same
+from jax.extend.core import jaxprs_in_params
 
 import gravac_jax as gravac
 from gravac_jax import _buckets, _payload
@@ -112,6 +113,65 @@ def test_any_tree_comes_back_from_several_buckets(tree, most):
         buckets, dense = plan.pack(tree)
         assert all(0 < x.size <= most for x in buckets) or plan.sizes == (0,)
         assert_same(plan.unpack(buckets, dense), tree)
+
+
+LEAVES_OF_A_MODEL = [np.zeros((n, 2), np.float32) for n in (5, 1, 3, 8, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"),
+    [
+        (None, (38,)),
+        (1, (10, 2, 6, 16, 4)),
+        (4 * 8, (10, 8, 16, 4)),
+        (4 * 10, (10, 24, 4)),
+        (4 * 38, (38,)),
+        (4 * 1000, (38,)),
+    ],
+)
+def test_buckets_are_filled_with_whole_leaves(bucket_bytes, sizes):
+    plan = _buckets.plan(LEAVES_OF_A_MODEL, True, bucket_bytes)
+    assert plan.sizes == sizes
+    assert sum(plan.shapes, ()) == tuple(x.shape for x in LEAVES_OF_A_MODEL if x.size)
+    (empty,) = _buckets.plan([], True, bucket_bytes).sizes
+    assert empty == 0
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4 * 8])
+def test_whole_leaves_come_back_from_their_buckets(bucket_bytes):
+    rng = np.random.default_rng(0)
+    tree = [rng.standard_normal(x.shape).astype("f4") for x in LEAVES_OF_A_MODEL]
+    plan = _buckets.plan(tree, True, bucket_bytes)
+    assert_same(plan.unpack(*plan.pack(tree)), jax.tree.map(jnp.asarray, tree))
+
+
+def origins(jaxpr, known):
+    """The arguments that each collective of `jaxpr` waits for, wherever it is."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inputs = [known.get(x, set()) for x in eqn.invars if not hasattr(x, "val")]
+        mine = set().union(*inputs)
+        inner = [str(x) for x in jaxprs_in_params(eqn.params)]
+        if any("all_gather" in x or "psum" in x for x in [eqn.primitive.name, *inner]):
+            found.append(mine)
+        known.update({x: mine for x in eqn.outvars})
+    return found
+
+
+def test_a_bucket_of_its_own_waits_for_no_gradient_but_its_own():
+    params = [np.ones((20, 20), np.float32) for _ in range(3)]
+    waits = {}
+    for bucket_bytes in (None, 1):
+        tx = gravac.transform(
+            compress=True, controller=gravac.Fixed(10), bucket_bytes=bucket_bytes
+        )
+        trace = jax.make_jaxpr(tx.update, axis_env=[("data", 4)])
+        jaxpr = trace(params, tx.init(params)).jaxpr
+        known = {x: {i} for i, x in enumerate(jaxpr.invars[:3])}
+        waits[bucket_bytes] = [len(x) for x in origins(jaxpr, known)]
+    # One for what is common, one for the exchange, one for the evidence.
+    assert waits[None] == [3, 3, 3]
+    assert sorted(waits[1]) == [1, 1, 1, 3, 3]
 
 
 def test_several_buckets_lose_nothing(monkeypatch):

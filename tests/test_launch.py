@@ -348,6 +348,8 @@ for i in range(10**9):
 def start():
     """Starts a job, and returns when all of it is in the middle of what never ends."""
     launchers = []
+    # A shell's background jobs ignore Ctrl-C, and so would all that they start.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(path, processes=3):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -358,6 +360,7 @@ def start():
         return launchers[-1]
 
     yield start
+    signal.signal(signal.SIGINT, ignored)
     for launcher in launchers:
         launcher.kill()
         launcher.wait()

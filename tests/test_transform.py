@@ -85,6 +85,9 @@ PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
 RECIPES = {
     "scripted": gravac_with(Scripted(LADDER)),
     "gravac": gravac_with(GRAVAC),
+    "early": gravac.transform(
+        compress=COMPRESS, controller=Scripted(LADDER), bucket_bytes=1
+    ),
     "factor 1": sgd(gravac_with(gravac.Fixed(1))),
     "dense mean": sgd(
         gravac.transform(
@@ -145,7 +148,7 @@ def test_factor_1_is_pmean_bit_for_bit_on_integers(recipe, how):
     reason="how often m * a + b rounds is chance there; run with XLA_FLAGS=",
 )
 @pytest.mark.parametrize("how", ["shard_map unchecked", "pmap"])
-@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_pmap_and_both_shard_maps_give_the_same_bits(recipe, how):
     assert_same(story(recipe, how), story(recipe, "shard_map"))
 
@@ -208,7 +211,7 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
 
 
 @pytest.mark.parametrize("how", HARNESSES)
-@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, how):
     gradients, updates, states = story(recipe, how)
     kept, before = residuals(states)
@@ -231,7 +234,7 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, ho
 
 
 @pytest.mark.parametrize("how", HARNESSES)
-@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_over_a_run_what_was_sent_and_what_is_left_is_what_came_in(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
     came_in = INTEGERS["w"].sum(axis=1)
@@ -425,7 +428,7 @@ def test_a_time_alone_is_that_of_the_step_before():
 
 
 @pytest.mark.parametrize("how", HARNESSES)
-@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
     _, updates, states = story(recipe, how)
     is_bad = np.isin(np.arange(STEPS), BAD_STEPS)

@@ -1,8 +1,9 @@
 """The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, and `fixed10` the static factor 10; any factor will do. `short10`,
-`leader10`, `random10` and `lowrank10` have the factor 10 with another exchange.
+with, and `fixed10` the static factor 10; any factor will do. `short10`, `leader10`,
+`random10` and `lowrank10` have the factor 10 with another exchange, and `leaves10` a
+bucket for each leaf.
 """
 
 import re
@@ -23,6 +24,7 @@ EXCHANGES = {
     "leader": gravac.LeaderIndices(),
     "random": gravac.SharedRandomK(),
     "lowrank": gravac.LowRank(),
+    "leaves": gravac.AllGather(),
 }
 
 
@@ -44,6 +46,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
             fixed = gravac.Fixed(factor=float(match[2]))
         except ValueError as error:
             raise SystemExit(f"{name}: {error}") from None
-        return {"controller": fixed, "exchange": EXCHANGES[match[1]]}
+        bucket_bytes = 1 if match[1] == "leaves" else None
+        own = {"controller": fixed, "exchange": EXCHANGES[match[1]]}
+        return {**own, "bucket_bytes": bucket_bytes}
     known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in EXCHANGES)])
     raise SystemExit(f"no method is called {name!r}; there are: {', '.join(known)}")
