@@ -117,8 +117,18 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     return _state.map_local(tree, lambda local: local, shared)
 
 
-def is_apart(params: Any, comm: Comm, is_due: jax.Array) -> jax.Array:
-    """`[]` float32, 1 if it is due to compare replicas, and they differ; else 0."""
+def is_apart(params: Any, steps: jax.Array, check_every: int, comm: Comm) -> jax.Array:
+    """`[1]` float32, 1 if replicas were compared and differ, else 0; `[0]` if never.
+
+    Args:
+      params: compared after so many steps.
+      steps: `[]` int32, those before this one.
+      check_every: so many; 0 for never.
+      comm: those who should hold the same.
+    """
+    if not check_every:
+        return jnp.zeros(0)
+    _step_checks.params_given(params)
 
     def compare() -> jax.Array:
         sums = comm.gather(own_checksum(params))
@@ -127,7 +137,8 @@ def is_apart(params: Any, comm: Comm, is_due: jax.Array) -> jax.Array:
     # It varies where some of the params do.
     firsts = [jnp.ravel(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(params)]
     zero = _tree.total([jnp.sum(comm.zeros(x)) for x in firsts])
-    return jax.lax.cond(is_due, compare, lambda: zero)
+    is_due = (steps + 1) % check_every == 0
+    return jax.lax.cond(is_due, compare, lambda: zero)[None]
 
 
 def _words(x: Any) -> jax.Array:

@@ -206,3 +206,47 @@ def compresses_something(entries: int) -> None:
             " compress=True, or gravac.matrices(min_entries=...), here and to"
             " gravac.transform."
         )
+
+
+def decay(value: Any, name: str) -> None:
+    """Refuse what is not in [0, 1)."""
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ValueError(
+            f"`{name}` must be at least 0 and below 1, got {value!r}. It is the share"
+            f" of an average that is kept from step to step, such as 0.9."
+        )
+
+
+def above_zero(value: Any, name: str) -> None:
+    """Refuse a bound that would let nothing through."""
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"`{name}` must be a finite number above 0, got {value!r}. To clip nothing"
+            f" leave `clip` out."
+        )
+
+
+def one_momentum(momentum: Any, memory: Any) -> None:
+    """Refuse a memory and a momentum at once."""
+    if memory is not None:
+        raise TypeError(
+            f"give `momentum` or `memory`, not both: got {momentum!r} and {memory!r}."
+            f" momentum=m is short for memory=Momentum(m)."
+        )
+
+
+def knows_entries(memory: Any, exchange: Any) -> None:
+    """Refuse masking where no entry is either sent or not."""
+    raise ValueError(
+        f"{memory!r} masks the momentum of entries that were sent, and {exchange!r}"
+        f" sends a part of every entry: use masking='none'."
+    )
+
+
+def schedule(value: Any) -> None:
+    """Refuse what is no schedule."""
+    if not callable(value):
+        raise TypeError(
+            f"`schedule` must be a function from the step to a factor, got {value!r}."
+            f" For always the same use gravac.Fixed(factor=100)."
+        )

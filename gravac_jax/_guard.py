@@ -50,6 +50,7 @@ def guard(
 
     def init(params: Any) -> Any:
         state = tx.init(params)
+        _state.check_momentum(state)
         _step_checks.has_transform(_state.find(state), "gravac.guard")
         return state
 

@@ -32,7 +32,8 @@ def place(
 
     Raises:
       ValueError: if the mesh does not have the axis, the state is placed on another
-        number of replicas, or `mesh` is neither a mesh nor a positive number.
+        number of replicas, or `mesh` is neither a mesh nor a positive number; if the
+        optimizer keeps a momentum that the transform's memory keeps already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -52,6 +53,8 @@ def place(
         replicas = count_replicas(mesh, axis_name)
         local = jax.NamedSharding(mesh, jax.P(axis_name))
         shared = jax.NamedSharding(mesh, jax.P())
+
+    _state.check_momentum(tree)
 
     def place_local(state: Any) -> Any:
         placed = _state.placed_replicas(state)
@@ -159,6 +162,7 @@ def init(
         lambda x: () if is_ours(x) else x, tree, is_leaf=is_ours
     )
     state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
+    _state.check_momentum(state)
     others = optax.tree.map_params(
         optax.GradientTransformation(
             lambda params: without(tx.init(params)), tx.update

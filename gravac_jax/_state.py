@@ -1,10 +1,15 @@
 """What the transform carries from step to step, and how to find it in any pytree."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
+from gravac_jax import _step_checks
+from gravac_jax._comm import Comm
 from gravac_jax._info import StepInfo
 
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
@@ -35,6 +40,7 @@ class TransformState(NamedTuple):
       layout: `[pieces]` int32, entries of each compressed leaf, in order, cut where a
         bucket ends; a state with others is refused.
       local: what differs between replicas.
+      dense: the memory of the leaves that go dense.
       rung: `[]` int32, that of the next step.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at s modulo 8; the number of rungs
@@ -45,6 +51,7 @@ class TransformState(NamedTuple):
     steps: jax.Array
     layout: jax.Array
     local: LocalState
+    dense: Any
     rung: jax.Array
     controller: Any
     past_rungs: jax.Array
@@ -84,3 +91,69 @@ def placed_replicas(local: Any) -> int | None:
     replica = local["replica"] if isinstance(local, Mapping) else local.replica
     shape = jax.tree.leaves(replica)[0].shape
     return shape[0] if shape else None
+
+
+def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
+    """What differs per replica in its local form, whichever form it came in.
+
+    Args:
+      state: what came.
+      expected: its shapes, in the local form.
+      comm: those who own a state each.
+
+    Raises:
+      ValueError: if the state is of other shapes, or not placed where it must be.
+    """
+    if not is_transform_state(state):
+        _step_checks.state_matches(state, expected)
+    local = state.local
+    if placed_replicas(local) is not None:
+        is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
+        local = jax.tree.map(lambda x: x[0], local) if is_mine else local
+    elif comm.is_shared(local):
+        _step_checks.is_placed(None, comm.replicas)
+    _step_checks.state_matches(state._replace(local=local), expected)
+    return comm.cast(local._replace(replica=comm.replica()))
+
+
+def leave(local: LocalState, like: LocalState) -> LocalState:
+    """The state in the form in which it came."""
+    if placed_replicas(like) is None:
+        return local
+    return jax.tree.map(lambda x: x[None], local)
+
+
+def credit(
+    state: TransformState, rungs: int, step_seconds: Any, measured_step: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Enter a measured time at the rung of the step that it was measured at.
+
+    Returns:
+      `[rungs]` float32, the time there and 0 elsewhere; and 1 there, 0 elsewhere.
+    """
+    seconds = _step_checks.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
+    step = _step_checks.scalar(
+        measured_step, state.steps - 1, jnp.int32, "measured_step"
+    )
+    age = state.steps - step
+    is_time = jnp.isfinite(seconds) & (seconds > 0)
+    is_known = is_time & (age >= 1) & (age <= PAST_STEPS)
+    is_here = is_known & (jnp.arange(rungs) == state.past_rungs[step % PAST_STEPS])
+    return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
+
+
+# What a memory keeps, and the state of Optax that keeps it too.
+_TWICE = {"velocity": optax.TraceState, "second_moment": optax.ScaleByAdamState}
+
+
+def check_momentum(tree: Any) -> None:
+    """Raise if an optimizer in `tree` keeps what the memory before it keeps already."""
+    is_chain = lambda x: type(x) is tuple and any(map(is_transform_state, x))
+    chains = filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain))
+    for state, name in itertools.product(chains, _TWICE):
+        mine = [x for ours in find(state) for x in ours.local.memory]
+        owners = [type(x).__name__ for x in mine if hasattr(x, name)]
+        is_twice = lambda x, kind=_TWICE[name]: isinstance(x, kind)
+        if owners and any(map(is_twice, jax.tree.leaves(state, is_leaf=is_twice))):
+            what = name.replace("_", " ")
+            _step_checks.single_momentum(owners[0].removesuffix("State"), what)

@@ -237,3 +237,14 @@ def has_transform(found: Sequence[Any], where: str) -> None:
             f"{where} needs exactly one gravac.transform in the optimizer, found"
             f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
         )
+
+
+def single_momentum(memory: str, other: str) -> None:
+    """Refuse an optimizer that keeps what the memory keeps already."""
+    raise ValueError(
+        f"the optimizer after gravac.transform keeps a {other} of its own, and so does"
+        f" its memory, {memory}: gradients would be averaged over time twice. Keep one:"
+        f" optax.chain(gravac.transform(momentum=0.9), optax.sgd(0.1)), without"
+        f" `momentum` in optax.sgd; after gravac.Adam() only"
+        f" optax.scale_by_learning_rate(...)."
+    )

@@ -4,6 +4,7 @@ A recipe is a memory, an exchange (with its compressor) and a controller:
 
   dense data parallelism    NoMemory + DenseMean + Fixed(1)
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
+  DGC                       Momentum + AllGather(SampledTopK()) + Scheduled(...)
   GraVAC, the default       Residual + AllGather(Threshold()) + GraVAC()
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import optax
 
 from gravac_jax import _buckets, _checks
+from gravac_jax._clipping import Clip, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor
@@ -19,7 +21,7 @@ from gravac_jax._controllers import GraVAC
 from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges import AllGather
 from gravac_jax._exchanges.base import Exchange
-from gravac_jax._memory import Residual
+from gravac_jax._memory import Momentum, Residual
 from gravac_jax._memory.base import Memory
 from gravac_jax._throughput import WireCost
 from gravac_jax._wiring import Wiring
@@ -32,6 +34,8 @@ def transform(
     exchange: Exchange | None = None,
     compressor: Compressor | None = None,
     memory: Memory | None = None,
+    momentum: float | None = None,
+    clip: Clip | None = None,
     controller: Controller | None = None,
     compress: bool | _buckets.Predicate | Any = None,
     sharded: bool | Any = False,
@@ -47,10 +51,11 @@ def transform(
     same on every replica. Call it inside `shard_map`, `pmap` or `vmap` over
     `axis_name`, with gradients from `gravac.value_and_grad`.
 
-    `update(grads, state, params=None, *, step_seconds=None, measured_step=None)`
+    `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
+    flush=False)`
     ignores every other argument. `step_seconds` is the time that a step took, `[]`
     float32, NaN if unknown; `measured_step`, `[]` int32, says which step that was,
-    counted from 0; by default the one before.
+    counted from 0; by default the one before. `flush` is `gravac.flush`'s.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
@@ -61,6 +66,10 @@ def transform(
       exchange: how replicas average. Default: `AllGather(compressor)`.
       compressor: short for `exchange=AllGather(compressor)`. Default: `Threshold()`.
       memory: what becomes of entries that were not sent. Default: `Residual()`.
+      momentum: short for `memory=Momentum(momentum)`: the optimizer after it must have
+        none of its own then.
+      clip: bounds each replica's own gradient before it is remembered, such as
+        `ClipByGlobalNorm(1.0)`. Default: `NoClip()`.
       controller: how few are sent. Default: `GraVAC()`.
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
@@ -89,9 +98,9 @@ def transform(
 
     Raises:
       TypeError: if a component is of the wrong family, if both `exchange` and
-        `compressor`, or both `compress` and `sharded`, are given. By `init` and
-        `update`: for leaves that are no real floating-point arrays, and for
-        `optax.MaskedNode`.
+        `compressor`, `memory` and `momentum`, or `compress` and `sharded`, are given.
+        By `init` and `update`: for leaves that are no real floating-point arrays, and
+        for `optax.MaskedNode`.
       ValueError: if the two axes are one, or `sharded` lacks its axis. By `update`,
         outside the axes, for gradients that were already summed over them, and for a
         state that does not fit the gradients; where JAX knows what varies, for params
@@ -129,6 +138,9 @@ def transform(
         _checks.component(compressor, Compressor, "compressor", "gravac.TopK()")
         _checks.only_one(exchange, compressor)
         exchange = AllGather(compressor)
+    if momentum is not None:
+        _checks.one_momentum(momentum, memory)
+        memory = Momentum(momentum)
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
         _checks.no_function(sharded)
@@ -138,6 +150,7 @@ def transform(
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,
         is_sharded=is_sharded,
+        clip=NoClip() if clip is None else clip,
         exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
         controller=GraVAC() if controller is None else controller,

@@ -50,6 +50,22 @@ def energy(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
+def norm(parts: Sequence[jax.Array]) -> jax.Array:
+    """`[]` float32, the norm of all `parts` as one vector, also where squares overflow.
+
+    What float32 cannot hold saturates.
+    """
+    direct = jnp.sqrt(total(map(energy, parts)))
+
+    def scaled(_: Any) -> jax.Array:
+        tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
+        top = functools.reduce(jnp.maximum, tops)
+        root = jnp.sqrt(total(energy(x / top) for x in parts))
+        return jnp.minimum(top * root, float(jnp.finfo(jnp.float32).max))
+
+    return only_if(jnp.isinf(direct), scaled, direct)
+
+
 def excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:
     """`[rungs]` float32, the sum of what exceeds each threshold."""
     # Row by row, in as many sums as a row has entries: a plain sum over all adds one

@@ -27,6 +27,7 @@ from gravac_jax import (
     _tree,
 )
 from gravac_jax._buckets import Buckets
+from gravac_jax._clipping import Clip, NoClip
 from gravac_jax._comm import AxisName, Comm
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._exchanges.base import Exchange, Exchanged
@@ -53,6 +54,7 @@ class Wiring:
     axis_name: AxisName
     dense_axis_name: AxisName
     is_sharded: bool
+    clip: Clip
     exchange: Exchange
     memory: Memory
     controller: Controller
@@ -66,11 +68,14 @@ class Wiring:
         _checks.axis(self.axis_name)
         _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
         _checks.component(self.exchange, Exchange, "exchange", "gravac.AllGather()")
+        _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
         _checks.component(self.memory, Memory, "memory", "gravac.Residual()")
         example = "gravac.Fixed(factor=100)"
         _checks.component(self.controller, Controller, "controller", example)
         _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
         _checks.ladder(self.controller.ladder)
+        if self.memory.masks and self.exchange.tolerance:
+            _checks.knows_entries(self.memory, self.exchange)
         if self.check_every:
             _checks.count(self.check_every, "check_every", "steps, or 0 for never")
         if self.bucket_bytes is not None:
@@ -99,6 +104,7 @@ class Wiring:
                     for exchange, n in zip(self._exchanges(buckets), sizes, strict=True)
                 ),
             ),
+            dense=self.memory.init_dense(buckets.dense_size),
             rung=rung,
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
@@ -117,35 +123,34 @@ class Wiring:
         *,
         step_seconds: Any = None,
         measured_step: Any = None,
+        flush: bool = False,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
         """One step, from local gradients to their mean and the rung of the next."""
         del ignored
         comm, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
         both = Comm(_comm.join(self.axis_name, self.dense_axis_name))
-        buckets = self._plan(updates, params, both, fast)
+        buckets = self._plan(updates, params, both, fast, is_local=not flush)
         # Who owns a state, and who holds the same params: slices differ over both axes.
         owner, same = (both, comm) if self.is_sharded else (comm, both)
-        local = owner.cast(self._enter(state, buckets, owner))
+        expected = jax.eval_shape(lambda: self._initial(buckets))
+        local = _state.enter(state, expected, owner)
+        if flush:
+            return self._flush(local, state, buckets, comm)
 
-        flat, dense = buckets.pack(updates)
-        if self.is_sharded:
-            # The transpose of gathering a slice sums over the fast axis.
-            flat = tuple(x / fast.replicas for x in flat)
-        else:
-            flat = fast.mean(flat)
-        seconds, timed = self._credit(state, step_seconds, measured_step)
+        ladder = self.controller.ladder
+        flat, dense, bad = self._local_gradient(updates, buckets, fast, comm.replicas)
+        seconds, timed = _state.credit(state, len(ladder), step_seconds, measured_step)
         common = both.mean(
             Common(
                 dense=dense,
-                bad=_tree.is_bad((*flat, dense)),
+                bad=bad,
                 gradient_energy=_tree.total(map(_tree.energy, flat)),
                 seconds=seconds,
                 timed=timed,
-                apart=self._is_apart(params, state.steps, same),
+                apart=_agreement.is_apart(params, state.steps, self.check_every, same),
             )
         )
-        ladder = self.controller.ladder
         exchanges = self._exchanges(buckets)
         tables = _report.tables(buckets, exchanges, ladder, comm.replicas)
         _report.warn_if_dense(tables, buckets, exchanges, ladder, comm.replicas)
@@ -187,14 +192,16 @@ class Wiring:
         means = tuple(x.mean for x in exchanged)
         local = local._replace(memory=memory, exchange=exchange)
 
-        dense = jnp.where(is_finite, common.dense, 0.0)
+        dense, dense_memory = self.memory.follow(common.dense, state.dense)
+        dense = jnp.where(is_finite, dense, 0.0)
         gains = jnp.where(is_finite, _gain.gain(energies, energy), 0.0)
         rung = jnp.where(is_finite, state.rung, len(ladder))
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         return buckets.unpack(means, dense), TransformState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
             layout=state.layout,
-            local=_leave(local, state.local),
+            local=_state.leave(local, state.local),
+            dense=_tree.where(is_finite, dense_memory, state.dense),
             rung=next_rung,
             controller=controller,
             past_rungs=jnp.where(slot, rung, state.past_rungs),
@@ -234,58 +241,57 @@ class Wiring:
             exchanged = exchanged._replace(mean=mean)
         return exchanged, kept, _tree.where(is_finite, after, own)
 
-    def _plan(self, updates: Any, params: Any, both: Comm, fast: Comm) -> Buckets:
+    def _local_gradient(
+        self, updates: Any, buckets: Buckets, fast: Comm, replicas: int
+    ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+        """This replica's own: buckets, what goes dense, and whether it is bad."""
+        flat, dense = buckets.pack(updates)
+        if self.is_sharded:
+            # The transpose of gathering a slice sums over the fast axis.
+            flat = tuple(x / fast.replicas for x in flat)
+        else:
+            flat = fast.mean(flat)
+        bad = _tree.is_bad((*flat, dense))
+        if isinstance(self.clip, NoClip):
+            return flat, dense, bad
+        dense = fast.mean(dense)
+
+        def norm() -> jax.Array:
+            if not self.is_sharded:
+                return _tree.norm((*flat, dense))
+            slices = fast.mean(_tree.total(map(_tree.energy, flat))) * fast.replicas
+            return jnp.sqrt(slices + _tree.energy(dense))
+
+        *flat, dense = self.clip.clip((*flat, dense), norm, replicas)
+        return tuple(flat), dense, bad
+
+    def _flush(
+        self, local: LocalState, state: TransformState, buckets: Buckets, comm: Comm
+    ) -> tuple[Any, TransformState]:
+        """Send all that is held, and nothing else."""
+        held = tuple(map(self.memory.held, local.memory, buckets.sizes))
+        memory = tuple(
+            self.memory.retain(jnp.zeros_like(x), x, s)
+            for x, s in zip(held, local.memory, strict=True)
+        )
+        local = local._replace(memory=memory)
+        updates = buckets.unpack(comm.mean(held), jnp.zeros(buckets.dense_size))
+        # gravac.guard must not take what is delivered for a step that is skipped.
+        is_finite = jnp.ones_like(state.info.is_finite)
+        return updates, state._replace(
+            local=_state.leave(local, state.local),
+            info=state.info._replace(is_finite=is_finite),
+        )
+
+    def _plan(
+        self, updates: Any, params: Any, both: Comm, fast: Comm, is_local: bool
+    ) -> Buckets:
         """What goes where, after all checks of what came."""
         _step_checks.bound_axis(both.axis_name, "update")
         _step_checks.gradients(updates)
-        both.check_local(updates)
+        if is_local:
+            both.check_local(updates)
         buckets = _buckets.plan(updates, self.compress, self.bucket_bytes)
         if params is not None:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
         return buckets
-
-    def _is_apart(self, params: Any, steps: jax.Array, comm: Comm) -> jax.Array:
-        """Compare params, as often as asked for."""
-        if not self.check_every:
-            return jnp.zeros(0)
-        _step_checks.params_given(params)
-        is_due = (steps + 1) % self.check_every == 0
-        return _agreement.is_apart(params, comm, is_due)[None]
-
-    def _enter(self, state: Any, buckets: Buckets, comm: Comm) -> LocalState:
-        """What differs per replica in its local form, whichever form it came in."""
-        expected = jax.eval_shape(lambda: self._initial(buckets))
-        if not _state.is_transform_state(state):
-            _step_checks.state_matches(state, expected)
-        local = state.local
-        if _state.placed_replicas(local) is not None:
-            is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
-            local = jax.tree.map(lambda x: x[0], local) if is_mine else local
-        elif comm.is_shared(local):
-            _step_checks.is_placed(None, comm.replicas)
-        _step_checks.state_matches(state._replace(local=local), expected)
-        return local._replace(replica=comm.replica())
-
-    def _credit(
-        self, state: TransformState, step_seconds: Any, measured_step: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """Enter a measured time at the rung of the step that it was measured at."""
-        rungs = jnp.arange(len(self.controller.ladder))
-        seconds = _step_checks.scalar(
-            step_seconds, jnp.nan, jnp.float32, "step_seconds"
-        )
-        step = _step_checks.scalar(
-            measured_step, state.steps - 1, jnp.int32, "measured_step"
-        )
-        age = state.steps - step
-        is_time = jnp.isfinite(seconds) & (seconds > 0)
-        is_known = is_time & (age >= 1) & (age <= _state.PAST_STEPS)
-        is_here = is_known & (rungs == state.past_rungs[step % _state.PAST_STEPS])
-        return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
-
-
-def _leave(local: LocalState, like: LocalState) -> LocalState:
-    """The state in the form in which it came."""
-    if _state.placed_replicas(like) is None:
-        return local
-    return jax.tree.map(lambda x: x[None], local)

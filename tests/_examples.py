@@ -4,9 +4,12 @@ import itertools
 from typing import Any
 
 import numpy as np
+import optax
 
 import gravac_jax as gravac
 from gravac_jax._controllers.base import Evidence
+
+RISING = optax.exponential_decay(0.7, transition_steps=50, decay_rate=2.7)
 
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
@@ -21,7 +24,18 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"compressor": gravac.TopK()},
         {"compressor": gravac.TopK(), "leader": "energy"},
     ],
+    gravac.Adam: [{}, {"b1": 0.5, "b2": 0.9, "masking": "aged"}],
+    # Halves are exact.
+    gravac.Momentum: [
+        {"decay": 0.5, "nesterov": nesterov, "masking": masking}
+        for nesterov in (False, True)
+        for masking in ("aged", "literal", "none")
+    ],
     gravac.Fixed: [{"factor": 100}],
+    gravac.Scheduled: [
+        {"schedule": RISING, "ladder": (1, 10, 100)},
+        {"schedule": lambda step: 200 / RISING(step), "ladder": (4, 16)},
+    ],
     gravac.GraVAC: [
         {"epsilon": 0.7, "window": 10, "ladder": (1, 4, 16, 64)},
         {"epsilon": 0.9, "window": 7, "omega": 0.05, "smoothing": 0.5, "gain": "norm"},

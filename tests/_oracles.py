@@ -313,22 +313,91 @@ EXCHANGES = {
 # Memories ------------------------------------------------------------------------
 
 
-class Keeper(NamedTuple):
-    """What a memory should do with a run of residuals."""
+class Rememberer:
+    """What a memory should do with one bucket of one replica, step by step.
 
-    compensated: Callable[[np.ndarray, list[np.ndarray]], np.ndarray]
-    lost: Callable[[list[np.ndarray]], Any]  # what will never be sent
+    In float32, whose roundings a memory must share; `made` and `lost` add up in
+    float64 what it made of gradients, and what will never be sent.
+    """
+
+    rtol = 0.0  # of what is selected from
+
+    def __init__(self, memory: Any, n: int) -> None:
+        self.memory = memory
+        self.residual = np.zeros(n, np.float32)
+        self.made = np.zeros(n)
+        self.lost = np.zeros(n)
+
+    def add(self, gradient: np.ndarray) -> np.ndarray:
+        """What a gradient adds to the residual."""
+        return gradient
+
+    def feed(self, gradient: np.ndarray) -> np.ndarray:
+        """What is selected from."""
+        added = self.add(gradient)
+        self.made += added
+        self.compensated = self.residual + added
+        return self.compensated
+
+    def keep(self, residual: np.ndarray) -> None:
+        """After the exchange."""
+        self.residual = residual
 
 
-MEMORIES = {
-    gravac.NoMemory: Keeper(
-        compensated=lambda gradient, residuals: gradient,
-        lost=lambda residuals: sum(residuals),
-    ),
-    gravac.Residual: Keeper(
-        compensated=lambda gradient, residuals: gradient + residuals[-1],
-        lost=lambda residuals: np.zeros_like(residuals[-1]),
-    ),
+class Forgets(Rememberer):
+    """No error feedback."""
+
+    def keep(self, residual: np.ndarray) -> None:
+        self.lost += residual
+
+
+class Masks(Rememberer):
+    """DGC, sections 3.2 and 3.3."""
+
+    def __init__(self, memory: Any, n: int) -> None:
+        super().__init__(memory, n)
+        self.velocity = np.zeros(n, np.float32)
+
+    def add(self, gradient: np.ndarray) -> np.ndarray:
+        m = np.float32(self.memory.decay)
+        if self.memory.nesterov:
+            self.velocity = m * (self.velocity + gradient)
+            return self.velocity + gradient
+        self.velocity = m * self.velocity + gradient
+        return self.velocity
+
+    def keep(self, residual: np.ndarray) -> None:
+        for i in np.flatnonzero(residual != self.compensated):
+            if self.memory.masking == "literal":
+                self.velocity[i] = 0
+            if self.memory.masking == "aged" and self.residual[i]:
+                new, old = abs(self.velocity[i]), abs(self.residual[i])
+                self.velocity[i] *= new / (new + old)
+        self.residual = residual
+
+
+class Divides(Masks):
+    """Adam of one replica's gradients, in float64."""
+
+    rtol = 1e-5
+
+    def __init__(self, memory: Any, n: int) -> None:
+        super().__init__(memory, n)
+        self.square, self.steps = np.zeros(n), 0
+
+    def add(self, gradient: np.ndarray) -> np.ndarray:
+        b1, b2, self.steps = self.memory.b1, self.memory.b2, self.steps + 1
+        self.square = b2 * self.square + (1 - b2) * gradient.astype(np.float64) ** 2
+        root = np.sqrt(self.square / (1 - b2**self.steps)) + self.memory.eps
+        self.velocity = b1 * self.velocity + (1 - b1) * gradient / root
+        return self.velocity / (1 - b1**self.steps)
+
+
+MEMORIES: dict[type, type[Rememberer]] = {
+    gravac.Adam: Divides,
+    gravac.Momentum: Masks,
+    gravac.NoMemory: Forgets,
+    gravac.Residual: Rememberer,
 }
 
 
@@ -348,6 +417,15 @@ def fixed(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     del controller
     for _ in evidence:
         yield Decision(0, (), math.inf)
+
+
+def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """The highest factor that the schedule allows in the next step."""
+    for e in evidence:
+        allowed = float(controller.schedule(int(e.step) + 1))
+        rungs = [r for r, factor in enumerate(controller.ladder) if factor <= allowed]
+        margin = min(abs(factor / allowed - 1) for factor in controller.ladder) - 1e-5
+        yield Decision(max(rungs, default=0), (), margin)
 
 
 def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
@@ -443,6 +521,7 @@ class Decider(NamedTuple):
 
 CONTROLLERS = {
     gravac.Fixed: Decider(fixed, lambda state: ()),
+    gravac.Scheduled: Decider(scheduled, lambda state: ()),
     gravac.GraVAC: Decider(
         gravac_decisions, lambda state: (state.minimum, state.candidate)
     ),

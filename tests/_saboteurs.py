@@ -192,6 +192,17 @@ class RemembersInHalfPrecision(gravac.Residual):
         return gradient + state.residual.astype(jnp.float32), state
 
 
+class LeavesDenseLeavesBehind(gravac.Momentum):
+    def follow(self, mean, state):
+        return mean, state
+
+
+class MasksWhatItKept(gravac.Momentum):
+    def retain(self, residual, compensated, state):
+        kept = jnp.where(residual == compensated, 0, state.velocity)
+        return state._replace(velocity=kept, residual=residual)
+
+
 # Controllers ---------------------------------------------------------------------
 
 

@@ -10,10 +10,13 @@ import gravac_jax as gravac
 
 # All of them; a name that comes or goes is a decision, and belongs in the changelog.
 PUBLIC = [
+    "Adam",
     "AllGather",
     "ApproxTopK",
     "BFloat16",
     "BlockTopK",
+    "ClipByGlobalNorm",
+    "ClipByValue",
     "DenseMean",
     "DenseMean16",
     "Fixed",
@@ -25,12 +28,15 @@ PUBLIC = [
     "Int8",
     "LeaderIndices",
     "LowRank",
+    "Momentum",
+    "NoClip",
     "NoMemory",
     "RandomK",
     "RedSync",
     "Residual",
     "SIDCo",
     "SampledTopK",
+    "Scheduled",
     "SharedRandomK",
     "StepInfo",
     "Threshold",
@@ -40,7 +46,9 @@ PUBLIC = [
     "by_rank",
     "checksum",
     "data_parallel",
+    "dgc",
     "exponential",
+    "flush",
     "geometric",
     "guard",
     "init",
@@ -51,6 +59,7 @@ PUBLIC = [
     "state_specs",
     "transform",
     "value_and_grad",
+    "warm_up",
 ]
 FUNCTIONS = [x for x in PUBLIC if inspect.isfunction(getattr(gravac, x))]
 CLASSES = [x for x in PUBLIC if inspect.isclass(getattr(gravac, x))]

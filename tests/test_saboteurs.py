@@ -73,6 +73,11 @@ MEMORY_SABOTEURS = {
         _laws.telescopes,
     ),
     _saboteurs.RemembersInHalfPrecision(): (_laws.keeps_its_form,),
+    _saboteurs.LeavesDenseLeavesBehind(0.5): (_laws.treats_dense_leaves_alike,),
+    _saboteurs.MasksWhatItKept(0.5): (
+        _laws.remembers_like_its_oracle,
+        _laws.sleeps_through_a_skipped_step,
+    ),
 }
 CONTROLLER_SABOTEURS = {
     _saboteurs.StepsOffTheLadder(**GRAVAC): (_laws.stays_on_the_ladder,),

@@ -6,5 +6,7 @@ door.
 
 from gravac_jax._controllers.fixed import Fixed
 from gravac_jax._controllers.gravac import GraVAC
+from gravac_jax._controllers.scheduled import Scheduled
+from gravac_jax._controllers.scheduled import warm_up as warm_up
 
-CONTROLLERS = (Fixed, GraVAC)
+CONTROLLERS = (Fixed, GraVAC, Scheduled)

@@ -7,6 +7,9 @@ import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+MASKINGS = ("aged", "literal", "none")
 
 
 class Memory(abc.ABC):
@@ -16,6 +19,11 @@ class Memory(abc.ABC):
       What is sent plus what is kept is what came in: over a run, the sum of what was
       sent plus the last residual is the sum of what the memory made of the gradients.
     """
+
+    @property
+    def masks(self) -> bool:
+        """Whether it asks which entries were sent, and not only what was not."""
+        return False
 
     @abc.abstractmethod
     def init(self, n: int) -> Any:
@@ -61,3 +69,58 @@ class Memory(abc.ABC):
         Returns:
           The new state.
         """
+
+    def init_dense(self, n: int) -> Any:
+        """The state, the same on all replicas, for `n` entries that go dense: none."""
+        del n
+        return ()
+
+    def follow(self, mean: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """What entries that go dense get, for one optimizer all over the model.
+
+        Args:
+          mean: `[n]` float32, of their gradients over replicas.
+          state: from `init_dense` or the last step.
+
+        Returns:
+          `[n]` float32, here the mean as it is, and the new state.
+        """
+        return mean, state
+
+
+def masked(
+    velocity: jax.Array,
+    residual: jax.Array,
+    compensated: jax.Array,
+    before: jax.Array,
+    masking: str,
+) -> jax.Array:
+    """Momentum factor masking: less momentum where old gradients were sent.
+
+    The paper's rule zeroes the momentum of every entry that is sent, which at factor 1
+    leaves none. What it is meant against is stale momentum, of entries that had to
+    wait; "aged" keeps of it as much as the entry was new.
+
+    Args:
+      velocity: `[n]` float32.
+      residual: `[n]` float32, what was not sent of `compensated`.
+      compensated: `[n]` float32.
+      before: `[n]` float32, the residual of the step before.
+      masking: one of `MASKINGS`.
+
+    Returns:
+      `[n]` float32, the new velocity. With "aged", |velocity| / (|velocity| + |before|)
+      of it where the entry was sent: all of it where nothing had waited.
+
+    References:
+      Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
+    """
+    if masking == "none":
+        return velocity
+    kept = jnp.zeros_like(velocity)
+    if masking == "aged":
+        size = jnp.abs(velocity)
+        all_of_it = size + jnp.abs(before)
+        kept = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
+        kept = jnp.where(before == 0, velocity, kept)  # to the last bit
+    return jnp.where(residual == compensated, velocity, kept)

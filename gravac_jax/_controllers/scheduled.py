@@ -1,0 +1,99 @@
+"""The factor follows a schedule, whatever the gradients say."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks
+from gravac_jax._controllers.base import Controller, Evidence
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(Controller):
+    """Takes the highest rung that a schedule allows.
+
+    Args:
+      schedule: from the step, `[]` int32 counted from 0, to a factor; any schedule of
+        Optax. Below the first rung it means that one.
+      ladder: the factors there are, rising.
+
+    Raises:
+      ValueError: if the ladder does not rise.
+
+    Example:
+      >>> import optax
+      >>> import gravac_jax as gravac
+      >>> rising = optax.linear_schedule(1, 100, transition_steps=1000)
+      >>> controller = gravac.Scheduled(rising, ladder=(1, 10, 100))
+      >>> int(controller.init()[0])
+      0
+    """
+
+    schedule: Callable[[Any], Any]
+    ladder: tuple[float, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        _checks.schedule(self.schedule)
+        _checks.ladder(self.ladder)
+
+    def _rung(self, step: jax.Array) -> jax.Array:
+        allowed = jnp.asarray(self.schedule(step), jnp.float32)
+        # A schedule that multiplies its way to a factor may miss it by a rounding.
+        reached = jnp.asarray(self.ladder, jnp.float32) <= allowed * (1 + 1e-5)
+        return jnp.maximum(jnp.sum(reached.astype(jnp.int32)) - 1, 0)
+
+    def init(self) -> tuple[jax.Array, Any]:
+        """The rung of step 0, and no state."""
+        return self._rung(jnp.zeros((), jnp.int32)), ()
+
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """The rung of the next step."""
+        return self._rung(evidence.step + 1), state
+
+
+def warm_up(steps: int, factors: Sequence[float] = (4, 16, 64, 250, 1000)) -> Scheduled:
+    """Factors that rise to the last one in stages of equal length.
+
+    The default stages are those of Deep Gradient Compression: densities of 25%, 6.25%,
+    1.5625% and 0.4%, then 0.1%. Where an all-gather would move more than a dense mean,
+    as the first stages do with many replicas, a step is dense.
+
+    The paper keeps the learning rate small meanwhile; a schedule of Optax over as many
+    steps does: `optax.linear_schedule(0.01, 0.1, steps)`.
+
+    Args:
+      steps: before the last factor is reached, as long as all other stages together; 0
+        for none.
+      factors: of the stages, rising.
+
+    Returns:
+      The controller.
+
+    Raises:
+      ValueError: if `steps` is negative, or the factors do not rise.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> controller = gravac.warm_up(400)
+      >>> [int(controller.schedule(step)) for step in (0, 99, 100, 399, 400)]
+      [4, 4, 16, 250, 1000]
+
+    References:
+      Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
+    """
+    _checks.within(
+        steps, "steps", 0, 2**31 - 1, "They are those before the last stage."
+    )
+    ladder = tuple(factors)
+    _checks.ladder(ladder)
+    stages = max(1, len(ladder) - 1)
+    ends = [-(-int(steps) * (i + 1) // stages) for i in range(len(ladder) - 1)]
+
+    def schedule(step: Any) -> jax.Array:
+        stage = jnp.sum((step >= jnp.asarray(ends, jnp.int32)).astype(jnp.int32))
+        return jnp.asarray(ladder, jnp.float32)[stage]
+
+    return Scheduled(schedule, ladder)
