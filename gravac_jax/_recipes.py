@@ -7,11 +7,9 @@ import optax
 from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import SampledTopK
-from gravac_jax._controllers import Fixed, warm_up
+from gravac_jax._controllers import STAGES, Fixed, warm_up
 from gravac_jax._memory import Momentum
 from gravac_jax._transform import transform
-
-DENSITY_STAGES = (4.0, 16.0, 64.0, 250.0)
 
 
 def dgc(
@@ -39,7 +37,7 @@ def dgc(
       max_norm: of the averaged gradient, for local clipping; None for none.
       warm_up_steps: in which the factor rises by the paper's stages of 4, 16, 64 and
         250, those below `factor`.
-      **others: arguments of `gravac.transform`, which take precedence.
+      others: arguments of `gravac.transform`, which take precedence.
 
     Returns:
       `gravac.transform(...)` with these components.
@@ -61,7 +59,7 @@ def dgc(
       Lin et al., Deep Gradient Compression, ICLR 2018; the authors' code differs in its
       warm-up and clips only if it is told to.
     """
-    stages = [x for x in DENSITY_STAGES if x < factor] if warm_up_steps else []
+    stages = [x for x in STAGES if x < factor] if warm_up_steps else []
     controller = warm_up(warm_up_steps, (*stages, factor)) if stages else Fixed(factor)
     components: dict[str, Any] = {
         "compressor": SampledTopK(),

@@ -6,6 +6,7 @@ door.
 
 from gravac_jax._controllers.fixed import Fixed
 from gravac_jax._controllers.gravac import GraVAC
+from gravac_jax._controllers.scheduled import STAGES as STAGES
 from gravac_jax._controllers.scheduled import Scheduled
 from gravac_jax._controllers.scheduled import warm_up as warm_up
 

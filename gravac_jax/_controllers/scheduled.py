@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._controllers.base import Controller, Evidence
 
+STAGES = (4, 16, 64, 250, 1000)  # of Deep Gradient Compression's warm-up
+
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(Controller):
@@ -18,7 +20,7 @@ class Scheduled(Controller):
     Args:
       schedule: from the step, `[]` int32 counted from 0, to a factor; any schedule of
         Optax. Below the first rung it means that one.
-      ladder: the factors there are, rising.
+      ladder: the factors there are, rising. The default is that of `gravac.warm_up`.
 
     Raises:
       ValueError: if the ladder does not rise.
@@ -33,7 +35,7 @@ class Scheduled(Controller):
     """
 
     schedule: Callable[[Any], Any]
-    ladder: tuple[float, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
+    ladder: tuple[float, ...] = STAGES
 
     def __post_init__(self) -> None:
         _checks.schedule(self.schedule)
@@ -54,7 +56,7 @@ class Scheduled(Controller):
         return self._rung(evidence.step + 1), state
 
 
-def warm_up(steps: int, factors: Sequence[float] = (4, 16, 64, 250, 1000)) -> Scheduled:
+def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
     """Factors that rise to the last one in stages of equal length.
 
     The default stages are those of Deep Gradient Compression: densities of 25%, 6.25%,
@@ -84,9 +86,8 @@ def warm_up(steps: int, factors: Sequence[float] = (4, 16, 64, 250, 1000)) -> Sc
     References:
       Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
     """
-    _checks.within(
-        steps, "steps", 0, 2**31 - 1, "They are those before the last stage."
-    )
+    why = "They are those before the last stage."
+    _checks.within(steps, "steps", 0, 2**31 - 1, why)
     ladder = tuple(factors)
     _checks.ladder(ladder)
     stages = max(1, len(ladder) - 1)
