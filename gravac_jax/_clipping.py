@@ -29,14 +29,14 @@ class Clip(abc.ABC):
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
+        norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """Clip one replica's gradient.
 
         Args:
           parts: float32 vectors.
-          norm: gives that of the gradient over the whole model, `[]` float32.
+          norm: gives that of the gradient over the whole model, as `_tree.norm` does.
           replicas: N.
 
         Returns:
@@ -57,7 +57,7 @@ class NoClip(Clip):
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
+        norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """The same."""
@@ -104,15 +104,15 @@ class ClipByGlobalNorm(Clip):
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
+        norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """Divide by what the norm is too large by."""
         bound = self.max_norm * math.sqrt(replicas)
-        length = norm()
-        # Not 0 where the norm is infinite: that would hide it.
-        scale = jnp.where(length > bound, bound / length, 1)
-        return tuple(jnp.where(length > bound, x * scale, x) for x in parts)
+        unit, length = norm()
+        is_long = length > bound / unit
+        scale = bound / jnp.where(is_long, length, 1)
+        return tuple(jnp.where(is_long, x / unit * scale, x) for x in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ClipByValue(Clip):
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
+        norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """Clip every entry."""

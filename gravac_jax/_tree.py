@@ -50,20 +50,20 @@ def energy(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def norm(parts: Sequence[jax.Array]) -> jax.Array:
-    """`[]` float32, the norm of all `parts` as one vector, also where squares overflow.
+def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """A unit and a length, `[]` float32: of all `parts` as one vector, their product.
 
-    What float32 cannot hold saturates.
+    The unit is 1, but where squares overflow the largest entry.
     """
-    direct = jnp.sqrt(total(map(energy, parts)))
+    one = jnp.ones_like(energy(parts[0]))
 
-    def scaled(_: Any) -> jax.Array:
+    def scaled(_: Any) -> tuple[jax.Array, jax.Array]:
         tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
         top = functools.reduce(jnp.maximum, tops)
-        root = jnp.sqrt(total(energy(x / top) for x in parts))
-        return jnp.minimum(top * root, float(jnp.finfo(jnp.float32).max))
+        return top, jnp.sqrt(total(energy(x / top) for x in parts))
 
-    return only_if(jnp.isinf(direct), scaled, direct)
+    direct = jnp.sqrt(total(map(energy, parts)))
+    return only_if(jnp.isinf(direct), scaled, (one, direct))
 
 
 def excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:

@@ -256,11 +256,12 @@ class Wiring:
             return flat, dense, bad
         dense = fast.mean(dense)
 
-        def norm() -> jax.Array:
+        def norm() -> tuple[jax.Array, jax.Array]:
             if not self.is_sharded:
                 return _tree.norm((*flat, dense))
             slices = fast.mean(_tree.total(map(_tree.energy, flat))) * fast.replicas
-            return jnp.sqrt(slices + _tree.energy(dense))
+            length = jnp.sqrt(slices + _tree.energy(dense))
+            return jnp.ones_like(length), length
 
         *flat, dense = self.clip.clip((*flat, dense), norm, replicas)
         return tuple(flat), dense, bad

@@ -1,15 +1,27 @@
 """What the laws are tried on: members of a registry, buckets, gradients, evidence."""
 
+import dataclasses
 import itertools
+import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-import optax
 
 import gravac_jax as gravac
 from gravac_jax._controllers.base import Evidence
 
-RISING = optax.exponential_decay(0.7, transition_steps=50, decay_rate=2.7)
+
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """A schedule with a name that is the same in every process."""
+
+    begin: float
+    rate: float
+
+    def __call__(self, step: Any) -> Any:
+        return self.begin * jnp.exp(jnp.float32(step) * math.log(self.rate))
+
 
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
@@ -33,8 +45,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
-        {"schedule": RISING, "ladder": (1, 10, 100)},
-        {"schedule": lambda step: 200 / RISING(step), "ladder": (4, 16)},
+        {"schedule": Slope(0.7, 1.02), "ladder": (1, 10, 100)},
+        {"schedule": Slope(200, 0.98), "ladder": (4, 16)},
     ],
     gravac.GraVAC: [
         {"epsilon": 0.7, "window": 10, "ladder": (1, 4, 16, 64)},

@@ -1,0 +1,170 @@
+"""Deep Gradient Compression, against its equations written out in NumPy.
+
+The oracle is fed the library's selection: whether an entry was sent shows in what is
+held back. With momentum 1/2 and gradients of few bits all of it is exact.
+"""
+
+import itertools
+import math
+
+import _harness
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gravac_jax as gravac
+
+STEPS = 100
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+M, DECAY, RATE = 0.5, 0.25, 0.125
+MASKINGS = ("aged", "literal", "none")
+
+
+def gradients(replicas, seed=0):
+    """Integers up to 8, `[STEPS, replicas, ...]`; a few of them large."""
+    rng = np.random.default_rng(seed)
+    draw = lambda x: rng.integers(-1, 2, (STEPS, replicas, *x.shape))
+    spike = lambda x: rng.random((STEPS, replicas, *x.shape)) < 0.1
+    drawn = lambda x: (draw(x) * np.where(spike(x), 8, 1)).astype(np.float32)
+    return {name: drawn(x) for name, x in PARAMS.items()}
+
+
+def momentum(memory, gradient, velocity):
+    """(What is added, the new velocity), in float32."""
+    m = np.float32(memory.decay)
+    if memory.nesterov:
+        velocity = m * (velocity + gradient)
+        return velocity + gradient, velocity
+    velocity = m * velocity + gradient
+    return velocity, velocity
+
+
+class Dgc:
+    """Sections 3.2 and 3.3 of the paper, for N replicas."""
+
+    def __init__(self, memory, replicas, max_norm, decay):
+        self.memory, self.max_norm, self.decay = memory, max_norm, decay
+        self.u = np.zeros((replicas, 64), np.float32)
+        self.v = np.zeros((replicas, 64), np.float32)
+        self.u_dense = np.zeros(5, np.float32)
+
+    def clipped(self, w, b):
+        """Each replica's own, at sqrt(N) of the bound for the mean."""
+        if self.max_norm is None:
+            return w, b
+        bound = self.max_norm * math.sqrt(len(w))
+        exact = np.concatenate([w, b], axis=1).astype(np.float64)
+        norm = np.sqrt((exact**2).sum(1, keepdims=True))
+        scale = np.minimum(1, bound / norm)
+        return w * scale, b * scale
+
+    def step(self, grads, params, kept):
+        """(What is selected from, the update of "w", the update of "b")."""
+        w = grads["w"].reshape(len(self.u), 64) + self.decay * params["w"].ravel()
+        w, b = self.clipped(w, grads["b"] + self.decay * params["b"])
+        added, self.u = momentum(self.memory, w.astype(np.float32), self.u)
+        before, compensated = self.v, self.v + added
+        is_sent = (kept == 0) & (np.abs(compensated) > 2.0**-20)
+        if self.memory.masking == "literal":
+            self.u = np.where(is_sent, 0, self.u)
+        if self.memory.masking == "aged":
+            size = np.abs(self.u)
+            share = size / np.where(size + np.abs(before), size + np.abs(before), 1)
+            stays = ~is_sent | (before == 0)
+            self.u = np.where(stays, self.u, self.u * share)
+        self.v = kept
+        mean = b.astype(np.float32).mean(0, dtype=np.float32)
+        added, self.u_dense = momentum(self.memory, mean, self.u_dense)
+        return compensated, (compensated - kept).mean(0), added
+
+
+def library(memory, replicas, max_norm, decay, controller, grads):
+    """Params, residuals and factors of every step, by the library."""
+    tx = optax.chain(
+        optax.add_decayed_weights(decay) if decay else optax.identity(),
+        gravac.transform(
+            compress=COMPRESS,
+            compressor=gravac.TopK(),
+            memory=memory,
+            controller=controller,
+            clip=max_norm and gravac.ClipByGlobalNorm(max_norm),
+        ),
+        optax.sgd(RATE),
+    )
+
+    def step(params, opt_state, batch):
+        mine = jax.tree.map(lambda x: x[0], batch)
+        updates, opt_state = tx.update(mine, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        (transform,) = [x for x in opt_state if hasattr(x, "local")]
+        kept = transform.local.memory[0].residual
+        return (
+            params,
+            opt_state,
+            params,
+            transform.info,
+            jax.lax.all_gather(kept, "data"),
+        )
+
+    run = gravac.simulate(step, replicas)
+    state = gravac.place((PARAMS, tx.init(PARAMS)), replicas)
+    story = []
+    for i in range(STEPS):
+        *state, params, info, kept = run(*state, _harness.at(grads, i))
+        story.append(jax.tree.map(np.asarray, (params, kept, info.factor)))
+    return story
+
+
+CONTROLLERS = {
+    "fixed": gravac.Fixed(8),
+    "warm-up": gravac.warm_up(20, factors=(1, 4, 16)),
+}
+NORMS, DECAYS = {"unclipped": None, "clipped": 4.0}, {"": 0.0, "decayed": DECAY}
+OPTIONS = list(
+    itertools.product(("plain", "nesterov"), MASKINGS, NORMS, DECAYS, CONTROLLERS)
+)
+REPLICAS = (1, 2, 4, 7)
+# Some options, each of them in several, with a number of replicas in turn; if slow, all
+# options with every number.
+CASES = [(REPLICAS[i % 4], *option) for i, option in enumerate(OPTIONS[::5])]
+OTHERS = [x for n in REPLICAS for x in ((n, *option) for option in OPTIONS)]
+OTHERS = [x for x in OTHERS if x not in CASES]
+named = lambda case: "-".join(str(x) for x in case if x != "")
+
+
+def check(replicas, kind, masking, norm, decay, controller_name):
+    memory = gravac.Momentum(M, nesterov=kind == "nesterov", masking=masking)
+    max_norm, decay = NORMS[norm], DECAYS[decay]
+    controller = CONTROLLERS[controller_name]
+    grads = gradients(replicas)
+    story = library(memory, replicas, max_norm, decay, controller, grads)
+    oracle = Dgc(memory, replicas, max_norm, decay)
+    params = {name: x.astype(np.float64) for name, x in PARAMS.items()}
+    factors = set()
+    for i, (received, kept, factor) in enumerate(story):
+        factors.add(float(factor))
+        before = params if i == 0 else story[i - 1][0]
+        compensated, w, b = oracle.step(_harness.at(grads, i), before, kept)
+        off = np.where(kept != 0, kept - compensated, 0)
+        # What is held is what was selected from: float32 adds up to 100 of them.
+        scale = 1 + np.abs(compensated).max()
+        assert np.abs(off).max() <= 2.0**-20 * scale
+        for name, update in (("w", w.reshape(8, 8)), ("b", b)):
+            expected = before[name] - RATE * update
+            bound = 2.0**-20 * (scale + np.abs(before[name]).max())
+            assert np.abs(received[name] - expected).max() <= bound
+    # Below a factor of N an all-gather would move more than a dense mean.
+    assert factors == {x if x >= replicas else 1 for x in controller.ladder}
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_dgc_is_its_equations(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=named)
+def test_dgc_is_its_equations_with_any_number_of_replicas(case):
+    check(*case)

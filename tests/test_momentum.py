@@ -1,0 +1,333 @@
+"""Memories with momentum in a whole optimizer, clips, and what is delivered at last."""
+
+import _harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, assert_same, at
+
+import gravac_jax as gravac
+
+STEPS = 12
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+RNG = np.random.default_rng(0)
+GRADIENTS = {
+    name: RNG.standard_normal((STEPS, N, *x.shape)).astype(np.float32)
+    for name, x in PARAMS.items()
+}
+PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
+
+
+def updates_of(exchange, *others, how="shard_map", gradients=GRADIENTS):
+    return _harness.trajectory(optax.chain(exchange, *others), PARAMS, how)(gradients)
+
+
+def assert_near(received, expected, scale=10):
+    for x, y in zip(jax.tree.leaves(received), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=scale * _harness.SUM_ROUNDING)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", ["aged", "none"])
+def test_at_factor_1_it_is_dense_momentum(masking, nesterov, how):
+    memory = gravac.Momentum(0.9, nesterov=nesterov, masking=masking)
+    exchange = gravac.transform(
+        compress=COMPRESS, memory=memory, controller=gravac.Fixed(1)
+    )
+    received, _ = updates_of(exchange, optax.scale(-0.1), how=how)
+    trace = optax.trace(0.9, nesterov=nesterov)
+    expected, _ = updates_of(PMEAN, trace, optax.scale(-0.1), how=how)
+    assert_near(received, expected)
+
+
+def test_at_factor_1_the_letter_of_masking_leaves_no_momentum():
+    memory = gravac.Momentum(0.9, masking="literal")
+    exchange = gravac.transform(
+        compress=True, memory=memory, controller=gravac.Fixed(1)
+    )
+    received, _ = updates_of(exchange)
+    expected, _ = updates_of(PMEAN)
+    assert_near(received, expected)
+
+
+def test_a_dense_step_of_an_adaptive_run_is_one_of_dense_momentum():
+    # The first two steps are dense: from an empty residual, both.
+    controller = gravac.Scheduled(lambda step: jnp.where(step < 2, 1, 8), (1, 8))
+    exchange = gravac.transform(compress=COMPRESS, momentum=0.9, controller=controller)
+    received, states = updates_of(exchange)
+    assert states[0].info.factor.tolist()[:3] == [1, 1, 8]
+    expected, _ = updates_of(PMEAN, optax.trace(0.9))
+    assert_near(at(received, slice(2)), at(expected, slice(2)))
+
+
+@pytest.mark.parametrize("memory", [gravac.Momentum(), gravac.Adam()], ids=repr)
+def test_all_ways_to_run_it_agree(memory):
+    controller = _harness.Scripted((1, 4, 16))
+    exchange = gravac.transform(compress=COMPRESS, memory=memory, controller=controller)
+    expected, _ = updates_of(exchange)
+    for how in ("shard_map unchecked", "pmap", "vmap"):
+        received, _ = updates_of(exchange, how=how)
+        assert_near(received, expected, scale=1000)  # sums are of N halves, or fused
+
+
+@pytest.mark.parametrize("memory", [gravac.Momentum(), gravac.Adam()], ids=repr)
+def test_a_skipped_step_leaves_every_memory_as_it_was(memory):
+    bad = jax.tree.map(np.copy, GRADIENTS)
+    bad["w"][5, 2, 3, 3] = np.nan
+    bad["b"][9, 0, 1] = np.inf
+    exchange = gravac.transform(
+        compress=COMPRESS, memory=memory, controller=_harness.Scripted((1, 4))
+    )
+    updates, (states,) = updates_of(exchange, gradients=bad)
+    for step in (5, 9):
+        assert not any(np.any(x) for x in jax.tree.leaves(at(updates, step)))
+        before, after = at(states, step - 1), at(states, step)
+        assert_same((after.local, after.dense), (before.local, before.dense))
+
+
+def test_adam_alone_and_dense_is_adam():
+    # Of one replica, with everything sent: but for the age of its divisors.
+    exchange = gravac.transform(
+        axis_name=None,
+        compress=COMPRESS,
+        memory=gravac.Adam(),
+        controller=gravac.Fixed(1),
+    )
+    adam = optax.scale_by_adam()
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    ours, theirs = exchange.init(params), adam.init(params)
+    sign = jax.tree.map(np.sign, at(GRADIENTS, (0, 0)))
+    for i in range(STEPS):
+        # Of constant size, so that all divisors are the same.
+        turned = np.float32((-1) ** i)
+        grads = {name: x * turned for name, x in sign.items()}
+        received, ours = exchange.update(grads, ours)
+        with jax.numpy_dtype_promotion("standard"):
+            expected, theirs = adam.update(grads, theirs)
+        assert_near(received, expected, scale=100)
+
+
+@pytest.mark.parametrize(
+    ("memory", "floats", "dense_floats"),
+    [
+        (gravac.NoMemory(), 0, 0),
+        (gravac.Residual(), 1, 0),
+        (gravac.Momentum(), 2, 1),
+        (gravac.Adam(), 3, 2),
+    ],
+    ids=repr,
+)
+def test_a_memory_costs_what_it_says(memory, floats, dense_floats):
+    n, m = 1000, 100
+    weight = lambda tree: sum(x.size for x in jax.tree.leaves(tree) if x.size > 1)
+    assert weight(jax.eval_shape(lambda: memory.init(n))) == floats * n
+    assert weight(jax.eval_shape(lambda: memory.init_dense(m))) == dense_floats * m
+    doc = type(memory).__doc__
+    assert not floats or f"{4 * floats} bytes of state per compressed param" in doc
+    assert not dense_floats or f"{4 * dense_floats} per other parameter" in doc
+    for x in jax.tree.leaves((memory.init(n), memory.init_dense(m))):
+        assert x.dtype in (np.float32, np.int32)
+
+
+def test_masking_needs_entries_that_are_sent_as_they_are():
+    with pytest.raises(ValueError, match="use masking='none'"):
+        gravac.transform(momentum=0.9, exchange=gravac.LowRank())
+    memory = gravac.Momentum(masking="none")
+    gravac.transform(memory=memory, exchange=gravac.LowRank())
+
+
+# Two momenta
+
+
+MESH = _harness.make_mesh()
+TWICE = {
+    "sgd": (gravac.Momentum(), optax.sgd(0.1, momentum=0.9)),
+    "trace": (gravac.Momentum(), optax.trace(0.9)),
+    "trace after adam": (gravac.Adam(), optax.trace(0.9)),
+    "adamw": (gravac.Adam(), optax.adamw(0.1)),
+    "deep": (gravac.Momentum(), optax.chain(optax.identity(), optax.sgd(0.1, 0.9))),
+}
+
+
+def optimizer(memory, other):
+    return optax.chain(gravac.transform(memory=memory, compress=True), other)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_momentum_is_refused_where_it_can_be_seen(name):
+    tx = optimizer(*TWICE[name])
+    state = tx.init(PARAMS)
+    for seen in (
+        lambda: gravac.place((PARAMS, state), MESH),
+        lambda: gravac.init(tx, PARAMS, MESH),
+        lambda: gravac.guard(tx).init(PARAMS),
+    ):
+        with pytest.raises(ValueError, match=r"keeps a .* of its own"):
+            seen()
+
+
+@pytest.mark.parametrize(
+    ("memory", "other"),
+    [
+        (gravac.Momentum(), optax.sgd(0.1)),
+        (gravac.Residual(), optax.sgd(0.1, momentum=0.9)),
+        (gravac.Residual(), optax.adamw(0.1)),
+        (gravac.Momentum(masking="none"), optax.adamw(0.1, b1=0.0)),
+        (gravac.Adam(), optax.scale_by_learning_rate(0.1)),
+    ],
+    ids=["momentum", "sgd", "adamw", "no b1", "adam"],
+)
+def test_one_momentum_is_allowed(memory, other):
+    gravac.init(optimizer(memory, other), PARAMS, MESH)
+
+
+def test_the_momentum_of_another_optimizer_is_none_of_ours():
+    one, other = optimizer(gravac.Momentum(), optax.sgd(0.1)), optax.sgd(0.1, 0.9)
+    gravac.place((one.init(PARAMS), other.init(PARAMS)), MESH)
+
+
+# Clips
+
+
+def own_norms(gradients):
+    flat = np.concatenate([x.reshape(*x.shape[:2], -1) for x in gradients.values()], 2)
+    return np.sqrt(np.square(flat.astype(np.float64)).sum(2))
+
+
+def test_each_replica_is_clipped_at_sqrt_n_of_the_bound():
+    norms = own_norms(GRADIENTS)
+    bound = float(np.median(norms)) / np.sqrt(N)
+    clip = gravac.ClipByGlobalNorm(bound)
+    dense = {"compress": COMPRESS, "controller": gravac.Fixed(1)}
+    received, _ = updates_of(gravac.transform(clip=clip, **dense))
+    scale = np.minimum(1, bound * np.sqrt(N) / norms)
+    assert 0 < (scale < 1).mean() < 1
+    for name, x in GRADIENTS.items():
+        shares = scale.reshape(*scale.shape, *[1] * (x.ndim - 2))
+        np.testing.assert_allclose(received[name], (x * shares).mean(1), atol=1e-6)
+
+
+def test_a_bound_that_nothing_reaches_changes_no_bit():
+    recipe = {"compress": COMPRESS, "controller": gravac.Fixed(4)}
+    expected = updates_of(gravac.transform(**recipe))
+    for clip in (gravac.ClipByGlobalNorm(1e6), gravac.ClipByValue(1e6)):
+        assert_same(updates_of(gravac.transform(clip=clip, **recipe)), expected)
+
+
+def test_every_entry_is_clipped_by_value():
+    clip = gravac.ClipByValue(0.25)
+    recipe = {"compress": COMPRESS, "controller": gravac.Fixed(1)}
+    received, _ = updates_of(gravac.transform(clip=clip, **recipe))
+    for name, x in GRADIENTS.items():
+        expected = np.clip(x, -0.5, 0.5).mean(1)
+        np.testing.assert_allclose(received[name], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e38])
+def test_a_norm_beyond_float32_is_clipped_and_not_lost(size):
+    grads = {"b": np.zeros(5, np.float32), "w": np.full((8, 8), size, np.float32)}
+    tx = gravac.transform(
+        axis_name=None,
+        compress=COMPRESS,
+        clip=gravac.ClipByGlobalNorm(1.0),
+        controller=gravac.Fixed(1),
+    )
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    assert float(optax.tree.norm(updates)) == pytest.approx(1, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_not_clipped_away():
+    grads = jax.tree.map(np.copy, at(GRADIENTS, (0, 0)))
+    grads["w"][0, 0] = np.inf
+    for clip in (gravac.ClipByGlobalNorm(1.0), gravac.ClipByValue(1.0)):
+        tx = gravac.transform(axis_name=None, compress=COMPRESS, clip=clip)
+        updates, state = tx.update(grads, tx.init(grads))
+        assert not bool(state.info.is_finite)
+        assert not any(x.any() for x in jax.tree.leaves(updates))
+
+
+# Delivery
+
+
+def delivered(tx, how=None):
+    """Params after a run, and after all is delivered, and the state then."""
+    del how
+
+    def step(params, opt_state, batch):
+        updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], batch), opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    last = lambda params, opt_state, _: gravac.flush(tx, params, opt_state)
+    state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
+    run, end = gravac.data_parallel(step, MESH), gravac.data_parallel(last, MESH)
+    for i in range(STEPS):
+        state = run(*state, at(GRADIENTS, i))
+    before = jax.tree.map(np.asarray, state)
+    return before, end(*state, np.zeros(N, np.float32))
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_a_flush_delivers_the_mean_of_what_is_held(is_guarded):
+    exchange = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(16))
+    tx = optax.chain(exchange, optax.sgd(0.5))
+    (params, opt_state), after = delivered(gravac.guard(tx) if is_guarded else tx)
+    transform = opt_state[0]
+    residual = transform.local.memory[0].residual
+    assert np.abs(residual).sum() > 1
+    expected = params["w"] - 0.5 * residual.mean(0).reshape(8, 8)
+    np.testing.assert_allclose(after[0]["w"], expected, atol=1e-6)
+    np.testing.assert_array_equal(after[0]["b"], params["b"])
+    left = after[1][0]
+    assert not np.asarray(left.local.memory[0].residual).any()
+    for name in ("steps", "rung", "past_rungs"):
+        assert_same(getattr(left, name), getattr(transform, name))
+
+
+def test_all_gradients_arrive_by_the_last_delivery():
+    exchange = gravac.transform(compress=True, controller=gravac.Fixed(16))
+    _, (params, _) = delivered(optax.chain(exchange, optax.sgd(1.0)))
+    for name, x in GRADIENTS.items():
+        np.testing.assert_allclose(params[name], -x.sum(0).mean(0), atol=1e-4)
+
+
+def test_momentum_outlives_a_delivery_unless_masking_takes_it():
+    for masking, stays in (("none", True), ("literal", False)):
+        memory = gravac.Momentum(0.9, masking=masking)
+        exchange = gravac.transform(
+            compress=COMPRESS, memory=memory, controller=gravac.Fixed(16)
+        )
+        (_, before), (_, after) = delivered(optax.chain(exchange, optax.sgd(0.1)))
+        had, has = (x[0].local.memory[0].velocity for x in (before, after))
+        assert bool(np.asarray(has).any()) == stays
+        if stays:
+            assert_same(np.asarray(has), had)
+
+
+def test_a_flush_needs_a_transform():
+    tx = optax.sgd(0.1)
+    with pytest.raises(ValueError, match=r"gravac.flush needs exactly one"):
+        gravac.flush(tx, PARAMS, tx.init(PARAMS))
+
+
+# The recipe
+
+
+def test_the_recipe_has_the_papers_parts():
+    tx = optax.chain(
+        gravac.dgc(factor=64, max_norm=1.0, warm_up_steps=6, compress=COMPRESS),
+        optax.sgd(0.1),
+    )
+    _, (state, *_) = _harness.trajectory(tx, PARAMS, "shard_map")(GRADIENTS)
+    assert state.info.factor.tolist() == [4, 4, 4, 16, 16, 16] + [64] * 6
+
+
+def test_what_the_recipe_is_given_takes_precedence():
+    exchange = gravac.LeaderIndices()
+    tx = gravac.dgc(axis_name=None, exchange=exchange, controller=gravac.GraVAC())
+    state = tx.init({"w": jnp.zeros((256, 256))})
+    assert optax.tree.get(state, "agreement") == 1
+    assert state.info.gains.shape == (len(gravac.GraVAC().ladder),)
