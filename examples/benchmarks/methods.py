@@ -1,9 +1,11 @@
 """The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, and `fixed10` the static factor 10; any factor will do. `short10`, `leader10`,
-`random10` and `lowrank10` have the factor 10 with another exchange, and `leaves10` a
-bucket for each leaf.
+with, and `fixed10` the static factor 10; any factor will do. The other families differ
+from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`, and
+`leaves10` with a bucket for each leaf), or in their memory: `momentum10` and the like
+have momentum correction and a local clip in place of an optimizer's momentum and a clip
+after the exchange, `adam10` has Adam before the exchange.
 """
 
 import re
@@ -18,13 +20,31 @@ METHODS = {
     "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
     "default": {"controller": gravac.GraVAC()},
 }
-EXCHANGES = {
-    "fixed": gravac.AllGather(),
-    "short": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()),
-    "leader": gravac.LeaderIndices(),
-    "random": gravac.SharedRandomK(),
-    "lowrank": gravac.LowRank(),
-    "leaves": gravac.AllGather(),
+
+
+def corrected(masking: str, is_clipped: bool = True) -> dict[str, Any]:
+    """Momentum correction: as the harness's optimizer, but before the exchange."""
+    clip = gravac.ClipByGlobalNorm(1.0) if is_clipped else gravac.NoClip()
+    return {"memory": gravac.Momentum(0.9, True, masking), "clip": clip}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "short": {
+        "exchange": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
+    },
+    "leader": {"exchange": gravac.LeaderIndices()},
+    "random": {"exchange": gravac.SharedRandomK()},
+    "lowrank": {"exchange": gravac.LowRank()},
+    "leaves": {"bucket_bytes": 1},
+    "momentum": corrected("aged"),
+    "literal": corrected("literal"),
+    "unmasked": corrected("none"),
+    "unclipped": corrected("aged", is_clipped=False),
+    "lowrankmomentum": {"exchange": gravac.LowRank(), **corrected("none")},
+    "adam": {"memory": gravac.Adam()},
+    "adamaged": {"memory": gravac.Adam(masking="aged")},
+    "precondition": {"memory": gravac.Adam(b1=0.0)},
 }
 
 
@@ -41,13 +61,11 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     if name in METHODS:
         return METHODS[name]
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
-    if match and match[1] in EXCHANGES:
+    if match and match[1] in FAMILIES:
         try:
             fixed = gravac.Fixed(factor=float(match[2]))
         except ValueError as error:
             raise SystemExit(f"{name}: {error}") from None
-        bucket_bytes = 1 if match[1] == "leaves" else None
-        own = {"controller": fixed, "exchange": EXCHANGES[match[1]]}
-        return {**own, "bucket_bytes": bucket_bytes}
-    known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in EXCHANGES)])
+        return {"controller": fixed, **FAMILIES[match[1]]}
+    known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])
     raise SystemExit(f"no method is called {name!r}; there are: {', '.join(known)}")

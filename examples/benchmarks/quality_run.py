@@ -55,6 +55,24 @@ class Setting:
     """Held-out examples, the same ones each time; whole batches of 128."""
 
 
+def after(
+    chosen: dict[str, Any], optimizer: Any, clip: float
+) -> tuple[optax.GradientTransformation, ...]:
+    """What comes after the exchange, unless the memory has done it before.
+
+    Args:
+      chosen: the arguments of `gravac.transform`.
+      optimizer: the optimizer, but for its learning rate.
+      clip: the largest global norm of what is averaged.
+    """
+    memory = chosen.get("memory")
+    if memory == gravac.Adam(b1=0.0):  # the divisor before, the mean after
+        return (optax.ema(0.9),)
+    if isinstance(memory, (gravac.Momentum, gravac.Adam)):
+        return ()
+    return optax.clip_by_global_norm(clip), optimizer
+
+
 class Trial(NamedTuple):
     """One run: what is particular to it."""
 
@@ -92,10 +110,10 @@ class Bench:
         self.held_out = functools.cache(self._held_out)
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
+        chosen = arguments(name)
         tx = optax.chain(
-            gravac.transform(**arguments(name)),
-            optax.clip_by_global_norm(self.setting.clip),
-            OPTIMIZERS[self.setting.optimizer](),
+            gravac.transform(**chosen),
+            *after(chosen, OPTIMIZERS[self.setting.optimizer](), self.setting.clip),
         )
 
         # The learning rate is an argument, so that a method compiles once for all runs.
