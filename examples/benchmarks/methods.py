@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "unclipped": corrected("aged", is_clipped=False),
     "lowrankmomentum": {"exchange": gravac.LowRank(), **corrected("none")},
     "adam": {"memory": gravac.Adam()},
+    "lowrankadam": {"memory": gravac.Adam(), "exchange": gravac.LowRank()},
     "adamaged": {"memory": gravac.Adam(masking="aged")},
     "precondition": {"memory": gravac.Adam(b1=0.0)},
 }
