@@ -87,9 +87,12 @@ def transform(
       bucket_bytes: None to select over the whole model at once, which sends what
         matters most. A number makes buckets of whole leaves, each with at least so
         many bytes of float32, 1 one bucket a leaf: none waits for the gradients of the
-        others, so that its exchange may begin while the backward pass goes on, where
-        XLA makes use of it. Each selects for itself, and compiles its own branches.
-        While a step runs its old residuals are kept, to be restored if it is skipped.
+        others, so that its exchange may begin while the backward pass goes on. Each
+        selects for itself, and compiles its own branches. While a step runs its old
+        residuals are kept, to be restored if it is skipped. XLA makes nothing of it on
+        CPUs, where collectives come last in the schedule (jax 0.10.2); collectives in
+        the branches of a ladder wait for all operands of the branch anywhere, and with
+        a single rung, as of `Fixed`, there are no branches.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;

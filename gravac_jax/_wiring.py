@@ -2,8 +2,7 @@
 
 `update` is the order in which the rooms are visited: remember, exchange, decide, keep.
 GraVAC's Algorithm 1 decides before it exchanges; here a step decides the rung of the
-next one. The wiring adds up what the buckets say, credits measured times to their
-rungs, and leaves all else to the rooms.
+next one. The wiring adds up what the buckets say, and leaves all else to the rooms.
 """
 
 import dataclasses
@@ -224,12 +223,14 @@ class Wiring:
         A step that is skipped feeds no gradient, sends nothing and keeps all as it was.
         Not in a branch: XLA would copy the memory on its way in and out.
         """
-        # Whether a step is skipped is known when all gradients are. A bucket that does
-        # not wait for them is sent without what is not finite in it, and taken back.
+        # Skipped or not is known when all gradients are. A bucket that does not wait
+        # for them is sent without what is not finite in it, and taken back.
         waits = self.bucket_bytes is None
         is_fed = is_finite if waits else _tree.is_bad([gradient]) == 0
         if waits:
             rung = jnp.where(is_finite, rung, len(self.controller.ladder))
+        elif len(self.controller.ladder) == 1:
+            rung = jnp.zeros_like(rung)  # a constant: XLA drops the conditional
         fed = self.memory.compensate(gradient, memory)
         held = (self.memory.held(memory, gradient.size), memory)
         compensated, between = _tree.where(is_fed, fed, held)

@@ -192,10 +192,10 @@ def collectives(text):
         re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
     entry = re.search(r"^ENTRY %(\S+)", text, re.M)[1]
-    found, conditionals = [], 0
+    found, conditionals, ops = [], 0, 0  # one op may be several that XLA combined
 
     def visit(name, branches):
-        nonlocal conditionals
+        nonlocal conditionals, ops
         for line in bodies[name].splitlines():
             if called := re.search(r"branch_computations=\{(.*?)\}", line):
                 conditionals += 1
@@ -203,11 +203,12 @@ def collectives(text):
                     visit(branch.removeprefix("%"), (*branches, i))
             if op := re.search(rf"= (\S+|\(.*?\)) ({KINDS})(?:-start)?\(", line):
                 found.extend(_payloads(op[1], op[2], branches))
+                ops += 1
             for callee in re.findall(r"(?:body|calls|to_apply)=%([\w.\-]+)", line):
                 visit(callee, branches)
 
     visit(entry, ())
-    assert len(found) == len(re.findall(rf" (?:{KINDS})(?:-start)?\(", text))
+    assert ops == len(re.findall(rf" (?:{KINDS})(?:-start)?\(", text))
     return found, conditionals
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import assert_same
+from _harness import N, assert_same, collectives, trajectory
 from jax.extend.core import jaxprs_in_params
 
 import gravac_jax as gravac
@@ -172,6 +172,22 @@ def test_a_bucket_of_its_own_waits_for_no_gradient_but_its_own():
     # One for what is common, one for the exchange, one for the evidence.
     assert waits[None] == [3, 3, 3]
     assert sorted(waits[1]) == [1, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "conditionals"), [(None, 1), (1, 0)])
+def test_a_bucket_of_one_rung_that_does_not_wait_is_in_no_branch(
+    bucket_bytes, conditionals
+):
+    params = [np.ones((20, 20), np.float32) for _ in range(2)]
+    tx = gravac.transform(
+        compress=True, controller=gravac.Fixed(10), bucket_bytes=bucket_bytes
+    )
+    run = trajectory(tx, params, "shard_map")
+    text = run.text([np.ones((1, N, 20, 20), np.float32) for _ in params])
+    found, _ = collectives(text)
+    gathers = [x for x in found if x.kind == "all-gather"]
+    assert [len(x.branches) for x in gathers] == [conditionals] * len(gathers)
+    assert len(gathers) == (2 if bucket_bytes else 1)
 
 
 def test_several_buckets_lose_nothing(monkeypatch):
