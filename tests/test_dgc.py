@@ -157,7 +157,7 @@ def check(replicas, kind, masking, norm, decay, controller_name):
     assert factors == {x if x >= replicas else 1 for x in controller.ladder}
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=named)
+@pytest.mark.parametrize("case", CASES[::7], ids=named)
 def test_dgc_is_its_equations(case):
     check(*case)
 
