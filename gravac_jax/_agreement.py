@@ -128,7 +128,7 @@ def is_apart(params: Any, steps: jax.Array, check_every: int, comm: Comm) -> jax
     """
     if not check_every:
         return jnp.zeros(0)
-    _step_checks.params_given(params)
+    _step_checks.params_given(params, "check_every")
 
     def compare() -> jax.Array:
         sums = comm.gather(own_checksum(params))

@@ -217,12 +217,11 @@ def decay(value: Any, name: str) -> None:
         )
 
 
-def above_zero(value: Any, name: str) -> None:
-    """Refuse a bound that would let nothing through."""
+def above_zero(value: Any, name: str, why: str) -> None:
+    """Refuse a bound that would let nothing through, or a divisor of 0."""
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(
-            f"`{name}` must be a finite number above 0, got {value!r}. To clip nothing"
-            f" leave `clip` out."
+            f"`{name}` must be a finite number above 0, got {value!r}. {why}"
         )
 
 
@@ -239,7 +238,8 @@ def knows_entries(memory: Any, exchange: Any) -> None:
     """Refuse masking where no entry is either sent or not."""
     raise ValueError(
         f"{memory!r} masks the momentum of entries that were sent, and {exchange!r}"
-        f" sends a part of every entry: use masking='none'."
+        f" sends a part of every entry: use masking='none', as in"
+        f" memory=gravac.Momentum(0.9, masking='none')."
     )
 
 
@@ -250,3 +250,19 @@ def schedule(value: Any) -> None:
             f"`schedule` must be a function from the step to a factor, got {value!r}."
             f" For always the same use gravac.Fixed(factor=100)."
         )
+
+
+def listed(values: Any, name: str) -> tuple[Any, ...]:
+    """`values` as a tuple; refuse what is none, such as one number."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(
+            f"`{name}` must be several in a tuple, got {values!r}. For one write"
+            f" ({values!r},)."
+        )
+    return tuple(values)
+
+
+def flag(value: Any, name: str) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")

@@ -15,14 +15,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _checks, _tree
+from gravac_jax._comm import Comm
+
+NONE = "To clip nothing leave `clip` out."
 
 
 class Clip(abc.ABC):
     """Bounds a gradient.
 
     Law:
-      What is within the bound stays as it is, bit for bit. What is not finite stays so.
+      What is within the bound stays as it is, bit for bit. Whether a gradient is finite
+      is asked before it is clipped.
     """
 
     @abc.abstractmethod
@@ -80,7 +84,8 @@ class ClipByGlobalNorm(Clip):
 
     Cost:
       One more pass over the gradient, and a second one where it is too long. With
-      sharded params, one number is reduced over the fast axis.
+      sharded params two numbers are reduced over the fast axis. With `bucket_bytes` all
+      buckets wait for the norm, and so for all gradients.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,7 +104,7 @@ class ClipByGlobalNorm(Clip):
     max_norm: float
 
     def __post_init__(self) -> None:
-        _checks.above_zero(self.max_norm, "max_norm")
+        _checks.above_zero(self.max_norm, "max_norm", NONE)
 
     def clip(
         self,
@@ -139,7 +144,7 @@ class ClipByValue(Clip):
     max_value: float
 
     def __post_init__(self) -> None:
-        _checks.above_zero(self.max_value, "max_value")
+        _checks.above_zero(self.max_value, "max_value", NONE)
 
     def clip(
         self,
@@ -151,6 +156,30 @@ class ClipByValue(Clip):
         del norm
         bound = self.max_value * math.sqrt(replicas)
         return tuple(jnp.clip(x, -bound, bound) for x in parts)
+
+
+def global_norm(
+    flat: tuple[jax.Array, ...], dense: jax.Array, slices: Comm
+) -> tuple[jax.Array, jax.Array]:
+    """The norm of a gradient over the whole model, as a unit and a length.
+
+    Args:
+      flat: the compressed leaves: if they are sharded, the slices of one device.
+      dense: the other leaves, the same on all devices of `slices`.
+      slices: those who hold the others; alone if nothing is sharded.
+
+    Returns:
+      `[]` float32 each; their product is the norm. The unit is 1, or where slices are
+      put together the largest entry, so that no square overflows.
+    """
+    if slices.axis_name is None:
+        return _tree.norm((*flat, dense))
+    tops = [jnp.max(jnp.abs(x), initial=0) for x in (*flat, dense)]
+    top = jnp.max(slices.gather(jnp.max(jnp.stack(tops))))
+    unit = jnp.where(top > 0, top, 1)
+    energy = lambda parts: _tree.total(_tree.energy(x / unit) for x in parts)
+    whole = slices.mean(energy(flat)) * slices.replicas
+    return unit, jnp.sqrt(whole + energy([dense]))
 
 
 CLIPS = (NoClip, ClipByGlobalNorm, ClipByValue)

@@ -8,7 +8,7 @@ from gravac_jax import _state, _step_checks
 
 
 def flush(
-    tx: optax.GradientTransformation, params: Any, opt_state: Any
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, **extra: Any
 ) -> tuple[Any, Any]:
     """Take a step whose gradient is what all replicas have not sent yet.
 
@@ -21,10 +21,13 @@ def flush(
       tx: the optimizer, with exactly one `gravac.transform` in it.
       params: the params.
       opt_state: its state.
+      extra: what else `tx.update` takes, such as a loss.
 
     Returns:
-      The params and the state, with empty residuals. Counters, the controller and
-      momentum stay as they are, but for what masking takes of momentum.
+      The params and the state, with empty residuals. Counters and controller of
+      `gravac.transform` stay as they are, and its momentum but for what masking takes.
+      What comes after it counts a step of its own: schedules go on, momentum and
+      decoupled decay are applied once more.
 
     Raises:
       ValueError: if there is no `gravac.transform` in `tx`, or more than one.
@@ -52,5 +55,5 @@ def flush(
     """
     _step_checks.has_transform(_state.find(opt_state), "gravac.flush")
     tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(params, opt_state, params, flush=True)
+    updates, opt_state = tx.update(params, opt_state, params, flush=True, **extra)
     return optax.apply_updates(params, updates), opt_state

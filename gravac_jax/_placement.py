@@ -54,7 +54,7 @@ def place(
         local = jax.NamedSharding(mesh, jax.P(axis_name))
         shared = jax.NamedSharding(mesh, jax.P())
 
-    _state.check_momentum(tree)
+    _state.check_chains(tree)
 
     def place_local(state: Any) -> Any:
         placed = _state.placed_replicas(state)
@@ -140,7 +140,9 @@ def init(
       (2, 65536)
     """
     if dense_axis_name is None:
-        return place(tx.init(params), mesh, axis_name)
+        state = tx.init(params)
+        _state.check_momentum(state)
+        return place(state, mesh, axis_name)
     axes = _comm.join(axis_name, dense_axis_name)
     _checks.mesh_axis(mesh, axes)
     assert isinstance(mesh, jax.sharding.Mesh)

@@ -1,7 +1,7 @@
 """The power method, one step an exchange: what a matrix has most of.
 
 Vogels et al., PowerSGD, NeurIPS 2019, Algorithm 1, for a matrix M_i on each replica:
-the left factor P is an orthonormal basis of mean(M_i) Q, what replica i sends is
+the left basis P, orthonormal, is that of mean(M_i) Q, what replica i sends is
 P P^T M_i, and the next Q is the mean of M_i^T P.
 """
 
@@ -19,36 +19,36 @@ from gravac_jax._comm import Comm
 _multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-class FactorState(NamedTuple):
+class PowerState(NamedTuple):
     """What is known of one matrix.
 
     Attributes:
       right: `[columns, ranks]` float32, where the next power iteration begins: the mean
-        right factor of the last one, each column scaled to at most 1; random at first.
-      shares: `[ranks]` float32, what each further rank took, when it was last sent, of
-        the energy that those before it had left.
+        right matrix of the last one, each column scaled to at most 1; random at first.
+      remaining_shares: `[ranks]` float32, what each further rank took, when it was last
+        sent, of the energy that those before it had left.
     """
 
     right: jax.Array
-    shares: jax.Array
+    remaining_shares: jax.Array
 
 
-def factor(
+def send(
     mine: list[jax.Array],
-    state: tuple[FactorState, ...],
+    state: tuple[PowerState, ...],
     energies: list[jax.Array],
     is_low: list[bool],
     rank: int,
     comm: Comm,
-) -> tuple[list[jax.Array], list[jax.Array], list[FactorState]]:
+) -> tuple[list[jax.Array], list[jax.Array], list[PowerState]]:
     """Send all arrays of a bucket, in two collectives.
 
     Args:
       mine: this replica's arrays, `[rows, columns]` each.
       state: of each.
       energies: of each.
-      is_low: which of them go as two factors.
-      rank: of these factors.
+      is_low: which of them go as two thin matrices.
+      rank: of these.
       comm: the other replicas.
 
     Returns:
@@ -74,10 +74,10 @@ def factor(
 
 
 def look(
-    mean: jax.Array, mine: jax.Array, state: FactorState, energy: jax.Array
-) -> FactorState:
+    mean: jax.Array, mine: jax.Array, state: PowerState, energy: jax.Array
+) -> PowerState:
     """What all ranks would have sent of a matrix that was averaged whole."""
-    if not state.shares.size:
+    if not state.remaining_shares.size:
         return state
     left = jnp.linalg.qr(_multiply(mean, state.right))[0]
     right, right_mean = _multiply(mine.T, left), _multiply(mean.T, left)
@@ -85,8 +85,8 @@ def look(
 
 
 def _learn(
-    state: FactorState, right: jax.Array, mean: jax.Array, energy: jax.Array
-) -> FactorState:
+    state: PowerState, right: jax.Array, mean: jax.Array, energy: jax.Array
+) -> PowerState:
     """After an exchange of `right` (`[columns, rank]`), whose mean that is.
 
     A direction in which nothing was found is kept. Scaled columns neither overflow nor
@@ -100,11 +100,12 @@ def _learn(
     left = energy - jnp.cumsum(sent) + sent
     shares = jnp.clip(sent / jnp.where(left > 0, left, 1), 0, 1)
     begun = jnp.where(is_found, scaled, state.right[:, :rank])
-    return FactorState(
-        state.right.at[:, :rank].set(begun), state.shares.at[:rank].set(shares)
+    return PowerState(
+        state.right.at[:, :rank].set(begun),
+        state.remaining_shares.at[:rank].set(shares),
     )
 
 
-def taken(state: FactorState, rank: int) -> jax.Array:
+def taken(state: PowerState, rank: int) -> jax.Array:
     """`[]` float32, the share of a matrix's energy that this rank sends."""
-    return 1 - jnp.prod(1 - state.shares[:rank])
+    return 1 - jnp.prod(1 - state.remaining_shares[:rank])

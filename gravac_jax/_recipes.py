@@ -4,6 +4,7 @@ from typing import Any
 
 import optax
 
+from gravac_jax import _checks
 from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import SampledTopK
@@ -26,8 +27,8 @@ def dgc(
 
     Accumulation, momentum correction, local clipping, momentum factor masking and
     warm-up, with a threshold from a sample for each tensor; the optimizer after it has
-    no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. Coupled weight decay comes
-    before it: `optax.chain(optax.add_decayed_weights(1e-4), gravac.dgc(), ...)`.
+    no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. For coupled weight decay
+    give `weight_decay`.
 
     Args:
       axis_name: as for `gravac.transform`.
@@ -59,6 +60,7 @@ def dgc(
       Lin et al., Deep Gradient Compression, ICLR 2018; the authors' code differs in its
       warm-up and clips only if it is told to.
     """
+    _checks.factor(factor)
     stages = [x for x in STAGES if x < factor] if warm_up_steps else []
     controller = warm_up(warm_up_steps, (*stages, factor)) if stages else Fixed(factor)
     components: dict[str, Any] = {
@@ -68,6 +70,6 @@ def dgc(
         "clip": NoClip() if max_norm is None else ClipByGlobalNorm(max_norm),
         "bucket_bytes": 1,
     }
-    if "exchange" in others:
+    if others.get("exchange") is not None:
         del components["compressor"]
     return transform(axis_name, **{**components, **others})

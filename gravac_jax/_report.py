@@ -73,7 +73,8 @@ def warn_if_dense(
     if replaced:
         warnings.warn(
             f"with {replicas} replicas the factors {replaced} would send more bytes"
-            " than a dense step, and are dense steps. Begin the ladder higher, such as"
+            " than a dense step, and are dense steps, as those of a warm-up may be. If"
+            " that is not meant, begin the ladder higher, such as"
             f" GraVAC(ladder=gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
             " or choose an exchange that sends less: AllGather with BFloat16() values"
             " and UInt16() indices, or LeaderIndices().",

@@ -1,6 +1,5 @@
 """What the transform carries from step to step, and how to find it in any pytree."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -146,14 +145,23 @@ def credit(
 _TWICE = {"velocity": optax.TraceState, "second_moment": optax.ScaleByAdamState}
 
 
-def check_momentum(tree: Any) -> None:
-    """Raise if an optimizer in `tree` keeps what the memory before it keeps already."""
-    is_chain = lambda x: type(x) is tuple and any(map(is_transform_state, x))
-    chains = filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain))
-    for state, name in itertools.product(chains, _TWICE):
+def check_momentum(state: Any) -> None:
+    """Raise if an optimizer keeps what the memory of its transform keeps already."""
+    for name, kind in _TWICE.items():
         mine = [x for ours in find(state) for x in ours.local.memory]
         owners = [type(x).__name__ for x in mine if hasattr(x, name)]
-        is_twice = lambda x, kind=_TWICE[name]: isinstance(x, kind)
+        is_twice = lambda x, kind=kind: isinstance(x, kind)
         if owners and any(map(is_twice, jax.tree.leaves(state, is_leaf=is_twice))):
             what = name.replace("_", " ")
             _step_checks.single_momentum(owners[0].removesuffix("State"), what)
+
+
+def check_chains(tree: Any) -> None:
+    """The same for every chain in `tree`, which may hold several optimizers."""
+
+    def is_chain(x: Any) -> bool:
+        parts = x.values() if type(x) is dict else x if type(x) is tuple else ()
+        return any(map(is_transform_state, parts))
+
+    for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):
+        check_momentum(chain)

@@ -93,12 +93,12 @@ def state_matches(received: Any, expected: Any) -> None:
         )
 
 
-def params_given(params: Any) -> None:
-    """Refuse to compare params that are not there."""
+def params_given(params: Any, name: str) -> None:
+    """Refuse to use params that are not there."""
     if params is None:
         raise ValueError(
-            "gravac.transform(check_every=...) compares params, and `update` was given"
-            " none: pass them, tx.update(grads, opt_state, params)."
+            f"gravac.transform({name}=...) uses the params, and `update` was given"
+            f" none: pass them, tx.update(grads, opt_state, params)."
         )
 
 

@@ -36,6 +36,7 @@ def transform(
     memory: Memory | None = None,
     momentum: float | None = None,
     clip: Clip | None = None,
+    weight_decay: float = 0.0,
     controller: Controller | None = None,
     compress: bool | _buckets.Predicate | Any = None,
     sharded: bool | Any = False,
@@ -70,6 +71,9 @@ def transform(
         none of its own then.
       clip: bounds each replica's own gradient before it is remembered, such as
         `ClipByGlobalNorm(1.0)`. Default: `NoClip()`.
+      weight_decay: so many times the params are added to each replica's gradient after
+        the clip, before momentum: coupled decay, as in Deep Gradient Compression.
+        `update` needs the params then. Decoupled decay comes after the transform.
       controller: how few are sent. Default: `GraVAC()`.
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
@@ -85,9 +89,10 @@ def transform(
         differ; 0 for never. `gravac.resync` makes them the same again. These checks
         are not among the bytes that are counted.
       bucket_bytes: None to select over the whole model at once, which sends what
-        matters most. A number makes buckets of whole leaves, each with at least so
-        many bytes of float32, 1 one bucket a leaf: none waits for the gradients of the
-        others, so that its exchange may begin while the backward pass goes on. Each
+        matters most. A number makes buckets of whole leaves, each but the last with at
+        least so many bytes of float32, 1 one bucket a leaf: unless there is a clip by
+        norm, none waits for the gradients of the others, so that its exchange may begin
+        while the backward pass goes on. Each
         selects for itself, and compiles its own branches. While a step runs its old
         residuals are kept, to be restored if it is skipped. XLA makes nothing of it on
         CPUs, where collectives come last in the schedule (jax 0.10.2); collectives in
@@ -111,10 +116,11 @@ def transform(
 
     Law:
       On every replica and step, sent + kept == gradient + residual, exactly (but for
-      numbers below 2**-126, which XLA may flush to zero). At factor 1 the update is
-      `jax.lax.pmean` of the gradients, unless the exchange rounds. If any gradient of
-      any replica is not finite, the update is zero and the state but for its counters
-      stays as it was, on all replicas.
+      numbers below 2**-126, which XLA may flush to zero; `LowRank` rounds); with a
+      clip, decay or momentum, of what these make of the gradient. Without them, at
+      factor 1 the update is `jax.lax.pmean` of the gradients, unless the exchange
+      rounds. If any gradient of any replica is not finite, the update is zero and the
+      state but for its counters stays as it was, on all replicas.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -154,6 +160,7 @@ def transform(
         dense_axis_name=dense_axis_name,
         is_sharded=is_sharded,
         clip=NoClip() if clip is None else clip,
+        weight_decay=weight_decay,
         exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
         controller=GraVAC() if controller is None else controller,

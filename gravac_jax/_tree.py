@@ -55,7 +55,6 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
     The unit is 1, but where squares overflow the largest entry.
     """
-    one = jnp.ones_like(energy(parts[0]))
 
     def scaled(_: Any) -> tuple[jax.Array, jax.Array]:
         tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
@@ -63,7 +62,7 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return top, jnp.sqrt(total(energy(x / top) for x in parts))
 
     direct = jnp.sqrt(total(map(energy, parts)))
-    return only_if(jnp.isinf(direct), scaled, (one, direct))
+    return only_if(jnp.isinf(direct), scaled, (jnp.ones_like(direct), direct))
 
 
 def excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:

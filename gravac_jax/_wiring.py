@@ -26,7 +26,7 @@ from gravac_jax import (
     _tree,
 )
 from gravac_jax._buckets import Buckets
-from gravac_jax._clipping import Clip, NoClip
+from gravac_jax._clipping import Clip, NoClip, global_norm
 from gravac_jax._comm import AxisName, Comm
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._exchanges.base import Exchange, Exchanged
@@ -54,6 +54,7 @@ class Wiring:
     dense_axis_name: AxisName
     is_sharded: bool
     clip: Clip
+    weight_decay: float
     exchange: Exchange
     memory: Memory
     controller: Controller
@@ -67,6 +68,8 @@ class Wiring:
         _checks.axis(self.axis_name)
         _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
         _checks.component(self.exchange, Exchange, "exchange", "gravac.AllGather()")
+        why = "It is the share of the params that is added to their gradient."
+        _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
         _checks.component(self.memory, Memory, "memory", "gravac.Residual()")
         example = "gravac.Fixed(factor=100)"
@@ -139,6 +142,10 @@ class Wiring:
 
         ladder = self.controller.ladder
         flat, dense, bad = self._local_gradient(updates, buckets, fast, comm.replicas)
+        if self.weight_decay:
+            _step_checks.params_given(params, "weight_decay")
+            decay = lambda x, p: x + self.weight_decay * p
+            flat, dense = jax.tree.map(decay, (flat, dense), buckets.pack(params))
         seconds, timed = _state.credit(state, len(ladder), step_seconds, measured_step)
         common = both.mean(
             Common(
@@ -256,14 +263,8 @@ class Wiring:
         if isinstance(self.clip, NoClip):
             return flat, dense, bad
         dense = fast.mean(dense)
-
-        def norm() -> tuple[jax.Array, jax.Array]:
-            if not self.is_sharded:
-                return _tree.norm((*flat, dense))
-            slices = fast.mean(_tree.total(map(_tree.energy, flat))) * fast.replicas
-            length = jnp.sqrt(slices + _tree.energy(dense))
-            return jnp.ones_like(length), length
-
+        slices = fast if self.is_sharded else Comm(None)
+        norm = functools.partial(global_norm, flat, dense, slices)
         *flat, dense = self.clip.clip((*flat, dense), norm, replicas)
         return tuple(flat), dense, bad
 

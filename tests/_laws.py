@@ -416,9 +416,6 @@ def treats_dense_leaves_alike(
     memory: Any, gradients: np.ndarray, is_sent: np.ndarray
 ) -> None:
     """Where all is sent at every step, compressed and dense leaves get the same."""
-    # But for masking by the paper's letter, which leaves no momentum then.
-    if getattr(memory, "masking", "none") == "literal":
-        return
     everything = np.ones_like(is_sent)
     compensated, _, _ = remembered(memory, gradients, everything)
     state = memory.init_dense(gradients.shape[1])

@@ -368,7 +368,7 @@ class Masks(Rememberer):
 
     def keep(self, residual: np.ndarray) -> None:
         for i in np.flatnonzero(residual != self.compensated):
-            if self.memory.masking == "literal":
+            if self.memory.masking == "literal" and residual.any():
                 self.velocity[i] = 0
             if self.memory.masking == "aged" and self.residual[i]:
                 new, old = abs(self.velocity[i]), abs(self.residual[i])

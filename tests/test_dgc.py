@@ -62,13 +62,15 @@ class Dgc:
 
     def step(self, grads, params, kept):
         """(What is selected from, the update of "w", the update of "b")."""
-        w = grads["w"].reshape(len(self.u), 64) + self.decay * params["w"].ravel()
-        w, b = self.clipped(w, grads["b"] + self.decay * params["b"])
+        w, b = self.clipped(grads["w"].reshape(len(self.u), 64), grads["b"])
+        w = w + self.decay * params["w"].ravel()
+        b = b + self.decay * params["b"]
         added, self.u = momentum(self.memory, w.astype(np.float32), self.u)
         before, compensated = self.v, self.v + added
         is_sent = (kept == 0) & (np.abs(compensated) > 2.0**-20)
         if self.memory.masking == "literal":
-            self.u = np.where(is_sent, 0, self.u)
+            holds = kept.any(1, keepdims=True)
+            self.u = np.where(is_sent & holds, 0, self.u)
         if self.memory.masking == "aged":
             size = np.abs(self.u)
             share = size / np.where(size + np.abs(before), size + np.abs(before), 1)
@@ -83,12 +85,12 @@ class Dgc:
 def library(memory, replicas, max_norm, decay, controller, grads):
     """Params, residuals and factors of every step, by the library."""
     tx = optax.chain(
-        optax.add_decayed_weights(decay) if decay else optax.identity(),
         gravac.transform(
             compress=COMPRESS,
-            compressor=gravac.RandomK(),
+            compressor=gravac.TopK(),
             memory=memory,
             controller=controller,
+            weight_decay=decay,
             clip=max_norm and gravac.ClipByGlobalNorm(max_norm),
         ),
         optax.sgd(RATE),

@@ -32,7 +32,7 @@ def assert_near(received, expected, scale=10):
 
 @pytest.mark.parametrize("how", ["shard_map", "vmap"])
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("masking", ["aged", "none"])
+@pytest.mark.parametrize("masking", ["aged", "literal", "none"])
 def test_at_factor_1_it_is_dense_momentum(masking, nesterov, how):
     memory = gravac.Momentum(0.9, nesterov=nesterov, masking=masking)
     exchange = gravac.transform(
@@ -41,16 +41,6 @@ def test_at_factor_1_it_is_dense_momentum(masking, nesterov, how):
     received, _ = updates_of(exchange, optax.scale(-0.1), how=how)
     trace = optax.trace(0.9, nesterov=nesterov)
     expected, _ = updates_of(PMEAN, trace, optax.scale(-0.1), how=how)
-    assert_near(received, expected)
-
-
-def test_at_factor_1_the_letter_of_masking_leaves_no_momentum():
-    memory = gravac.Momentum(0.9, masking="literal")
-    exchange = gravac.transform(
-        compress=True, memory=memory, controller=gravac.Fixed(1)
-    )
-    received, _ = updates_of(exchange)
-    expected, _ = updates_of(PMEAN)
     assert_near(received, expected)
 
 
@@ -90,7 +80,7 @@ def test_a_skipped_step_leaves_every_memory_as_it_was(memory):
         assert_same((after.local, after.dense), (before.local, before.dense))
 
 
-def test_adam_alone_and_dense_is_adam():
+def test_adam_alone_and_dense_is_adam_where_its_divisor_does_not_change():
     # Of one replica, with everything sent: but for the age of its divisors.
     exchange = gravac.transform(
         axis_name=None,
@@ -153,6 +143,20 @@ TWICE = {
     "adamw": (gravac.Adam(), optax.adamw(0.1)),
     "deep": (gravac.Momentum(), optax.chain(optax.identity(), optax.sgd(0.1, 0.9))),
 }
+
+
+def test_a_second_momentum_is_seen_in_chains_of_chains_and_with_names():
+    exchange, sgd = gravac.transform(momentum=0.9, compress=True), optax.sgd(0.1, 0.9)
+    first = optax.chain(exchange, optax.identity())
+    for seen in (
+        lambda: gravac.init(optax.chain(first, sgd), PARAMS, MESH),
+        lambda: gravac.guard(optax.chain(first, sgd)).init(PARAMS),
+        lambda: gravac.init(
+            optax.named_chain(("a", exchange), ("b", sgd)), PARAMS, MESH
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"keeps a .* of its own"):
+            seen()
 
 
 def optimizer(memory, other):
@@ -257,9 +261,8 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_away():
 # Delivery
 
 
-def delivered(tx, how=None):
+def delivered(tx):
     """Params after a run, and after all is delivered, and the state then."""
-    del how
 
     def step(params, opt_state, batch):
         updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], batch), opt_state)
@@ -298,17 +301,23 @@ def test_all_gradients_arrive_by_the_last_delivery():
         np.testing.assert_allclose(params[name], -x.sum(0).mean(0), atol=1e-4)
 
 
-def test_momentum_outlives_a_delivery_unless_masking_takes_it():
-    for masking, stays in (("none", True), ("literal", False)):
-        memory = gravac.Momentum(0.9, masking=masking)
-        exchange = gravac.transform(
-            compress=COMPRESS, memory=memory, controller=gravac.Fixed(16)
-        )
-        (_, before), (_, after) = delivered(optax.chain(exchange, optax.sgd(0.1)))
-        had, has = (x[0].local.memory[0].velocity for x in (before, after))
-        assert bool(np.asarray(has).any()) == stays
-        if stays:
-            assert_same(np.asarray(has), had)
+def test_momentum_outlives_a_delivery():
+    memory = gravac.Momentum(0.9, masking="none")
+    exchange = gravac.transform(
+        compress=COMPRESS, memory=memory, controller=gravac.Fixed(16)
+    )
+    (_, before), (_, after) = delivered(optax.chain(exchange, optax.sgd(0.1)))
+    had, has = (x[0].local.memory[0].velocity for x in (before, after))
+    assert had.any()
+    assert_same(np.asarray(has), had)
+
+
+def test_a_delivery_hands_on_what_others_need():
+    exchange = gravac.transform(axis_name=None, compress=COMPRESS)
+    tx = optax.chain(exchange, optax.contrib.reduce_on_plateau())
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    with jax.numpy_dtype_promotion("standard"):
+        gravac.flush(tx, params, tx.init(params), value=1.0)
 
 
 def test_a_flush_needs_a_transform():
@@ -320,13 +329,38 @@ def test_a_flush_needs_a_transform():
 # The recipe
 
 
-def test_the_recipe_has_the_papers_parts():
-    tx = optax.chain(
-        gravac.dgc(factor=64, max_norm=1.0, warm_up_steps=6, compress=COMPRESS),
-        optax.sgd(0.1),
+def test_the_recipe_is_the_papers_parts():
+    recipe = gravac.dgc(
+        factor=64, max_norm=1.0, warm_up_steps=6, weight_decay=0.01, compress=COMPRESS
     )
-    _, (state, *_) = _harness.trajectory(tx, PARAMS, "shard_map")(GRADIENTS)
-    assert state.info.factor.tolist() == [4, 4, 4, 16, 16, 16] + [64] * 6
+    parts = gravac.transform(
+        compress=COMPRESS,
+        compressor=gravac.SampledTopK(),
+        clip=gravac.ClipByGlobalNorm(1.0),
+        weight_decay=0.01,
+        memory=gravac.Momentum(0.9, masking="literal"),
+        controller=gravac.warm_up(6, factors=(4, 16, 64)),
+        bucket_bytes=1,
+    )
+    stories = []
+    for exchange in (recipe, parts):
+
+        def step(params, opt_state, batch, exchange=exchange):
+            mine = jax.tree.map(lambda x: x[0], batch)
+            updates, opt_state = exchange.update(mine, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            return params, opt_state, optax.tree.get(opt_state, "StepInfo")
+
+        run = gravac.simulate(step, N)
+        state = gravac.place((PARAMS, exchange.init(PARAMS)), N)
+        story = []
+        for i in range(STEPS):
+            *state, info = run(*state, at(GRADIENTS, i))
+            story.append(jax.tree.map(np.asarray, (state[0], info)))
+        stories.append(story)
+    assert_same(*stories)
+    factors = [float(info.factor) for _, info in stories[0]]
+    assert factors == [4] * 3 + [16] * 3 + [64] * 6
 
 
 def test_what_the_recipe_is_given_takes_precedence():
@@ -335,3 +369,58 @@ def test_what_the_recipe_is_given_takes_precedence():
     state = tx.init({"w": jnp.zeros((256, 256))})
     assert optax.tree.get(state, "agreement") == 1
     assert state.info.gains.shape == (len(gravac.GraVAC().ladder),)
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gravac.Momentum(1.0), ValueError, "`decay` must be at least 0"),
+        (lambda: gravac.Momentum(nesterov="no"), TypeError, "`nesterov` must be True"),
+        (lambda: gravac.Momentum(masking="some"), ValueError, "`masking` must be"),
+        (lambda: gravac.Adam(eps=0), ValueError, "`eps` must be a finite number above"),
+        (lambda: gravac.Adam(b2=2), ValueError, "`b2` must be at least 0"),
+        (lambda: gravac.ClipByGlobalNorm(0), ValueError, "leave `clip` out"),
+        (lambda: gravac.ClipByValue(np.inf), ValueError, "leave `clip` out"),
+        (lambda: gravac.transform(clip=1.0), TypeError, "`clip` must be a Clip"),
+        (lambda: gravac.transform(weight_decay=-1), ValueError, "`weight_decay` must"),
+        (lambda: gravac.warm_up(-1), ValueError, "`steps` must be a whole number"),
+        (lambda: gravac.warm_up(10, 100), TypeError, "`factors` must be several"),
+        (lambda: gravac.dgc(factor="x"), TypeError, "`factor` must be a number"),
+        (lambda: gravac.by_rank(PARAMS, 4), TypeError, "`ranks` must be several"),
+        (lambda: gravac.Scheduled(100), TypeError, "`schedule` must be a function"),
+        (
+            lambda: gravac.transform(momentum=0.9, memory=gravac.Residual()),
+            TypeError,
+            "give `momentum` or `memory`",
+        ),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_decay_needs_the_params():
+    tx = gravac.transform(axis_name=None, compress=COMPRESS, weight_decay=0.1)
+    grads = at(GRADIENTS, (0, 0))
+    with pytest.raises(ValueError, match="uses the params, and `update` was given"):
+        tx.update(grads, tx.init(grads))
+
+
+def test_one_huge_gradient_does_not_end_adam():
+    memory = gravac.Adam()
+    state = memory.init(2)
+    for size in (1e20, 1.0, 1.0):
+        added, state = memory.compensate(jnp.array([size, 0.0]), state)
+        state = memory.retain(added * 0, added, state)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((added, state)))
+
+
+def test_no_name_stands_for_two_things_in_a_state():
+    for memory in (gravac.Residual(), gravac.Momentum(), gravac.Adam()):
+        state = gravac.transform(memory=memory, compress=COMPRESS).init(PARAMS)
+        for name in gravac.StepInfo._fields:
+            optax.tree.get(state, name)

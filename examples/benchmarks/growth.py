@@ -34,6 +34,7 @@ EXCHANGES = {
     "all-gather, 4 bytes": gravac.AllGather(**SHORT),
     "leader's indices": gravac.LeaderIndices(),
     "shared random-k": gravac.SharedRandomK(),
+    "low rank": gravac.LowRank(),
     "dense": gravac.DenseMean(),
     "dense, 16 bits": gravac.DenseMean16(),
 }
@@ -47,8 +48,8 @@ class Args:
     """JSONL; lines that are in it are not made again."""
     picture: Path | None = None
     """The figure."""
-    entries: int = 262_144
-    """Of the bucket."""
+    side: int = 512
+    """Of the square matrix that is the bucket."""
     factor: float = 100
     """Entries over entries sent."""
     most: int = 1024
@@ -65,9 +66,10 @@ def simulated(exchange: Any, args: Args, replicas: int) -> tuple[list[float], An
         compress=True, exchange=exchange, controller=gravac.Fixed(args.factor)
     )
     keys = jax.random.split(jax.random.key(0), replicas)
-    draw = lambda key: jax.random.t(key, 3.0, (args.entries,))
+    shape = (args.side, args.side)
+    draw = lambda key: jax.random.t(key, 3.0, shape)
     gradients = jax.block_until_ready(jax.jit(jax.vmap(draw))(keys))
-    state = gravac.init(tx, jnp.zeros(args.entries), replicas)
+    state = gravac.init(tx, jnp.zeros(shape), replicas)
 
     def step(state: Any, gradient: jax.Array) -> Any:
         updates, state = tx.update(gradient[0], state)
@@ -84,11 +86,12 @@ def simulated(exchange: Any, args: Args, replicas: int) -> tuple[list[float], An
 
 def line_of(name: str, exchange: Any, args: Args, replicas: int) -> dict[str, Any]:
     """One exchange among so many replicas."""
-    traffic = exchange.traffic(args.entries, args.factor, replicas)
+    entries, shape = args.side**2, (args.side, args.side)
+    traffic = exchange.shaped((shape,)).traffic(entries, args.factor, replicas)
     line = {
         "exchange": name,
         "replicas": replicas,
-        "is_dense": traffic.entries == args.entries,
+        "is_dense": traffic.entries == entries,
         "payload_bytes": traffic.payload_bytes,
         "wire_bytes": traffic.wire_bytes,
     }
@@ -105,9 +108,9 @@ def line_of(name: str, exchange: Any, args: Args, replicas: int) -> dict[str, An
 def draw_picture(lines: list[dict[str, Any]], args: Args, path: Path) -> None:
     """Bytes, and the seconds that they take, over the replicas."""
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    styles = ("-", "--", "-.", ":", "-", "--")
+    styles = ("-", "--", "-.", ":", "-.", "-", "--")
     for (name, marker), style in zip(
-        zip(EXCHANGES, "osv^x+", strict=True), styles, strict=True
+        zip(EXCHANGES, "osv^Dx+", strict=True), styles, strict=True
     ):
         mine = [x for x in lines if x["exchange"] == name]
         replicas = [x["replicas"] for x in mine]
@@ -136,7 +139,7 @@ def draw_picture(lines: list[dict[str, Any]], args: Args, path: Path) -> None:
 
 def main(args: Args) -> None:
     """Count, time, show."""
-    setting = {"entries": args.entries, "factor": args.factor, "steps": args.steps}
+    setting = {"entries": args.side**2, "factor": args.factor, "steps": args.steps}
     record = journal.Journal(args.out, setting)
     done = {(x["exchange"], x["replicas"]) for x in record.lines}
     sizes = [2**i for i in range(1, args.most.bit_length()) if 2**i <= args.most]

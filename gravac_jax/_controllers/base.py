@@ -22,7 +22,8 @@ class Evidence(NamedTuple):
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
         would have sent in this step.
       energy: `[]` float32, the mean energy of the error-fed gradient.
-      gradient_energy: `[]` float32, the mean energy of the raw gradient.
+      gradient_energy: `[]` float32, the mean energy of the gradient, after clip and
+        decay, without residual and momentum.
       predicted_seconds: `[rungs]` float32, a step at each rung by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
         to `update` this time, each at the rung that it was measured at; NaN elsewhere.

@@ -17,6 +17,8 @@ STAGES = (4, 16, 64, 250, 1000)  # of Deep Gradient Compression's warm-up
 class Scheduled(Controller):
     """Takes the highest rung that a schedule allows.
 
+    The step after one that was skipped takes the rung that was meant for that one.
+
     Args:
       schedule: from the step, `[]` int32 counted from 0, to a factor; any schedule of
         Optax. Below the first rung it means that one.
@@ -86,9 +88,9 @@ def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
     References:
       Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
     """
-    why = "They are those before the last stage."
-    _checks.within(steps, "steps", 0, 2**31 - 1, why)
-    ladder = tuple(factors)
+    if steps != 0:
+        _checks.count(steps, "steps", "those before the last stage, 0 for none")
+    ladder = _checks.listed(factors, "factors")
     _checks.ladder(ladder)
     stages = max(1, len(ladder) - 1)
     ends = [-(-int(steps) * (i + 1) // stages) for i in range(len(ladder) - 1)]

@@ -1,4 +1,4 @@
-"""Matrices of low rank: two thin factors travel in place of a matrix."""
+"""Matrices of low rank: two thin matrices travel in place of a large one."""
 
 import bisect
 import dataclasses
@@ -29,7 +29,7 @@ class _Array(NamedTuple):
 
     @property
     def top_rank(self) -> int:
-        """The highest rank at which two factors are smaller than the matrix."""
+        """The highest rank at which two thin matrices are smaller than it."""
         return max(0, self.entries - 1) // (self.rows + self.columns)
 
     def sent(self, rank: int) -> int:
@@ -51,18 +51,19 @@ def _arrays(shapes: tuple[tuple[int, ...], ...]) -> list[_Array]:
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Exchange):
-    """PowerSGD: an all-reduce of the two factors of every matrix.
+    """PowerSGD: an all-reduce of two thin matrices in place of every large one.
 
     One step of the power method, begun where the last one ended, gives the directions
     that the mean of all replicas' matrices has most of; every replica sends what its
     own matrix has along them. A rung is a rank, the same for all matrices of a bucket:
     the highest that sends no more than its factor allows, and at least 1. Vectors, and
-    matrices that two factors would not make smaller, are sent whole.
+    matrices that this would not make smaller, are sent whole, as is what a leaf of a
+    model of more than 2**30 params was cut into.
 
     Arrays of more than two axes are matrices of their last axis against the others.
 
     Law:
-      With P the orthonormal left factor, replica i sends P P^T M_i: the mean is
+      With P the orthonormal left matrix, replica i sends P P^T M_i: the mean is
       P (mean of P^T M_i), and what is left of M_i is orthogonal to P. Sums of products
       round: the mean is that of what was sent within `tolerance`, and sent + kept is
       the bucket within one unit in the last place of the larger. What ranks above the
@@ -73,7 +74,7 @@ class LowRank(Exchange):
       Two ring all-reduces, of rank * rows and of rank * columns a matrix: 4 (N - 1)
       alpha + 2 (N - 1) / N 4 rank (rows + columns) beta, whatever N. About 8 rank
       multiplications and additions an entry, and a QR decomposition of every left
-      factor. `rank * columns` of state.
+      matrix. `rank * columns` of state.
 
     Args:
       shapes: of the arrays of a bucket, one after the other; `gravac.transform` enters
@@ -121,7 +122,7 @@ class LowRank(Exchange):
         allowed = n / factor * (1 + 1e-9)  # n / (n / sent) may round down
         return max(1, bisect.bisect_right(ranks, allowed, key=sent))
 
-    def init(self, n: int, ladder: tuple[float, ...]) -> tuple[_power.FactorState, ...]:
+    def init(self, n: int, ladder: tuple[float, ...]) -> tuple[_power.PowerState, ...]:
         """Random directions, which rank by rank take a fair share of what is left."""
         top = max((r for r in self._ranks(n, ladder) if r < n), default=0)
         states = []
@@ -130,7 +131,7 @@ class LowRank(Exchange):
             key = jax.random.fold_in(jax.random.key(0), i)
             right = jax.random.normal(key, (ranks, x.columns), jnp.float32).T
             left = min(x.rows, x.columns) - jnp.arange(ranks, dtype=jnp.float32)
-            states.append(_power.FactorState(right, 1 / left))
+            states.append(_power.PowerState(right, 1 / left))
         return tuple(states)
 
     def _ranks(self, n: int, ladder: Sequence[float]) -> list[int]:
@@ -139,13 +140,13 @@ class LowRank(Exchange):
     def exchange(
         self,
         bucket: jax.Array,
-        state: tuple[_power.FactorState, ...],
+        state: tuple[_power.PowerState, ...],
         rung: jax.Array,
         *,
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
-    ) -> tuple[Exchanged, tuple[_power.FactorState, ...]]:
+    ) -> tuple[Exchanged, tuple[_power.PowerState, ...]]:
         """One step of the power method, in the branch of its rank."""
         del key
         n, arrays = bucket.size, self._arrays(bucket.size)
@@ -157,7 +158,7 @@ class LowRank(Exchange):
 
         def factored(rank: int) -> Any:
             is_low = [rank <= x.top_rank for x in arrays]
-            sent, means, learned = _power.factor(
+            sent, means, learned = _power.send(
                 mine, state, energies, is_low, rank, comm
             )
             total = _tree.total(map(_tree.energy, sent))
@@ -196,7 +197,7 @@ class LowRank(Exchange):
         ), tuple(learned)
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """4 bytes an entry of a factor."""
+        """4 bytes an entry of the thin matrices."""
         rank = self.rank(n, factor)
         entries = n if rank == n else sum(x.sent(rank) for x in self._arrays(n))
         return dense_traffic(entries, replicas)
@@ -206,6 +207,7 @@ def by_rank(
     params: Any,
     ranks: Sequence[int] = (32, 16, 8, 4, 2, 1),
     compress: bool | _buckets.Predicate | Any = None,
+    bucket_bytes: int | None = None,
 ) -> tuple[float, ...]:
     """The ladder whose rungs are ranks of `LowRank`, after a dense first rung.
 
@@ -214,6 +216,8 @@ def by_rank(
         each.
       ranks: each at least 1.
       compress: that of `gravac.transform`.
+      bucket_bytes: that of `gravac.transform`. Every bucket then has the highest rank
+        that the factor allows it, and a factor is what the rank means for all of them.
 
     Returns:
       For each rank the factor that it means, entries over entries sent. Ranks that
@@ -228,9 +232,10 @@ def by_rank(
       >>> gravac.by_rank({"w": jnp.ones((300, 600))}, ranks=(20, 2))
       (1.0, 10.0, 100.0)
     """
-    for rank in ranks:
-        _checks.count(rank, "ranks", "the columns of a factor, each of them")
-    plan = _buckets.plan(params, _buckets.matrices() if compress is None else compress)
+    for rank in _checks.listed(ranks, "ranks"):
+        _checks.count(rank, "ranks", "columns of thin matrices, each of them")
+    compress = _buckets.matrices() if compress is None else compress
+    plan = _buckets.plan(params, compress, bucket_bytes)
     _checks.compresses_something(sum(plan.sizes))
     arrays = [x for shapes in plan.shapes for x in _arrays(shapes)]
     entries = lambda rank: sum(x.sent(rank) for x in arrays)

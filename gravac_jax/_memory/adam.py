@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._memory.base import MASKINGS, Memory, masked
 
+LARGEST = 1e18  # of what is squared, so that no square is infinite
+
 
 class AdamState(NamedTuple):
     """What one replica remembers.
@@ -32,12 +34,12 @@ class DenseAdamState(NamedTuple):
     Attributes:
       dense_velocity: `[m]` float32.
       dense_second_moment: `[m]` float32.
-      dense_steps: `[]` int32.
+      followed_steps: `[]` int32.
     """
 
     dense_velocity: jax.Array
     dense_second_moment: jax.Array
-    dense_steps: jax.Array
+    followed_steps: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +54,13 @@ class Adam(Memory):
 
     It takes the place of the optimizer: `optax.chain(gravac.transform(
     memory=gravac.Adam()), optax.add_decayed_weights(1e-4),
-    optax.scale_by_learning_rate(1e-3))` is AdamW.
+    optax.scale_by_learning_rate(1e-3))`, with decay as AdamW has it.
 
     Law:
-      Of what was fed, sent + kept is the sum of u. A replica's gradients are noisier
-      than their mean, so that its steps are shorter than Adam's, up to sqrt(N) times.
+      Of what was fed, sent + kept is the sum of u, in which an entry of a gradient
+      counts for at most 1e18. A replica's gradients are noisier than their mean, so
+      that its steps are shorter than Adam's, up to sqrt(N) times; leaves that go dense
+      get Adam's update of their mean, which are not.
 
     Cost:
       12 bytes of state per compressed parameter and replica, where Adam after the
@@ -69,7 +73,7 @@ class Adam(Memory):
       masking: as for `gravac.Momentum`.
 
     Raises:
-      ValueError: if a decay is not in [0, 1), `eps` is negative, or `masking` unknown.
+      ValueError: if a decay is not in [0, 1), `eps` not above 0, or `masking` unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -92,7 +96,8 @@ class Adam(Memory):
     def __post_init__(self) -> None:
         _checks.decay(self.b1, "b1")
         _checks.decay(self.b2, "b2")
-        _checks.within(self.eps, "eps", 0, 1, "It is added to a root mean square.")
+        why = "It is added to a root mean square that may be 0."
+        _checks.above_zero(self.eps, "eps", why)
         _checks.one_of(self.masking, "masking", MASKINGS)
 
     @property
@@ -119,6 +124,7 @@ class Adam(Memory):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What a gradient adds, the new velocity and second moment."""
         t = steps.astype(jnp.float32)
+        gradient = jnp.clip(gradient, -LARGEST, LARGEST)
         square = self.b2 * second_moment + (1 - self.b2) * jnp.square(gradient)
         root = jnp.sqrt(square / (1 - self.b2**t))
         velocity = self.b1 * velocity + (1 - self.b1) * gradient / (root + self.eps)
@@ -154,14 +160,14 @@ class Adam(Memory):
         return DenseAdamState(
             dense_velocity=jnp.zeros(n, jnp.float32),
             dense_second_moment=jnp.zeros(n, jnp.float32),
-            dense_steps=jnp.zeros((), jnp.int32),
+            followed_steps=jnp.zeros((), jnp.int32),
         )
 
     def follow(
         self, mean: jax.Array, state: DenseAdamState
     ) -> tuple[jax.Array, DenseAdamState]:
         """Adam's update of the mean."""
-        steps = state.dense_steps + 1
+        steps = state.followed_steps + 1
         added, velocity, square = self._update(
             mean, state.dense_velocity, state.dense_second_moment, steps
         )

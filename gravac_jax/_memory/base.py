@@ -97,9 +97,10 @@ def masked(
 ) -> jax.Array:
     """Momentum factor masking: less momentum where old gradients were sent.
 
-    The paper's rule zeroes the momentum of every entry that is sent, which at factor 1
-    leaves none. What it is meant against is stale momentum, of entries that had to
-    wait; "aged" keeps of it as much as the entry was new.
+    The paper's rule zeroes the momentum of every entry that is sent. A step that sends
+    everything would leave none, and is not what the rule was made for: there it is not
+    applied. What it is meant against is stale momentum, of entries that had to wait;
+    "aged" keeps of it as much as the entry was new, at any factor.
 
     Args:
       velocity: `[n]` float32.
@@ -117,10 +118,11 @@ def masked(
     """
     if masking == "none":
         return velocity
-    kept = jnp.zeros_like(velocity)
-    if masking == "aged":
+    if masking == "literal":
+        kept = jnp.where(jnp.any(residual != 0), 0, velocity)
+    else:
         size = jnp.abs(velocity)
         all_of_it = size + jnp.abs(before)
-        kept = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
-        kept = jnp.where(before == 0, velocity, kept)  # to the last bit
+        aged = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
+        kept = jnp.where(before == 0, velocity, aged)  # to the last bit
     return jnp.where(residual == compensated, velocity, kept)

@@ -41,12 +41,13 @@ class Momentum(Memory):
     would multiply a gradient that waited by the momentum of its arrival only.
 
     The optimizer after it must have no momentum of its own: `optax.chain(
-    gravac.transform(momentum=0.9), optax.sgd(0.1))`. `gravac.place` and `gravac.guard`
-    raise where they see one of optax's; a momentum by another name they cannot see.
+    gravac.transform(momentum=0.9), optax.sgd(0.1))`. `gravac.init`, `gravac.place` and
+    `gravac.guard` raise where they see that of `optax.sgd` or `optax.trace`; they do
+    not see Adam's mean, nor a momentum by another name.
 
     Law:
-      At factor 1, with "aged" masking or none, the updates are those of the mean
-      gradient with momentum: `optax.trace(m, nesterov)` after `jax.lax.pmean`.
+      At factor 1 the updates are those of the mean gradient with momentum:
+      `optax.trace(m, nesterov)` after `jax.lax.pmean`.
 
     Cost:
       8 bytes of state per compressed parameter and replica, 4 per other parameter.
@@ -54,11 +55,13 @@ class Momentum(Memory):
     Args:
       decay: m.
       nesterov: whether to look ahead.
-      masking: what becomes of the momentum of entries that were sent. "literal" zeroes
-        it, as the paper does: at factor 1 that leaves plain SGD. "none" keeps it.
-        "aged" keeps as much of it as the entry was new: all where it did not wait.
+      masking: what becomes of the momentum of entries that were sent, on steps that
+        hold something back. "literal" zeroes it, as the paper does; at low factors
+        little is left of momentum then. "none" keeps it. "aged" keeps as much of it as
+        the entry was new: all where it did not wait.
 
     Raises:
+      TypeError: if `nesterov` is no bool.
       ValueError: if `decay` is not in [0, 1), or `masking` none of these. By
         `gravac.transform`: with masking, if the exchange sends no entries as they are.
 
@@ -82,6 +85,7 @@ class Momentum(Memory):
 
     def __post_init__(self) -> None:
         _checks.decay(self.decay, "decay")
+        _checks.flag(self.nesterov, "nesterov")
         _checks.one_of(self.masking, "masking", MASKINGS)
 
     @property
