@@ -127,9 +127,10 @@ def test_a_memory_costs_what_it_says(memory, floats, dense_floats):
 
 def test_masking_needs_entries_that_are_sent_as_they_are():
     with pytest.raises(ValueError, match="use masking='none'"):
-        gravac.transform(momentum=0.9, exchange=gravac.LowRank())
-    memory = gravac.Momentum(masking="none")
-    gravac.transform(memory=memory, exchange=gravac.LowRank())
+        gravac.transform(
+            memory=gravac.Momentum(masking="aged"), exchange=gravac.LowRank()
+        )
+    gravac.transform(momentum=0.9, exchange=gravac.LowRank())
 
 
 # Two momenta

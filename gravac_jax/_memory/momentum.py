@@ -56,8 +56,8 @@ class Momentum(Memory):
       decay: m.
       nesterov: whether to look ahead.
       masking: what becomes of the momentum of entries that were sent, on steps that
-        hold something back. "literal" zeroes it, as the paper does; at low factors
-        little is left of momentum then. "none" keeps it. "aged" keeps as much of it as
+        hold something back. "none" keeps it, and with it the size of steps at every
+        factor. "literal" zeroes it, as the paper does. "aged" keeps as much of it as
         the entry was new: all where it did not wait.
 
     Raises:
@@ -81,7 +81,7 @@ class Momentum(Memory):
 
     decay: float = 0.9
     nesterov: bool = False
-    masking: str = "aged"
+    masking: str = "none"
 
     def __post_init__(self) -> None:
         _checks.decay(self.decay, "decay")
