@@ -134,8 +134,9 @@ def run_sharded(
     axis_type=AXIS_TYPES[0],
     check_vma=True,
     exchange=gravac.AllGather(gravac.TopK()),  # noqa: B008 (frozen)
+    **kwargs,
 ):
-    tx = transform(controller, sharded=IS_MATRIX, exchange=exchange)
+    tx = transform(controller, sharded=IS_MATRIX, exchange=exchange, **kwargs)
     mesh = two_axes(axis_type)
     params = put(PARAMS, mesh, SPECS)
     gradients_of = lambda params, batch: sharded_loss(params, batch)[1]
@@ -192,7 +193,70 @@ def test_every_exchange_keeps_and_sends_slices(exchange):
         residual = kept.reshape(SLOW, FAST, N // FAST)
         sent = (compensated - residual).mean(0).reshape(ROWS, COLUMNS)
         rtol = 2.0**-8 if exchange.is_rounded else 0
-        np.testing.assert_allclose(delta["w"], sent, rtol=rtol)
+        atol = exchange.tolerance * np.abs(compensated).max()
+        np.testing.assert_allclose(delta["w"], sent, rtol=rtol, atol=atol)
+
+
+ALL_BEFORE = {
+    "clip": gravac.ClipByGlobalNorm(400.0),
+    "weight_decay": 0.125,
+    "memory": gravac.Momentum(0.5),
+}
+
+
+@pytest.mark.parametrize("part", ALL_BEFORE)
+@by_check
+def test_what_comes_before_the_exchange_sees_the_whole_model(part, check_vma):
+    given = {part: ALL_BEFORE[part]}
+    received, _ = run_sharded(gravac.Fixed(1), check_vma=check_vma, **given)
+    mesh, local = two_axes(), lambda params, batch: batch
+    tx = transform(gravac.Fixed(1), compress=IS_MATRIX, **given)
+    expected, _ = run(tx, put(PARAMS, mesh, WHOLE), mesh, local, check_vma)
+    without, _ = run_sharded(gravac.Fixed(1))
+    for mine, others in zip(received, expected, strict=True):
+        for name, x in mine.items():
+            np.testing.assert_allclose(x, others[name], rtol=1e-5, atol=1e-3)
+    assert np.abs(received[-1]["w"] - without[-1]["w"]).max() > 1
+
+
+def test_a_clip_over_slices_survives_what_no_square_can_hold():
+    tx = transform(
+        gravac.Fixed(1), sharded=IS_MATRIX, clip=gravac.ClipByGlobalNorm(1.0)
+    )
+    mesh, huge = two_axes(), 1e30
+    gradients_of = lambda params, batch: jax.tree.map(
+        lambda x: x * huge, sharded_loss(params, batch)[1]
+    )
+    received, states = run(tx, put(PARAMS, mesh, SPECS), mesh, gradients_of, True)
+    assert bool(states[0].info.is_finite)
+    norm = np.sqrt(sum(np.square(x).sum() for x in received[0].values()))
+    # Each of the two is clipped at sqrt(2); alike, they would have that mean.
+    assert 0.5 < norm <= 1.4143
+
+
+@by_check
+def test_a_flush_delivers_every_slice(check_vma):
+    tx = transform(gravac.Fixed(16), sharded=IS_MATRIX)
+    mesh = two_axes()
+    params = put(PARAMS, mesh, SPECS)
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
+
+    def train_step(params, state, batch):
+        grads = sharded_loss(params, jax.tree.map(lambda x: x[0], batch))[1]
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    step = gravac.data_parallel(train_step, mesh, **kwargs)
+    last = lambda params, state, batch: gravac.flush(tx, params, state)
+    batch = {
+        name: x[0].reshape(SLOW * FAST, *x.shape[3:]) for name, x in GRADIENTS.items()
+    }
+    state = step(params, state, batch)
+    params, state = gravac.data_parallel(last, mesh, **kwargs)(*state, batch)
+    mean = GRADIENTS["w"][0].mean((0, 1))
+    np.testing.assert_allclose(params["w"], mean, rtol=1e-6, atol=1e-4)
+    assert not np.any(optax.tree.get(state, "residual"))
 
 
 def test_all_devices_take_one_rung():
