@@ -151,7 +151,8 @@ def main(args: Args) -> None:
     for replicas in sizes:
         mine = {x["exchange"]: x for x in record.lines if x["replicas"] == replicas}
         mark = lambda x: "*" if x["is_dense"] and "dense" not in x["exchange"] else ""
-        cells = [f"{x['wire_bytes'] / 1e3:,.0f}{mark(x)}" for x in mine.values()]
+        in_order = [mine[name] for name in EXCHANGES]
+        cells = [f"{x['wire_bytes'] / 1e3:,.0f}{mark(x)}" for x in in_order]
         table.add_row(f"{replicas:,}", *cells)
     console = Console()
     console.print(table)
