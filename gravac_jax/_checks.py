@@ -108,15 +108,6 @@ def component(value: Any, kind: type, name: str, example: str) -> None:
         )
 
 
-def only_one(exchange: Any, compressor: Any) -> None:
-    """Refuse an exchange and a compressor at once."""
-    if exchange is not None:
-        raise TypeError(
-            f"give `exchange` or `compressor`, not both: got {exchange!r} and"
-            f" {compressor!r}. compressor=X is short for exchange=AllGather(X)."
-        )
-
-
 def axis_names(axis_name: Any) -> tuple[Any, ...]:
     """The axes that `axis_name` names; none for None."""
     if axis_name is None:
@@ -162,14 +153,12 @@ def no_function(sharded: Any) -> None:
         )
 
 
-def not_both(compress: Any, sharded: Any) -> None:
-    """Refuse to choose the compressed leaves twice."""
-    if compress is not None:
-        raise TypeError(
-            f"give `compress` or `sharded`, not both: got {compress!r} and {sharded!r}."
-            f" The sharded leaves are the compressed ones, and the others are averaged"
-            f" whole over both axes."
-        )
+def not_both(why: str, **given: Any) -> None:
+    """Refuse two arguments that say the same thing, or contradict each other."""
+    if None not in given.values():
+        names = " or ".join(f"`{name}`" for name in given)
+        values = " and ".join(map(repr, given.values()))
+        raise TypeError(f"give {names}, not both: got {values}. {why}")
 
 
 def mesh_axis(mesh: Any, axis_name: Any) -> None:
@@ -222,15 +211,6 @@ def above_zero(value: Any, name: str, why: str) -> None:
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(
             f"`{name}` must be a finite number above 0, got {value!r}. {why}"
-        )
-
-
-def one_momentum(momentum: Any, memory: Any) -> None:
-    """Refuse a memory and a momentum at once."""
-    if memory is not None:
-        raise TypeError(
-            f"give `momentum` or `memory`, not both: got {momentum!r} and {memory!r}."
-            f" momentum=m is short for memory=Momentum(m)."
         )
 
 

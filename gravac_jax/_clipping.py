@@ -174,8 +174,7 @@ def global_norm(
     """
     if slices.axis_name is None:
         return _tree.norm((*flat, dense))
-    tops = [jnp.max(jnp.abs(x), initial=0) for x in (*flat, dense)]
-    top = jnp.max(slices.gather(jnp.max(jnp.stack(tops))))
+    top = jnp.max(slices.gather(_tree.largest((*flat, dense))))
     unit = jnp.where(top > 0, top, 1)
     energy = lambda parts: _tree.total(_tree.energy(x / unit) for x in parts)
     whole = slices.mean(energy(flat)) * slices.replicas

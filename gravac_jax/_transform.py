@@ -53,10 +53,9 @@ def transform(
     `axis_name`, with gradients from `gravac.value_and_grad`.
 
     `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
-    flush=False)`
-    ignores every other argument. `step_seconds` is the time that a step took, `[]`
-    float32, NaN if unknown; `measured_step`, `[]` int32, says which step that was,
-    counted from 0; by default the one before. `flush` is `gravac.flush`'s.
+    flush=False)` ignores every other argument. `step_seconds` is the time that a step
+    took, `[]` float32, NaN if unknown; `measured_step`, `[]` int32, says which step
+    that was, counted from 0; by default the one before. `flush` is `gravac.flush`'s.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
@@ -92,12 +91,12 @@ def transform(
         matters most. A number makes buckets of whole leaves, each but the last with at
         least so many bytes of float32, 1 one bucket a leaf: unless there is a clip by
         norm, none waits for the gradients of the others, so that its exchange may begin
-        while the backward pass goes on. Each
-        selects for itself, and compiles its own branches. While a step runs its old
-        residuals are kept, to be restored if it is skipped. XLA makes nothing of it on
-        CPUs, where collectives come last in the schedule (jax 0.10.2); collectives in
-        the branches of a ladder wait for all operands of the branch anywhere, and with
-        a single rung, as of `Fixed`, there are no branches.
+        while the backward pass goes on. Each selects for itself, and compiles its own
+        branches. While a step runs its old residuals are kept, to be restored if it is
+        skipped. XLA makes nothing of it on CPUs, where collectives come last in the
+        schedule (jax 0.10.2); collectives in the branches of a ladder wait for all
+        operands of the branch anywhere, and with a single rung, as of `Fixed`, there
+        are no branches.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
@@ -145,15 +144,19 @@ def transform(
     """
     if compressor is not None:
         _checks.component(compressor, Compressor, "compressor", "gravac.TopK()")
-        _checks.only_one(exchange, compressor)
+        why = "compressor=X is short for exchange=AllGather(X)."
+        _checks.not_both(why, exchange=exchange, compressor=compressor)
         exchange = AllGather(compressor)
     if momentum is not None:
-        _checks.one_momentum(momentum, memory)
+        why = "momentum=m is short for memory=Momentum(m)."
+        _checks.not_both(why, momentum=momentum, memory=memory)
         memory = Momentum(momentum)
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
         _checks.no_function(sharded)
-        _checks.not_both(compress, sharded)
+        why = "The sharded leaves are the compressed ones, and the others are averaged"
+        why += " whole over both axes."
+        _checks.not_both(why, compress=compress, sharded=sharded)
         compress = sharded
     wiring = Wiring(
         axis_name=axis_name,

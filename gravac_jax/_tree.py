@@ -50,6 +50,12 @@ def energy(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
+def largest(parts: Sequence[jax.Array]) -> jax.Array:
+    """`[]` float32, the largest magnitude in `parts`."""
+    tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
+    return functools.reduce(jnp.maximum, tops)
+
+
 def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """A unit and a length, `[]` float32: of all `parts` as one vector, their product.
 
@@ -57,8 +63,7 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """
 
     def scaled(_: Any) -> tuple[jax.Array, jax.Array]:
-        tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
-        top = functools.reduce(jnp.maximum, tops)
+        top = largest(parts)
         return top, jnp.sqrt(total(energy(x / top) for x in parts))
 
     direct = jnp.sqrt(total(map(energy, parts)))

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import _harness
+import _oracles
 import jax
 import numpy as np
 import optax
@@ -31,24 +32,13 @@ def gradients(replicas, seed=0):
     return {name: drawn(x) for name, x in PARAMS.items()}
 
 
-def momentum(memory, gradient, velocity):
-    """(What is added, the new velocity), in float32."""
-    m = np.float32(memory.decay)
-    if memory.nesterov:
-        velocity = m * (velocity + gradient)
-        return velocity + gradient, velocity
-    velocity = m * velocity + gradient
-    return velocity, velocity
-
-
 class Dgc:
     """Sections 3.2 and 3.3 of the paper, for N replicas."""
 
     def __init__(self, memory, replicas, max_norm, decay):
-        self.memory, self.max_norm, self.decay = memory, max_norm, decay
-        self.u = np.zeros((replicas, 64), np.float32)
-        self.v = np.zeros((replicas, 64), np.float32)
-        self.u_dense = np.zeros(5, np.float32)
+        self.max_norm, self.decay = max_norm, decay
+        self.replicas = [_oracles.Masks(memory, 64) for _ in range(replicas)]
+        self.dense = _oracles.Masks(memory, 5)
 
     def clipped(self, w, b):
         """Each replica's own, at sqrt(N) of the bound for the mean."""
@@ -62,24 +52,19 @@ class Dgc:
 
     def step(self, grads, params, kept):
         """(What is selected from, the update of "w", the update of "b")."""
-        w, b = self.clipped(grads["w"].reshape(len(self.u), 64), grads["b"])
+        w, b = self.clipped(grads["w"].reshape(-1, 64), grads["b"])
         w = w + self.decay * params["w"].ravel()
         b = b + self.decay * params["b"]
-        added, self.u = momentum(self.memory, w.astype(np.float32), self.u)
-        before, compensated = self.v, self.v + added
-        is_sent = (kept == 0) & (np.abs(compensated) > 2.0**-20)
-        if self.memory.masking == "literal":
-            holds = kept.any(1, keepdims=True)
-            self.u = np.where(is_sent & holds, 0, self.u)
-        if self.memory.masking == "aged":
-            size = np.abs(self.u)
-            share = size / np.where(size + np.abs(before), size + np.abs(before), 1)
-            stays = ~is_sent | (before == 0)
-            self.u = np.where(stays, self.u, self.u * share)
-        self.v = kept
+        fed = zip(self.replicas, w.astype(np.float32), strict=True)
+        compensated = np.stack([own.feed(gradient) for own, gradient in fed])
+        for own, mine in zip(self.replicas, kept, strict=True):
+            # A sum that cancels here may be a rounding there: it is not sent.
+            is_nothing = (mine == 0) & (np.abs(own.compensated) <= 2.0**-20)
+            own.compensated = np.where(is_nothing, 0, own.compensated)
+            own.keep(np.where(mine == 0, 0, own.compensated))
+            own.residual = mine
         mean = b.astype(np.float32).mean(0, dtype=np.float32)
-        added, self.u_dense = momentum(self.memory, mean, self.u_dense)
-        return compensated, (compensated - kept).mean(0), added
+        return compensated, (compensated - kept).mean(0), self.dense.add(mean)
 
 
 def library(memory, replicas, max_norm, decay, controller, grads):

@@ -22,10 +22,10 @@ METHODS = {
 }
 
 
-def corrected(masking: str, is_clipped: bool = True) -> dict[str, Any]:
+def corrected(masking: str) -> dict[str, Any]:
     """Momentum correction: as the harness's optimizer, but before the exchange."""
-    clip = gravac.ClipByGlobalNorm(1.0) if is_clipped else gravac.NoClip()
-    return {"memory": gravac.Momentum(0.9, True, masking), "clip": clip}
+    memory = gravac.Momentum(0.9, nesterov=True, masking=masking)
+    return {"memory": memory, "clip": gravac.ClipByGlobalNorm(1.0)}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,8 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "momentum": corrected("aged"),
     "literal": corrected("literal"),
     "unmasked": corrected("none"),
-    "unclipped": corrected("aged", is_clipped=False),
-    "lowrankmomentum": {"exchange": gravac.LowRank(), **corrected("none")},
     "adam": {"memory": gravac.Adam()},
     "lowrankadam": {"memory": gravac.Adam(), "exchange": gravac.LowRank()},
     "adamaged": {"memory": gravac.Adam(masking="aged")},

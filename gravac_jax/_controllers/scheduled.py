@@ -92,8 +92,8 @@ def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
         _checks.count(steps, "steps", "those before the last stage, 0 for none")
     ladder = _checks.listed(factors, "factors")
     _checks.ladder(ladder)
-    stages = max(1, len(ladder) - 1)
-    ends = [-(-int(steps) * (i + 1) // stages) for i in range(len(ladder) - 1)]
+    stages = len(ladder) - 1
+    ends = [-(-steps * (i + 1) // stages) for i in range(stages)]
 
     def schedule(step: Any) -> jax.Array:
         stage = jnp.sum((step >= jnp.asarray(ends, jnp.int32)).astype(jnp.int32))

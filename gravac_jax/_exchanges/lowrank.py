@@ -156,10 +156,11 @@ class LowRank(Exchange):
         state, mine = comm.cast(state), [x.of(bucket) for x in arrays]
         energies = [_tree.energy(x) for x in mine]
 
+        is_low = lambda rank: [rank <= x.top_rank for x in arrays]
+
         def factored(rank: int) -> Any:
-            is_low = [rank <= x.top_rank for x in arrays]
             sent, means, learned = _power.send(
-                mine, state, energies, is_low, rank, comm
+                mine, state, energies, is_low(rank), rank, comm
             )
             total = _tree.total(map(_tree.energy, sent))
             residual = bucket - _tree.ravel(sent)
@@ -182,10 +183,9 @@ class LowRank(Exchange):
         )
         foreseen = []
         for rank in ranks:
-            is_low = [rank <= x.top_rank for x in arrays]
             shares = [
                 _power.taken(s, rank) if low else 1.0
-                for s, low in zip(learned, is_low, strict=True)
+                for s, low in zip(learned, is_low(rank), strict=True)
             ]
             foreseen.append(_tree.total(map(operator.mul, energies, shares)))
         is_here = jnp.arange(len(ladder)) == rung

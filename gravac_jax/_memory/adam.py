@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import MASKINGS, Memory, masked
+from gravac_jax._memory.base import MASKINGS, Accelerated
 
 LARGEST = 1e18  # of what is squared, so that no square is infinite
 
@@ -43,7 +43,7 @@ class DenseAdamState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Memory):
+class Adam(Accelerated):
     """Adam's update of each replica's own gradients, with error feedback.
 
     Adam after a sparse exchange divides rare, late entries by a second moment that is
@@ -100,11 +100,6 @@ class Adam(Memory):
         _checks.above_zero(self.eps, "eps", why)
         _checks.one_of(self.masking, "masking", MASKINGS)
 
-    @property
-    def masks(self) -> bool:
-        """Unless it is "none"."""
-        return self.masking != "none"
-
     def init(self, n: int) -> AdamState:
         """At rest, with nothing held back."""
         # An array each: a buffer that stands twice in a state cannot be donated.
@@ -140,20 +135,6 @@ class Adam(Memory):
         )
         after = AdamState(velocity, square, state.residual, steps)
         return state.residual + added, after
-
-    def held(self, state: AdamState, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
-
-    def retain(
-        self, residual: jax.Array, compensated: jax.Array, state: AdamState
-    ) -> AdamState:
-        """The new residual, and the velocity as masking leaves it."""
-        velocity = masked(
-            state.velocity, residual, compensated, state.residual, self.masking
-        )
-        return state._replace(velocity=velocity, residual=residual)
 
     def init_dense(self, n: int) -> DenseAdamState:
         """At rest."""

@@ -126,3 +126,30 @@ def masked(
         aged = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
         kept = jnp.where(before == 0, velocity, aged)  # to the last bit
     return jnp.where(residual == compensated, velocity, kept)
+
+
+class Accelerated(Memory):
+    """What memories share whose state has a `velocity` and a `residual`.
+
+    Attributes:
+      masking: one of `MASKINGS`.
+    """
+
+    masking: str
+
+    @property
+    def masks(self) -> bool:
+        """Unless it is "none"."""
+        return self.masking != "none"
+
+    def held(self, state: Any, n: int) -> jax.Array:
+        """The residual."""
+        del n
+        return state.residual
+
+    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+        """The new residual, and the velocity as masking leaves it."""
+        velocity = masked(
+            state.velocity, residual, compensated, state.residual, self.masking
+        )
+        return state._replace(velocity=velocity, residual=residual)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import MASKINGS, Memory, masked
+from gravac_jax._memory.base import MASKINGS, Accelerated
 
 
 class MomentumState(NamedTuple):
@@ -33,7 +33,7 @@ class DenseMomentumState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(Memory):
+class Momentum(Accelerated):
     """Deep Gradient Compression: each replica accumulates its own momentum.
 
     With u the velocity, v the residual and g the gradient, u = m u + g and v + u is
@@ -88,11 +88,6 @@ class Momentum(Memory):
         _checks.flag(self.nesterov, "nesterov")
         _checks.one_of(self.masking, "masking", MASKINGS)
 
-    @property
-    def masks(self) -> bool:
-        """Unless it is "none"."""
-        return self.masking != "none"
-
     def init(self, n: int) -> MomentumState:
         """At rest, with nothing held back."""
         return MomentumState(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.float32))
@@ -113,20 +108,6 @@ class Momentum(Memory):
         """The residual and what the gradient adds with its momentum."""
         added, velocity = self._accelerate(gradient, state.velocity)
         return state.residual + added, state._replace(velocity=velocity)
-
-    def held(self, state: MomentumState, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
-
-    def retain(
-        self, residual: jax.Array, compensated: jax.Array, state: MomentumState
-    ) -> MomentumState:
-        """The new residual, and the velocity as masking leaves it."""
-        velocity = masked(
-            state.velocity, residual, compensated, state.residual, self.masking
-        )
-        return MomentumState(velocity, residual)
 
     def init_dense(self, n: int) -> DenseMomentumState:
         """At rest."""
