@@ -9,6 +9,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import gravac_jax as gravac
 from gravac_jax._controllers.base import Controller
@@ -20,6 +21,24 @@ AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 # A sum of N float32 numbers in any order, halved exactly twice: each of the N - 1
 # additions rounds by at most 2**-24 of a partial sum, which sum |x| bounds.
 SUM_ROUNDING = N * 2.0**-24
+
+
+def choices(every, is_quick, name=str):
+    """Parameters of a test: those that are not quick are for the slow run alone."""
+    marks = lambda x: () if is_quick(x) else pytest.mark.slow
+    return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
+
+
+# Without checks and under pmap what is traced is nearly the same.
+in_every_way = pytest.mark.parametrize(
+    "how", choices(HARNESSES, lambda x: x in {"shard_map", "vmap"})
+)
+in_every_mapped_way = pytest.mark.parametrize(
+    "how", choices(HARNESSES[:3], lambda x: x == "shard_map")
+)
+on_every_mesh = pytest.mark.parametrize(
+    "axis_type", choices(AXIS_TYPES, lambda x: x == AXIS_TYPES[0])
+)
 
 
 def make_mesh(shape=(N,), names=("data",), axis_type=AXIS_TYPES[0]):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import HARNESSES, N, assert_same, make_mesh
+from _harness import N, assert_same, in_every_way, make_mesh
 
 import gravac_jax as gravac
 
@@ -46,7 +46,7 @@ def everywhere(f, how):
     )
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_the_same_trees_have_the_same_checksums_everywhere(how):
     sums = np.asarray(everywhere(gravac.checksum, how)(COPIES))
     assert (sums.shape, sums.dtype) == ((N, N), np.uint32)
@@ -96,7 +96,7 @@ def test_complex_leaves_are_refused_by_name():
         gravac.checksum({"z": jnp.ones(2, complex)}, None)
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_a_resync_gives_everybody_the_bits_of_the_first(how):
     noise = lambda x: jnp.stack([x, *(jnp.roll(x, i) for i in range(1, N))])
     special = jnp.array([-0.0, np.nan, np.inf, 1e-40], jnp.float32)

@@ -1,7 +1,7 @@
 """Any exchange with any compressor and encoding, in every way to run it.
 
-All pairs of choices occur in the default run. In the slow one every exchange runs with
-every compressor and encoding, in one way after the other.
+Every choice occurs in the default run. In the slow one every exchange runs with every
+compressor and encoding, and all pairs of choices occur.
 """
 
 import functools
@@ -14,7 +14,7 @@ import _oracles
 import jax
 import numpy as np
 import pytest
-from _harness import HARNESSES, agreed, make_mesh
+from _harness import HARNESSES, agreed, choices, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._comm import Comm
@@ -47,43 +47,44 @@ def every_combination():
     """The parts of all exchanges in all ways to run them, in a random order."""
     rows = []
     for kind, parts in PARTS.items():
-        choices = {"exchange": [kind], **parts, **WAYS}
-        product = itertools.product(*choices.values())
-        rows += [dict(zip(choices, row, strict=True)) for row in product]
+        row = {"exchange": [kind], **parts, **WAYS}
+        product = itertools.product(*row.values())
+        rows += [dict(zip(row, x, strict=True)) for x in product]
     random.Random(0).shuffle(rows)
     return rows
 
 
-def all_pairs():
-    """So many combinations that all pairs of choices occur."""
-    pairs = lambda row: set(itertools.combinations(map(repr, row.items()), 2))
-    rows = [(row, pairs(row)) for row in every_combination()]
-    seen = set()
-    for least in (12, 8, 5, 3, 2, 1):  # greedily, but not one by one
+def covering(key, largest):
+    """So many combinations that whatever `key` finds in one occurs."""
+    rows = [(row, set(key(row))) for row in every_combination()]
+    seen, taken = set(), []
+    for least in range(largest, 0, -1):  # greedily
         for row, mine in rows:
             if len(mine - seen) >= least:
                 seen |= mine
-                yield row
+                taken.append(row)
+    return taken
 
 
-def all_parts():
-    """Each exchange of any parts once, in one way after the other."""
-    rows, ways = [], itertools.cycle(itertools.product(*WAYS.values()))
-    for kind, parts in PARTS.items():
-        for chosen in itertools.product(*parts.values()):
-            parts_of_it = dict(zip(parts, chosen, strict=True))
-            way = dict(zip(WAYS, next(ways), strict=True))
-            rows.append({"exchange": kind, **parts_of_it, **way})
-    return rows
+def each(row):
+    """What is chosen."""
+    return map(repr, row.items())
 
 
-def cases(rows):
-    made = []
-    for row in rows:
-        exchange = row["exchange"](**{x: row[x] for x in PARTS[row["exchange"]]})
-        name = f"{exchange}-{row['how']}-{row['replicas']}"
-        made.append(pytest.param(exchange, row["how"], row["replicas"], id=name))
-    return made
+def pairs_and_parts(row):
+    """Any two of what is chosen, and all that the exchange is made of."""
+    yield from itertools.combinations(each(row), 2)
+    yield tuple(repr(x) for name, x in row.items() if name not in WAYS)
+
+
+def case(row):
+    """The exchange, the way to run it, the replicas."""
+    exchange = row["exchange"](**{x: row[x] for x in PARTS[row["exchange"]]})
+    return exchange, row["how"], row["replicas"]
+
+
+QUICK = list(map(case, covering(each, 6)))
+ALL = QUICK + [x for x in map(case, covering(pairs_and_parts, 16)) if x not in QUICK]
 
 
 def exchanged(exchange, how, replicas, rung):
@@ -125,7 +126,12 @@ def compiled(exchange, how, replicas):
     return jax.jit(mapped), lambda x: jax.device_put(x, sharding)
 
 
-def check(exchange, how, replicas):
+@pytest.mark.parametrize(
+    "case",
+    choices(ALL, lambda x: x in QUICK, lambda x: "-".join(map(str, x))),
+)
+def test_every_combination_is_exchanged_like_the_oracle(case):
+    exchange, how, replicas = case
     oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
     buckets = BUCKETS[:replicas]
     for rung, factor in enumerate(LADDER):
@@ -141,14 +147,3 @@ def check(exchange, how, replicas):
         if not exchange.tolerance:
             entries = exchange.traffic(n, factor, replicas).entries
             assert np.count_nonzero(buckets - residual, axis=1).max() <= entries
-
-
-@pytest.mark.parametrize(("exchange", "how", "replicas"), cases(all_pairs()))
-def test_every_pair_of_choices_is_exchanged_like_the_oracle(exchange, how, replicas):
-    check(exchange, how, replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("exchange", "how", "replicas"), cases(all_parts()))
-def test_every_exchange_of_any_parts_is_like_the_oracle(exchange, how, replicas):
-    check(exchange, how, replicas)

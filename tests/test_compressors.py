@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import choices
 
 import gravac_jax as gravac
 from gravac_jax._compressors import COMPRESSORS
@@ -19,12 +20,10 @@ CASES = [
 ]
 
 
-# The default and the yardstick; the others in the slow run.
-QUICK = (gravac.Identity, gravac.Threshold, gravac.TopK)
-MEMBERS = [
-    pytest.param(x, marks=() if isinstance(x, QUICK) else pytest.mark.slow, id=repr(x))
-    for x in _examples.members(COMPRESSORS)
-]
+# The default; the others in the slow run.
+MEMBERS = choices(
+    _examples.members(COMPRESSORS), lambda x: isinstance(x, gravac.Threshold)
+)
 
 
 @pytest.mark.parametrize(("law", "example"), CASES)

@@ -119,7 +119,11 @@ CASES = [(n, *option) for n, option in zip(TURNS, OPTIONS, strict=True)]
 named = lambda case: "-".join(str(x) for x in case if x != "")
 
 
-def check(replicas, kind, masking, norm, decay, controller_name):
+@pytest.mark.parametrize(
+    "case", _harness.choices(CASES, lambda case: case in CASES[::15], named)
+)
+def test_dgc_is_its_equations(case):
+    replicas, kind, masking, norm, decay, controller_name = case
     memory = gravac.Momentum(M, nesterov=kind == "nesterov", masking=masking)
     max_norm, decay = NORMS[norm], DECAYS[decay]
     controller = CONTROLLERS[controller_name]
@@ -142,14 +146,3 @@ def check(replicas, kind, masking, norm, decay, controller_name):
             assert np.abs(received[name] - expected).max() <= bound
     # Below a factor of N an all-gather would move more than a dense mean.
     assert factors == {x if x >= replicas else 1 for x in controller.ladder}
-
-
-@pytest.mark.parametrize("case", CASES[::7], ids=named)
-def test_dgc_is_its_equations(case):
-    check(*case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=named)
-def test_dgc_is_its_equations_with_all_options(case):
-    check(*case)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import AXIS_TYPES, HARNESSES, N, make_mesh
+from _harness import N, in_every_way, make_mesh, on_every_mesh
 
 import gravac_jax as gravac
 
@@ -40,7 +40,7 @@ def is_local(received, expected):
     return all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_values_and_gradients_are_those_of_the_replica_alone(how):
     received = everywhere(gravac.value_and_grad(LOSS), how)
     assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
@@ -52,14 +52,14 @@ def test_alone_it_is_value_and_grad():
     assert all(map(np.array_equal, received, expected))
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_aux_is_returned(how):
     loss = lambda w, x: (LOSS(w, x), {"x": x})
     received = everywhere(gravac.value_and_grad(loss, has_aux=True), how)
     assert is_local(received, lambda x: jax.value_and_grad(loss, has_aux=True)(W, x))
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("argnums", [(0,), (0, 1), (2, 0), -1, (0, -1)])
 def test_any_arguments_may_be_differentiated(argnums, how):
     loss = lambda w, x, b: jnp.sum(w["w"] * x + b)
@@ -68,7 +68,7 @@ def test_any_arguments_may_be_differentiated(argnums, how):
     assert is_local(received, lambda x: take(jax.value_and_grad)(W, x))
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_keyword_arguments_are_passed_on(how):
     loss = lambda w, *, x, scale: scale * LOSS(w, x)
     take = lambda grad: lambda w, x: grad(loss)(w, x=x, scale=2.0)
@@ -76,7 +76,7 @@ def test_keyword_arguments_are_passed_on(how):
     assert is_local(received, lambda x: take(jax.value_and_grad)(W, x))
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 def test_gradients_are_local_to_every_axis_of_a_tuple(axis_type):
     names = ("outer", "inner")
     mesh = make_mesh((2, 2), names, axis_type)
@@ -107,7 +107,7 @@ ROWS = jnp.arange(N * 6.0 * 3).reshape(N, 6, 3)
 MEAN_LOSS = lambda w, x: jnp.mean(x @ w)  # integers: sums are exact, and so is / 6
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("micro_batches", [1, 2, 6])
 def test_micro_batches_are_the_large_batch(how, micro_batches):
     loss = lambda w, x: (MEAN_LOSS(w, x), x[:1])

@@ -14,18 +14,13 @@ from gravac_jax._comm import Comm
 from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._compressors.base import chosen, thinned
 
+pytestmark = pytest.mark.slow
+
 FACTORS = (10, 100, 1000)
 LADDER = gravac.geometric(10, 1000)
 MEMBERS = [kind() for kind in COMPRESSORS]
 # Identity knows no k.
 SELECTIVE = [x for x in MEMBERS if not isinstance(x, gravac.Identity)]
-QUICK = (gravac.Identity, gravac.Threshold, gravac.TopK)
-
-
-def mark_slow(compressors):
-    """Those that are not the default or the yardstick are tried in the slow run."""
-    mark = lambda x: () if isinstance(x, QUICK) else pytest.mark.slow
-    return [pytest.param(x, marks=mark(x), id=repr(x)) for x in compressors]
 
 
 def step(compressor, bucket, state, k, key):
@@ -47,7 +42,7 @@ def energy_of_the_largest(bucket, k):
     return energy_of(np.partition(np.abs(bucket), -k)[-k:])
 
 
-@pytest.mark.parametrize("compressor", mark_slow(MEMBERS))
+@pytest.mark.parametrize("compressor", MEMBERS, ids=repr)
 def test_on_gradients_it_stays_within_its_declared_deviation(compressor):
     for bucket in _recorded.buckets():
         for factor in FACTORS:
@@ -68,7 +63,7 @@ def test_on_gradients_it_stays_within_its_declared_deviation(compressor):
                 assert compressor.deviation.energy - 1e-9 <= share <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("compressor", mark_slow(SELECTIVE))
+@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
 def test_where_a_sample_holds_hardly_any_of_the_largest_some_are_sent(compressor):
     for bucket in _recorded.buckets():
         k, state = compressor.count(bucket.size, 10_000), compressor.init(bucket.size)
@@ -88,11 +83,7 @@ def _jitted_exchange(compressor):
     )
 
 
-@pytest.mark.parametrize(
-    "compressor",
-    [gravac.Threshold(), pytest.param(gravac.TopK(), marks=pytest.mark.slow)],
-    ids=repr,
-)
+@pytest.mark.parametrize("compressor", [gravac.Threshold(), gravac.TopK()], ids=repr)
 def test_the_energies_of_all_rungs_are_exact_or_within_2_percent(compressor):
     for bucket in _recorded.buckets():
         counts = [compressor.count(bucket.size, factor) for factor in LADDER]
@@ -151,7 +142,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("compressor", mark_slow(SELECTIVE))
+@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
 def test_over_a_run_no_position_is_preferred(compressor, gradient):
     times = np.asarray(_jitted_run(compressor)(GRADIENTS[gradient], 10))
     tenths = times.reshape(10, -1).sum(1)

@@ -15,6 +15,8 @@ import pytest
 from gravac_jax import launch
 from gravac_jax.launch import Job, ProcessDiedError
 
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
 LAUNCH = (sys.executable, "-m", "gravac_jax.launch")
 BOUND_SECONDS = 300  # for what comes within a few, or hangs
 FOREVER = ("sleep", "1000")

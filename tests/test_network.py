@@ -15,6 +15,8 @@ from network import Links, Loopback, Network, NetworkError
 
 from gravac_jax.launch import ProcessDiedError
 
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
 BENCHMARKS = Path(network.__file__).parent
 SECONDS = 120  # for what takes a few seconds on an idle machine
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, N, assert_same, make_mesh
+from _harness import AXIS_TYPES, N, assert_same, make_mesh, on_every_mesh
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -160,7 +160,7 @@ def test_a_tuple_of_axes_has_the_product_of_their_replicas():
     assert residual.sharding.is_equivalent_to(sharding, 2)
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 def test_the_specs_serve_a_hand_written_shard_map(axis_type):
     mesh = make_mesh(axis_type=axis_type)
     state = gravac.place(bare(), mesh)

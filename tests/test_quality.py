@@ -13,6 +13,8 @@ import quality_run
 from quality_results import paired, results, tuned, tuning, upper_bound
 from rich.console import Console
 
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
 DENSE = {"payload_bytes": 400, "wire_bytes": 600}
 
 

@@ -127,6 +127,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "honest", "saboteur", "law"), CASES)
 def test_the_law_catches_the_saboteur_and_spares_the_honest(
     example, honest, saboteur, law

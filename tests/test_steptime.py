@@ -20,6 +20,8 @@ from network import Network
 from rich.console import Console
 from steptime_methods import method
 
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
 REPLICAS = 4
 SHAPES = {"matrix": (97, 103), "bias": (11,)}  # no power of two divides their sum
 

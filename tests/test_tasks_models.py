@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _harness import choices
 from _task_files import write_cifar10, write_cifar100, write_ptb
 from tasks import PRESETS, TASKS, load
 from tasks.lstm import LSTMLanguageModel, recur
@@ -22,7 +23,6 @@ REPLICAS = 2
 KEY = jax.random.key(0, impl="unsafe_rbg")
 CLASSES = {"bytes": 256, "ptb": 12, "cifar10": 10, "cifar100": 100}
 MODELS = ["lstm-bytes", "transformer-bytes", "resnet-cifar10"]
-SLOW = pytest.mark.slow
 
 in_every_task = pytest.mark.parametrize("name", TASKS)
 
@@ -129,9 +129,7 @@ def losses(task, params, tx, replicated, mesh, steps):
     return losses
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if "resnet" in x else SLOW) for x in MODELS]
-)
+@pytest.mark.parametrize("name", choices(MODELS, lambda x: x == "transformer-bytes"))
 def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     exchange = gravac.transform(controller=gravac.Fixed(factor=10))
     arguments = (*fresh(name), optax.chain(exchange, optax.sgd(0.3)))

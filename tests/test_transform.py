@@ -12,8 +12,6 @@ import numpy as np
 import optax
 import pytest
 from _harness import (
-    AXIS_TYPES,
-    HARNESSES,
     SUM_ROUNDING,
     N,
     Scripted,
@@ -22,7 +20,10 @@ from _harness import (
     at,
     collectives,
     compilations,
+    in_every_mapped_way,
+    in_every_way,
     make_mesh,
+    on_every_mesh,
     trajectory,
 )
 
@@ -122,7 +123,7 @@ def residuals(states):
 # Dense
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
 def test_factor_1_is_pmean_step_for_step(recipe, how):
     received, _ = compiled(recipe, how)(FLOATS)
@@ -133,7 +134,7 @@ def test_factor_1_is_pmean_step_for_step(recipe, how):
         np.testing.assert_allclose(received[leaf], expected[leaf], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
 def test_factor_1_is_pmean_bit_for_bit_on_integers(recipe, how):
     received, _ = compiled(recipe, how)(INTEGERS)
@@ -179,7 +180,7 @@ def test_vmap_selects_the_same_and_its_means_round_differently():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vma):
     mesh = make_mesh(axis_type=axis_type)
     tx = optax.chain(RECIPES["gravac"], optax.sgd(0.02, momentum=0.9))
@@ -210,7 +211,7 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
 # Conservation
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, how):
     gradients, updates, states = story(recipe, how)
@@ -233,7 +234,7 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, ho
         assert (np.abs(updates["w"][step].ravel() - mean) <= bound).all()
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_over_a_run_what_was_sent_and_what_is_left_is_what_came_in(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
@@ -245,7 +246,7 @@ def test_over_a_run_what_was_sent_and_what_is_left_is_what_came_in(recipe, how):
     assert (total == np.cumsum(came_in, axis=0)).all()
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
     updates, _ = compiled("scripted", how)(INTEGERS, **times())
     assert (updates["b"] == INTEGERS["b"].mean(axis=1)).all()
@@ -254,7 +255,7 @@ def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
 # One program
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 @pytest.mark.parametrize("is_timed", [False, True])
 def test_the_factor_changes_with_one_compilation(is_timed, axis_type):
     mesh = make_mesh(axis_type=axis_type)
@@ -287,7 +288,7 @@ def program(how, recipe="scripted"):
     return compiled(recipe, how).text(FLOATS, **times())
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_the_rungs_and_the_skip_stay_branches(how):
     # Under vmap a batched predicate would turn them into selects over all branches.
     assert collectives(program(how))[1] == 1
@@ -297,7 +298,7 @@ def test_a_decided_rung_stays_a_branch_under_vmap():
     assert collectives(program("vmap", "gravac"))[1] == 1
 
 
-@pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
+@in_every_mapped_way
 def test_nothing_is_communicated_but_what_is_meant(how):
     found, _ = collectives(program(how))
     rungs = len(LADDER)
@@ -314,7 +315,7 @@ def test_nothing_is_communicated_but_what_is_meant(how):
     )
 
 
-@pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
+@in_every_mapped_way
 def test_short_entries_travel_in_16_bits(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
     exchange = gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
@@ -329,12 +330,12 @@ def test_short_entries_travel_in_16_bits(how):
     }
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_the_host_is_not_asked(how):
     assert not re.search(r"callback|infeed|outfeed|\b(send|recv)\(", program(how))
 
 
-@pytest.mark.parametrize("how", [x for x in HARNESSES if x != "vmap"])
+@in_every_mapped_way
 def test_the_reported_bytes_are_those_of_the_program(how):
     found, _ = collectives(program(how))
     info = story("scripted", how)[2].info
@@ -401,7 +402,7 @@ def test_a_time_that_is_none_is_ignored(seconds):
     assert np.isnan(heard("shard_map", seconds=seconds)).all()
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_replicas_that_disagree_on_times_hear_the_same_mean(how):
     seconds, lags = [1.0, 2.0, 4.0, 9.0], [1, 4, 2, 7]
     received = heard(how, seconds=seconds, lag=lags)
@@ -427,7 +428,7 @@ def test_a_time_alone_is_that_of_the_step_before():
 # Gradients that are not finite
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
 def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
     _, updates, states = story(recipe, how)
@@ -441,7 +442,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
         assert_same((after.local, after.controller), (before.local, before.controller))
 
 
-@pytest.mark.parametrize("how", HARNESSES)
+@in_every_way
 def test_after_a_skipped_step_all_goes_on_as_if_it_had_not_been(how):
     updates, states = compiled("gravac", how)(spoil(FLOATS), **times())
     good = np.delete(np.arange(STEPS), BAD_STEPS)
@@ -522,7 +523,7 @@ def test_alone_is_one_replica_on_a_mesh():
 
 
 @pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
     names = ("outer", "inner")
     tx = gravac.transform(names, compress=COMPRESS, controller=Scripted(LADDER))
@@ -581,7 +582,7 @@ def test_the_state_goes_through_map_params(compress):
 
 
 @pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("axis_type", AXIS_TYPES)
+@on_every_mesh
 def test_the_types_and_shardings_of_the_state_are_stable(how, axis_type):
     mesh = make_mesh(axis_type=axis_type)
     tx = RECIPES["gravac"]

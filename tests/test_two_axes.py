@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, Scripted, agreed, assert_same, make_mesh
+from _harness import AXIS_TYPES, Scripted, agreed, assert_same, choices, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import _payload
@@ -40,9 +40,9 @@ in_every_way = pytest.mark.parametrize(
     ("axis_type", "check_vma"),
     [
         (AUTO, True),
-        (EXPLICIT, True),
-        pytest.param(AUTO, False, marks=pytest.mark.slow),
         (EXPLICIT, False),
+        pytest.param(AUTO, False, marks=pytest.mark.slow),
+        pytest.param(EXPLICIT, True, marks=pytest.mark.slow),
     ],
 )
 
@@ -176,10 +176,7 @@ def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
 
 
 QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK(), leader="energy")
-OTHERS = [
-    pytest.param(x, marks=() if x in QUICK else pytest.mark.slow, id=repr(x))
-    for x in _examples.members(EXCHANGES)
-]
+OTHERS = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
 
 
 @pytest.mark.parametrize("exchange", OTHERS)
