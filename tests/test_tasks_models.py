@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import choices
 from _task_files import write_cifar10, write_cifar100, write_ptb
 from tasks import PRESETS, TASKS, load
 from tasks.lstm import LSTMLanguageModel, recur
@@ -129,7 +128,8 @@ def losses(task, params, tx, replicated, mesh, steps):
     return losses
 
 
-@pytest.mark.parametrize("name", choices(MODELS, lambda x: x == "transformer-bytes"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     exchange = gravac.transform(controller=gravac.Fixed(factor=10))
     arguments = (*fresh(name), optax.chain(exchange, optax.sgd(0.3)))

@@ -40,8 +40,8 @@ in_every_way = pytest.mark.parametrize(
     ("axis_type", "check_vma"),
     [
         (AUTO, True),
-        (EXPLICIT, False),
         pytest.param(AUTO, False, marks=pytest.mark.slow),
+        pytest.param(EXPLICIT, False, marks=pytest.mark.slow),
         pytest.param(EXPLICIT, True, marks=pytest.mark.slow),
     ],
 )
