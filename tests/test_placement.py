@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, N, assert_same, make_mesh, on_every_mesh
+from _harness import AXIS_TYPES, N, assert_same, choices, make_mesh, on_every_mesh
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -113,7 +113,7 @@ def test_what_is_held_back_moves_from_mesh_to_mesh():
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", choices(PLACES, lambda x: x != "explicit"))
 def test_the_arrays_of_the_caller_survive_donation(place, make):
     tree, where = jax.tree.map(make, bare()), PLACES[place]()
     expected = jax.tree.map(np.array, tree)

@@ -107,6 +107,7 @@ def test_a_method_that_is_none_is_refused():
         method("fixed")
 
 
+@pytest.mark.slow
 def test_the_local_half_of_the_default_selects_at_the_rung_that_it_is_given():
     default, params = method("default"), {"w": jnp.ones((256, 256))}
     entries = np.random.default_rng(0).standard_normal((256, 256))
