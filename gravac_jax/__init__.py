@@ -33,6 +33,7 @@ from gravac_jax._encoding import Int8 as Int8
 from gravac_jax._encoding import Int32 as Int32
 from gravac_jax._encoding import UInt16 as UInt16
 from gravac_jax._exchanges import AllGather as AllGather
+from gravac_jax._exchanges import Cheapest as Cheapest
 from gravac_jax._exchanges import DenseMean as DenseMean
 from gravac_jax._exchanges import DenseMean16 as DenseMean16
 from gravac_jax._exchanges import LeaderIndices as LeaderIndices

@@ -233,12 +233,14 @@ def schedule(value: Any) -> None:
 
 
 def listed(values: Any, name: str) -> tuple[Any, ...]:
-    """`values` as a tuple; refuse what is none, such as one number."""
+    """`values` as a tuple; refuse an empty one and what is none, such as a number."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(
             f"`{name}` must be several in a tuple, got {values!r}. For one write"
             f" ({values!r},)."
         )
+    if not values:
+        raise ValueError(f"`{name}` is empty; give at least one.")
     return tuple(values)
 
 

@@ -132,6 +132,16 @@ class Comm:
         return jax.lax.axis_index(self.axis_name)
 
 
+def mean_messages(replicas: int) -> int:
+    """What one replica sends one after the other in a ring all-reduce."""
+    return 2 * (replicas - 1)
+
+
+def gather_messages(replicas: int) -> int:
+    """What one replica sends one after the other in a ring all-gather."""
+    return replicas - 1
+
+
 def mean_wire_bytes(payload_bytes: float, replicas: int) -> float:
     """What one replica sends in a ring all-reduce of a buffer of `payload_bytes`."""
     return 2 * (replicas - 1) / replicas * payload_bytes

@@ -22,12 +22,14 @@ class Tables(NamedTuple):
       factors: `[rungs + 1]`, entries over entries sent.
       payload_bytes: `[rungs + 1]`.
       wire_bytes: `[rungs + 1]`.
+      messages: `[rungs + 1]`, one after the other.
       dense: of a float32 mean of all leaves.
     """
 
     factors: np.ndarray
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
+    messages: np.ndarray
     dense: Traffic
 
 
@@ -53,9 +55,8 @@ def tables(
         entries, *sizes = np.sum(per_bucket, axis=0)
         rows.append((n / entries if n else 1.0, *np.add(sizes, always)))
     rows.append((np.inf, *always))
-    factors, payload_bytes, wire_bytes = np.asarray(rows, np.float32).T
     dense = dense_traffic(n + m, replicas)
-    return Tables(factors, payload_bytes, wire_bytes, dense)
+    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
 
 def warn_if_dense(
@@ -89,7 +90,8 @@ def first_sparse(table: Tables) -> jax.Array:
 
 def predicted_seconds(table: Tables, wire: WireCost) -> jax.Array:
     """`[rungs]` float32, seconds a step at each rung by the cost model."""
-    seconds = [wire.step_seconds(float(x)) for x in table.wire_bytes[:-1]]
+    costs = zip(table.wire_bytes[:-1], table.messages[:-1], strict=True)
+    seconds = [wire.step_seconds(*map(float, cost)) for cost in costs]
     return jnp.asarray(seconds, jnp.float32)
 
 

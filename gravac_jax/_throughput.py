@@ -20,7 +20,7 @@ class WireCost:
     Args:
       bytes_per_second: of one replica's link. The default is 1 Gbit/s, commodity
         Ethernet.
-      latency_seconds: of one exchange. The default, 1 ms, is arbitrary.
+      latency_seconds: of one message. The default, 0.1 ms, is arbitrary.
       compute_seconds: of one step without any exchange. The default, 10 ms, is
         arbitrary; it keeps the model from promising more speed than a step can give.
 
@@ -29,12 +29,12 @@ class WireCost:
 
     Example:
       >>> import gravac_jax as gravac
-      >>> gravac.WireCost(bytes_per_second=125e6).step_seconds(12.5e6)
+      >>> gravac.WireCost(latency_seconds=1e-3).step_seconds(12.5e6, messages=1)
       0.111
     """
 
     bytes_per_second: float = 125e6
-    latency_seconds: float = 1e-3
+    latency_seconds: float = 1e-4
     compute_seconds: float = 1e-2
 
     def __post_init__(self) -> None:
@@ -43,10 +43,13 @@ class WireCost:
         _checks.within(self.latency_seconds, "latency_seconds", 0, 1e6, why)
         _checks.within(self.compute_seconds, "compute_seconds", 0, 1e6, why)
 
-    def step_seconds(self, wire_bytes: float) -> float:
-        """Seconds of a step in which one replica sends `wire_bytes`."""
-        exchange_seconds = self.latency_seconds + wire_bytes / self.bytes_per_second
-        return self.compute_seconds + exchange_seconds
+    def exchange_seconds(self, wire_bytes: float, messages: float) -> float:
+        """Seconds in which one replica sends `wire_bytes` in so many messages."""
+        return self.latency_seconds * messages + wire_bytes / self.bytes_per_second
+
+    def step_seconds(self, wire_bytes: float, messages: float) -> float:
+        """Seconds of a step with such an exchange."""
+        return self.compute_seconds + self.exchange_seconds(wire_bytes, messages)
 
 
 def compression_throughput(gain: jax.Array, step_seconds: jax.Array) -> jax.Array:

@@ -32,6 +32,12 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {},
         {"values": gravac.BFloat16(), "indices": gravac.UInt16()},
     ],
+    gravac.Cheapest: [
+        {
+            "exchanges": (gravac.AllGather(gravac.TopK()), gravac.SharedRandomK()),
+            "wire": gravac.WireCost(bytes_per_second=12, latency_seconds=1),
+        }
+    ],
     gravac.LeaderIndices: [
         {"compressor": gravac.TopK()},
         {"compressor": gravac.TopK(), "leader": "energy"},

@@ -35,6 +35,10 @@ LED = {"compressor": ENCODED["compressor"], "leader": ["turn", "energy"]}
 PARTS = {
     gravac.AllGather: ENCODED,
     gravac.LeaderIndices: LED,
+    gravac.Cheapest: {
+        "exchanges": [(gravac.AllGather(gravac.TopK()), gravac.SharedRandomK())],
+        "wire": [gravac.WireCost(latency_seconds=0)],  # so that both are chosen
+    },
     gravac.LowRank: {},
     gravac.SharedRandomK: {},
     gravac.DenseMean: {},

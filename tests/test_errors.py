@@ -152,6 +152,14 @@ BUILDS = {
         lambda: gravac.WireCost(bytes_per_second=0),
         "ValueError ... `bytes_per_second` ... got 0 ... gravac.WireCost",
     ),
+    "a compressor among exchanges": (
+        lambda: gravac.Cheapest((gravac.AllGather(), gravac.TopK())),
+        "TypeError ... `exchanges` ... got TopK() ... gravac.AllGather()",
+    ),
+    "a choice of nothing": (
+        lambda: gravac.Cheapest(()),
+        "ValueError ... `exchanges` ... empty",
+    ),
     "an exchange and a compressor": (
         lambda: gravac.transform(exchange=gravac.DenseMean(), compressor=gravac.TopK()),
         "TypeError ... not both ... DenseMean() ... TopK() ... short for",

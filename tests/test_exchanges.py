@@ -22,11 +22,12 @@ ids = repr
 SUM_RTOL = _examples.REPLICAS * 2**-24
 
 
-QUICK = gravac.AllGather(), gravac.LowRank(), gravac.DenseMean16()
+QUICK = gravac.Cheapest, gravac.DenseMean16, gravac.LowRank
+is_quick = lambda x: isinstance(x, QUICK) or x == gravac.AllGather()
 
 
 @pytest.mark.parametrize("law", _laws.EXCHANGE_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("exchange", choices(EXAMPLES, lambda x: x in QUICK))
+@pytest.mark.parametrize("exchange", choices(EXAMPLES, is_quick))
 def test_every_exchange_keeps_the_law(exchange, law):
     law(exchange, _examples.EXCHANGED, _examples.LADDER)
 
@@ -68,7 +69,7 @@ def test_the_rung_is_data_and_one_executable_serves_the_ladder(exchange):
 
 def test_a_gathered_entry_costs_a_value_with_its_index_times_the_others():
     traffic = gravac.AllGather().traffic(1000, factor=10, replicas=5)
-    assert traffic == (100, 100 * (4 + 4), 4 * 100 * (4 + 4))
+    assert traffic == (100, 100 * (4 + 4), 4 * 100 * (4 + 4), 4)
 
 
 def test_factor_1_costs_as_much_as_a_dense_mean():
@@ -76,7 +77,8 @@ def test_factor_1_costs_as_much_as_a_dense_mean():
         gathered = gravac.AllGather().traffic(1000, factor=1, replicas=replicas)
         dense = gravac.DenseMean().traffic(1000, factor=1, replicas=replicas)
         assert gathered == dense
-        assert dense == (1000, 4000, 2 * (replicas - 1) / replicas * 4000)
+        turns = replicas - 1
+        assert dense == (1000, 4000, 2 * turns / replicas * 4000, 2 * turns)
 
 
 def test_one_collective_carries_values_and_indices_together():
@@ -112,3 +114,24 @@ def test_a_replica_that_selects_nothing_has_finite_energies():
     exchanged, state = exchanged_alone(exchange, bucket, state, rung=1)
     assert np.isfinite(exchanged.energies).all()
     assert state.agreement == 1
+
+
+def test_what_is_cheapest_changes_with_the_network_and_with_the_replicas():
+    gathered, led = both = gravac.AllGather(), gravac.LeaderIndices()
+    by_bytes = gravac.Cheapest(both, gravac.WireCost(latency_seconds=0))
+    by_messages = gravac.Cheapest(both, gravac.WireCost(1e12, latency_seconds=1))
+    # 8 (N - 1) bytes an entry against 16 (N - 1) / N: as many at N = 2.
+    choices = [by_bytes.choices(10_000, (100,), n)[0] for n in (1, 2, 3, 8)]
+    assert choices == [gathered, gathered, led, led]
+    assert by_messages.choices(10_000, (10, 100), 3) == [gathered, gathered]
+    assert by_messages.traffic(10_000, 100, 3) == gathered.traffic(10_000, 100, 3)
+
+
+def test_a_choice_of_one_exchange_is_that_exchange():
+    only = gravac.AllGather(gravac.TopK())
+    chosen = gravac.Cheapest((only,))
+    for rung in range(len(_examples.LADDER) + 1):
+        arguments = _examples.EXCHANGED, _examples.LADDER, rung
+        expected = _laws.exchanged(only, *arguments)
+        for x, y in zip(_laws.exchanged(chosen, *arguments), expected, strict=True):
+            _laws.assert_same(x, y)

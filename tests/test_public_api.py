@@ -15,6 +15,7 @@ PUBLIC = [
     "ApproxTopK",
     "BFloat16",
     "BlockTopK",
+    "Cheapest",
     "ClipByGlobalNorm",
     "ClipByValue",
     "DenseMean",

@@ -48,8 +48,8 @@ def test_every_byte_of_a_whole_step_is_reported(exchange, tree):
     table = tables(params, compress, exchange)
     rungs = len(LADDER)
     for rung in range(rungs + 1):  # and a step that is skipped
-        sent = _laws.bytes_put_in(jaxpr, rung, rungs)
-        assert table.payload_bytes[rung] == sent
+        sent = _laws.put_in(jaxpr, rung, rungs, N)
+        assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
 
 def test_the_factor_is_entries_over_entries_sent():
@@ -69,7 +69,7 @@ def test_without_compressed_leaves_every_step_is_dense():
 
 def test_the_dense_figures_are_those_of_a_plain_mean():
     dense = tables(compress={"w": True, "b": False}).dense
-    assert dense == (69, 4 * 69, 2 * 3 / 4 * 4 * 69)
+    assert dense == (69, 4 * 69, 2 * 3 / 4 * 4 * 69, 6)
 
 
 def test_alone_nothing_goes_over_the_wire():
@@ -83,7 +83,8 @@ def test_seconds_are_predicted_for_every_rung_from_its_own_bytes():
     wire = gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
     predicted = _report.predicted_seconds(tables(), wire)
     assert (predicted.shape, predicted.dtype) == ((len(LADDER),), np.float32)
-    expected = 3 + tables().wire_bytes[: len(LADDER)] / 1024
+    table = tables()
+    expected = 2 + (table.messages + table.wire_bytes / 1024)[: len(LADDER)]
     np.testing.assert_array_equal(predicted, expected)
 
 
@@ -97,7 +98,7 @@ def test_a_step_is_reported_from_its_rung():
     assert info.gains.tolist() == gains.tolist()
     assert info.payload_bytes == table.payload_bytes[1]
     assert info.wire_bytes == table.wire_bytes[1]
-    assert (info.dense_bytes, info.dense_wire_bytes) == table.dense[1:]
+    assert (info.dense_bytes, info.dense_wire_bytes) == table.dense[1:3]
     assert (info.dense_steps, info.skipped_steps) == (0, 0)
 
 

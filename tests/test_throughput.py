@@ -1,5 +1,4 @@
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import gravac_jax as gravac
@@ -10,17 +9,12 @@ def test_a_step_is_compute_then_latency_then_bytes_over_bandwidth():
     wire = gravac.WireCost(
         bytes_per_second=1024, latency_seconds=0.25, compute_seconds=2
     )
-    assert wire.step_seconds(512) == 2 + 0.25 + 0.5
+    assert wire.step_seconds(512, messages=3) == 2 + 3 * 0.25 + 0.5
 
 
-def test_without_bytes_a_step_still_takes_its_time():
+def test_without_bytes_a_message_still_takes_its_time():
     wire = gravac.WireCost()
-    assert wire.step_seconds(0) == wire.compute_seconds + wire.latency_seconds
-
-
-def test_many_rungs_are_predicted_at_once():
-    wire = gravac.WireCost(8, latency_seconds=0, compute_seconds=1)
-    assert wire.step_seconds(np.array([8.0, 16.0])).tolist() == [2.0, 3.0]
+    assert wire.exchange_seconds(0, messages=2) == 2 * wire.latency_seconds
 
 
 @pytest.mark.parametrize(

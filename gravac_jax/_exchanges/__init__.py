@@ -5,6 +5,7 @@ and an oracle in the tests.
 """
 
 from gravac_jax._exchanges.allgather import AllGather
+from gravac_jax._exchanges.cheapest import Cheapest
 from gravac_jax._exchanges.dense import DenseMean
 from gravac_jax._exchanges.dense16 import DenseMean16
 from gravac_jax._exchanges.leader import LeaderIndices
@@ -14,6 +15,7 @@ from gravac_jax._exchanges.randomk import SharedRandomK
 
 EXCHANGES = (
     AllGather,
+    Cheapest,
     DenseMean,
     DenseMean16,
     LeaderIndices,

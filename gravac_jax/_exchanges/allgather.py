@@ -43,7 +43,7 @@ class AllGather(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(gravac.TopK()).traffic(1000, factor=100, replicas=4)
-      Traffic(entries=10, payload_bytes=80, wire_bytes=240)
+      Traffic(entries=10, payload_bytes=80, wire_bytes=240, messages=3)
 
     References:
       Lin et al., Deep Gradient Compression, ICLR 2018; Tyagi and Swany, GraVAC, 2023.
@@ -109,4 +109,6 @@ class AllGather(Exchange):
         k = self.compressor.count(n, factor)
         payload_bytes = self._codec(n).payload_bytes(k)
         wire_bytes = _comm.gather_wire_bytes(payload_bytes, replicas)
-        return cheaper(Traffic(k, payload_bytes, wire_bytes), n, replicas)
+        messages = _comm.gather_messages(replicas)
+        traffic = Traffic(k, payload_bytes, wire_bytes, messages)
+        return cheaper(traffic, n, replicas)

@@ -39,11 +39,14 @@ class Traffic(NamedTuple):
       entries: how many entries of the bucket are sent.
       payload_bytes: what one replica puts into the collective.
       wire_bytes: what one replica sends for it.
+      messages: how many it sends one after the other, each when the one before has
+        arrived: 2 (N - 1) in a ring all-reduce, N - 1 in a ring all-gather.
     """
 
     entries: int
     payload_bytes: float
     wire_bytes: float
+    messages: int
 
 
 class Exchange(abc.ABC):

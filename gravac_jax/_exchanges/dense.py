@@ -32,7 +32,7 @@ def dense_traffic(entries: int, replicas: int) -> Traffic:
     """The cost of a float32 mean of `entries`."""
     payload_bytes = VALUE_BYTES * entries
     wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
-    return Traffic(entries, payload_bytes, wire_bytes)
+    return Traffic(entries, payload_bytes, wire_bytes, _comm.mean_messages(replicas))
 
 
 def cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:
@@ -52,7 +52,7 @@ class DenseMean(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.DenseMean().traffic(1000, factor=100, replicas=4)
-      Traffic(entries=1000, payload_bytes=4000, wire_bytes=6000.0)
+      Traffic(entries=1000, payload_bytes=4000, wire_bytes=6000.0, messages=6)
     """
 
     def exchange(

@@ -33,7 +33,7 @@ class DenseMean16(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.DenseMean16().traffic(1000, factor=1, replicas=4)
-      Traffic(entries=1000, payload_bytes=2500, wire_bytes=3000)
+      Traffic(entries=1000, payload_bytes=2500, wire_bytes=3000, messages=6)
     """
 
     @property
@@ -82,4 +82,5 @@ class DenseMean16(Exchange):
             entries=n,
             payload_bytes=(replicas + 1) * shard_bytes,
             wire_bytes=2 * _comm.gather_wire_bytes(shard_bytes, replicas),
+            messages=2 * _comm.gather_messages(replicas),
         )

@@ -66,7 +66,7 @@ class LeaderIndices(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.LeaderIndices().traffic(1000, factor=100, replicas=4)
-      Traffic(entries=10, payload_bytes=80, wire_bytes=120.0)
+      Traffic(entries=10, payload_bytes=80, wire_bytes=120.0, messages=12)
 
     References:
       Chen et al., ScaleCom, NeurIPS 2020, CLT-k; Tyagi and Swany, AR-Topk, 2023, STAR
@@ -155,7 +155,10 @@ class LeaderIndices(Exchange):
         k = self.compressor.count(n, factor)
         payload_bytes = (INDEX_BYTES + VALUE_BYTES) * k
         wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
+        messages = 2 * _comm.mean_messages(replicas)
         if self.leader == "energy":
             payload_bytes += VALUE_BYTES
             wire_bytes += _comm.gather_wire_bytes(VALUE_BYTES, replicas)
-        return cheaper(Traffic(k, payload_bytes, wire_bytes), n, replicas)
+            messages += _comm.gather_messages(replicas)
+        traffic = Traffic(k, payload_bytes, wire_bytes, messages)
+        return cheaper(traffic, n, replicas)

@@ -89,7 +89,7 @@ class LowRank(Exchange):
       >>> exchange.rank(10_050, factor=10)
       4
       >>> exchange.traffic(10_050, factor=10, replicas=4)
-      Traffic(entries=850, payload_bytes=3400, wire_bytes=5100.0)
+      Traffic(entries=850, payload_bytes=3400, wire_bytes=5100.0, messages=12)
 
     References:
       Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; the error is that of
@@ -199,8 +199,11 @@ class LowRank(Exchange):
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """4 bytes an entry of the thin matrices."""
         rank = self.rank(n, factor)
-        entries = n if rank == n else sum(x.sent(rank) for x in self._arrays(n))
-        return dense_traffic(entries, replicas)
+        if rank == n:
+            return dense_traffic(n, replicas)
+        entries = sum(x.sent(rank) for x in self._arrays(n))
+        traffic = dense_traffic(entries, replicas)
+        return traffic._replace(messages=2 * traffic.messages)
 
 
 def by_rank(

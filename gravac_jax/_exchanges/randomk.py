@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _comm, _compaction, _ladder, _payload, _tree
+from gravac_jax import _compaction, _ladder, _payload, _tree
 from gravac_jax._comm import Comm
 from gravac_jax._compressors.randomk import drawn
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
-from gravac_jax._exchanges.dense import VALUE_BYTES, cheaper, dense_exchange
+from gravac_jax._exchanges.dense import cheaper, dense_exchange, dense_traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SharedRandomK(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.SharedRandomK().traffic(1000, factor=100, replicas=4)
-      Traffic(entries=10, payload_bytes=40, wire_bytes=60.0)
+      Traffic(entries=10, payload_bytes=40, wire_bytes=60.0, messages=6)
 
     References:
       Stich et al., Sparsified SGD with memory, NeurIPS 2018, rand-k; Vogels et al.,
@@ -84,6 +84,4 @@ class SharedRandomK(Exchange):
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """4 bytes an entry."""
         k = _ladder.entries(n, factor)
-        payload_bytes = VALUE_BYTES * k
-        wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
-        return cheaper(Traffic(k, payload_bytes, wire_bytes), n, replicas)
+        return cheaper(dense_traffic(k, replicas), n, replicas)

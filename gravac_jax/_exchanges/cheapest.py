@@ -1,0 +1,127 @@
+"""At every rung the exchange that takes the least time for it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks
+from gravac_jax._comm import Comm
+from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
+from gravac_jax._throughput import WireCost
+
+
+@dataclasses.dataclass(frozen=True)
+class Cheapest(Exchange):
+    """Chooses among exchanges, rung by rung, by what each costs on a network.
+
+    An all-gather sends few messages and many bytes, leader's indices the other way
+    round: with more replicas, more entries or a thinner wire the second becomes the
+    cheaper one at low factors, where the first would even be a dense step. The choice
+    is made when a step is traced, from the number of replicas, and changes with the
+    rung alone. It is one of time, not of quality: offer exchanges that are as good as
+    each other at the same factor, or whose difference is worth it.
+
+    Law:
+      At every rung it is the one it chose. What rungs of others would send is told by
+      the one in use, as if they were its own.
+
+    Cost:
+      That of the exchange chosen. The state of all of them; each that is chosen
+      anywhere is compiled with all rungs.
+
+    Args:
+      exchanges: to choose from, of equal ones the first.
+      wire: the network; its `compute_seconds` do not matter.
+
+    Raises:
+      TypeError: if an exchange or the wire is of another kind.
+      ValueError: if there is no exchange.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> exchange = gravac.Cheapest((gravac.AllGather(), gravac.LeaderIndices()))
+      >>> [type(x).__name__ for x in exchange.choices(10**6, (10, 1000), replicas=16)]
+      ['LeaderIndices', 'AllGather']
+
+    References:
+      Thakur et al., Optimization of collective communication operations in MPICH,
+      2005, for the costs of rings.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    wire: WireCost = dataclasses.field(default_factory=WireCost)
+
+    def __post_init__(self) -> None:
+        for exchange in _checks.listed(self.exchanges, "exchanges"):
+            _checks.component(exchange, Exchange, "exchanges", "gravac.AllGather()")
+        _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
+        object.__setattr__(self, "exchanges", tuple(self.exchanges))
+
+    @property
+    def is_ordered(self) -> bool:
+        """If it is for one of them."""
+        return any(x.is_ordered for x in self.exchanges)
+
+    @property
+    def is_rounded(self) -> bool:
+        """If one of them rounds."""
+        return any(x.is_rounded for x in self.exchanges)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest."""
+        return max(x.tolerance for x in self.exchanges)
+
+    def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Cheapest":
+        """All of them with these `shapes`."""
+        shaped = tuple(x.shaped(shapes) for x in self.exchanges)
+        return dataclasses.replace(self, exchanges=shaped)
+
+    def init(self, n: int, ladder: tuple[float, ...]) -> tuple[Any, ...]:
+        """The states of all."""
+        return tuple(x.init(n, ladder) for x in self.exchanges)
+
+    def choices(
+        self, n: int, ladder: tuple[float, ...], replicas: int
+    ) -> list[Exchange]:
+        """The exchange of each rung for a bucket of `n` entries."""
+        return [self.exchanges[self._choice(n, x, replicas)] for x in ladder]
+
+    def _choice(self, n: int, factor: float, replicas: int) -> int:
+        traffic = [x.traffic(n, factor, replicas) for x in self.exchanges]
+        cost = lambda x: self.wire.exchange_seconds(x.wire_bytes, x.messages)
+        return min(range(len(traffic)), key=lambda i: cost(traffic[i]))
+
+    def exchange(
+        self,
+        bucket: jax.Array,
+        state: tuple[Any, ...],
+        rung: jax.Array,
+        *,
+        ladder: tuple[float, ...],
+        key: jax.Array,
+        comm: Comm,
+    ) -> tuple[Exchanged, tuple[Any, ...]]:
+        """In the branch of the exchange that the rung has, the branch of the rung."""
+        chosen = [self._choice(bucket.size, x, comm.replicas) for x in ladder]
+
+        def run(i: int) -> tuple[Exchanged, tuple[Any, ...]]:
+            exchanged, own = self.exchanges[i].exchange(
+                bucket, state[i], rung, ladder=ladder, key=key, comm=comm
+            )
+            after = comm.cast((*state[:i], own, *state[i + 1 :]))
+            return comm.cast(exchanged)._replace(mean=exchanged.mean), after
+
+        branches = sorted(set(chosen))
+        if len(branches) == 1:
+            return run(branches[0])
+        skipped = chosen[-1]
+        which = jnp.asarray([branches.index(i) for i in (*chosen, skipped)])[rung]
+        return jax.lax.switch(which, [functools.partial(run, i) for i in branches])
+
+    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
+        """That of the one chosen."""
+        return self.choices(n, (factor,), replicas)[0].traffic(n, factor, replicas)
