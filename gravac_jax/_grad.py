@@ -26,6 +26,11 @@ def value_and_grad(
     before `gravac.transform` does. Under `check_vma=False`, `pmap`, `vmap`, and with
     `axis_name=None`, this is `jax.value_and_grad`.
 
+    A loss that talks to other replicas (a mean over them, or a matrix of which each has
+    a slice) counts once for each of them: what is differentiated is the sum of all
+    losses, with and without `check_vma`. Divided by the number of replicas, as
+    `gravac.transform` does, it is their mean.
+
     The value is local too; `jax.lax.pmean` it to report it (`gravac.data_parallel`
     averages whatever a step returns beside its state).
 
@@ -67,7 +72,6 @@ def value_and_grad(
     _checks.axis(axis_name)
     _checks.count(micro_batches, "micro_batches", "parts of the batch")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    inner = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -76,10 +80,11 @@ def value_and_grad(
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
+        local = functools.partial(_local, fun, argnums, has_aux, comm)
         if micro_batches == 1:
-            return inner(*cast, **kwargs)
+            return local(*cast, **kwargs)
         return _accumulation.over_micro_batches(
-            inner,
+            local,
             cast,
             kwargs,
             whole=places,
@@ -89,3 +94,26 @@ def value_and_grad(
         )
 
     return wrapped
+
+
+def _local(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    comm: Comm,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`jax.value_and_grad` of the sum of what all replicas' `fun` returns.
+
+    A loss that JAX knows to be the same everywhere would count once, and one that it
+    does not know so, as many times as there are replicas.
+    """
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        return comm.cast(out[0] if has_aux else out), out
+
+    grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)
+    (_, out), grads = grad(*args, **kwargs)
+    return out, grads

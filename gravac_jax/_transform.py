@@ -77,10 +77,11 @@ def transform(
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
         leaves out biases, norms and what is small.
-      sharded: which leaves are sharded over `dense_axis_name` (FSDP): all, or those
-        of a pytree of bools. Each device compresses the slices that it owns, and all
-        other leaves go dense. Gradients of slices must be summed over that axis, as
-        the transpose of `jax.lax.all_gather` leaves them; the mean is taken here.
+      sharded: which leaves are sharded over `dense_axis_name`, gathered to compute
+        (FSDP) or computed with in slices (tensor parallel): all, or those of a pytree
+        of bools. Each device compresses the slices that it owns, and all other leaves
+        go dense. Gradients of slices must be those of the sum of all devices' losses,
+        as `gravac.value_and_grad` has them; the mean is taken here.
       wire: predicts step times until measured ones come. Default: `WireCost()`.
       seed: of the random keys that randomized compressors draw from.
       check_every: after so many steps replicas compare checksums of their params

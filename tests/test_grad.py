@@ -134,3 +134,13 @@ def test_micro_batches_exchange_nothing():
     jaxpr = jax.make_jaxpr(grad, axis_env=[("data", N)])(W, ROWS[0])
     assert "psum" not in str(jaxpr)
     assert str(jaxpr).count("scan[") == 1
+
+
+@in_every_way
+def test_a_loss_that_is_averaged_already_counts_once_a_replica(how):
+    averaged = lambda w, x: jax.lax.pmean(LOSS(w, x), "data")
+    value, received = everywhere(gravac.value_and_grad(averaged), how)
+    local = [jax.value_and_grad(LOSS)(W, x) for x in X]
+    np.testing.assert_allclose(value, np.mean([x for x, _ in local]), rtol=1e-6)
+    for mine, (_, expected) in zip(received, local, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6)

@@ -396,3 +396,54 @@ def test_params_that_are_sharded_over_the_slow_axis_are_refused():
     params = put(PARAMS, mesh, {"w": jax.P("dcn"), "b": jax.P()})
     with pytest.raises(ValueError, match=r"sharded over \['dcn'\].*dense_axis_name"):
         gravac.init(transform(sharded=IS_MATRIX), params, mesh, "dcn", "ici")
+
+
+# Params of which each device of the fast axis computes with its own slice.
+
+IN, HIDDEN, OUT, BATCH = 8, 16, 4, 2
+TENSORS = {
+    "up": np.float32(RNG.integers(-2, 3, (IN, HIDDEN))),
+    "down": np.float32(RNG.integers(-2, 3, (HIDDEN, OUT))),
+    "b": np.zeros(OUT, np.float32),
+}
+TENSOR_SPECS = {"up": jax.P(None, "ici"), "down": jax.P("ici"), "b": jax.P()}
+X = np.float32(RNG.integers(-2, 3, (STEPS, SLOW, BATCH, IN)))
+
+
+def tensor_loss(params, x, sum_of_slices):
+    hidden = jnp.maximum(x @ params["up"], 0)
+    return jnp.mean((sum_of_slices(hidden @ params["down"]) + params["b"][None]) ** 2)
+
+
+@in_every_way
+def test_slices_that_compute_for_each_other_train_as_whole_params(axis_type, check_vma):
+    def train_step(params, state, x):
+        own = lambda params: tensor_loss(
+            params, x[0], lambda part: jax.lax.psum(part, "ici")
+        )
+        _, grads = gravac.value_and_grad(own, NAMES)(params)
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(lambda p, u: p - u / 1024, params, updates), state
+
+    mesh = two_axes(axis_type)
+    tx = transform(gravac.Fixed(1), sharded={"up": True, "down": True, "b": False})
+    params = put(TENSORS, mesh, TENSOR_SPECS)
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
+    step = jax.jit(
+        jax.shard_map(
+            train_step,
+            mesh=mesh,
+            in_specs=(*specs, jax.P("dcn")),
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )
+    expected = TENSORS
+    for x in X:
+        params, state = step(params, state, put(x, mesh, jax.P("dcn")))
+        loss = lambda p, x=x: tensor_loss(p, x.reshape(-1, IN), lambda part: part)
+        grads = jax.grad(loss)(expected)
+        expected = jax.tree.map(lambda p, g: p - g / 1024, expected, grads)
+        for name, leaf in params.items():
+            np.testing.assert_allclose(leaf, expected[name], rtol=1e-5, atol=1e-5)
