@@ -94,10 +94,10 @@ def transform(
         norm, none waits for the gradients of the others, so that its exchange may begin
         while the backward pass goes on. Each selects for itself, and compiles its own
         branches. While a step runs its old residuals are kept, to be restored if it is
-        skipped. XLA makes nothing of it on CPUs, where collectives come last in the
-        schedule (jax 0.10.2); collectives in the branches of a ladder wait for all
-        operands of the branch anywhere, and with a single rung, as of `Fixed`, there
-        are no branches.
+        skipped. XLA makes nothing of it on CPUs and TPUs, where collectives come last
+        in the schedule (jax 0.10.2); collectives in the branches of a ladder wait for
+        all operands of the branch anywhere, and with a single rung, as of `Fixed`,
+        there are no branches.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
