@@ -155,10 +155,19 @@ def no_function(sharded: Any) -> None:
 
 def not_both(why: str, **given: Any) -> None:
     """Refuse two arguments that say the same thing, or contradict each other."""
-    if None not in given.values():
+    if all(value is not None for value in given.values()):
         names = " or ".join(f"`{name}`" for name in given)
         values = " and ".join(map(repr, given.values()))
         raise TypeError(f"give {names}, not both: got {values}. {why}")
+
+
+def one_wire(wire: Any, given: Any) -> None:
+    """Refuse two networks at once."""
+    if given is not None and given != wire:
+        raise ValueError(
+            f"`wire` must be that of the exchange, {wire!r}, or not be given; got"
+            f" {given!r}."
+        )
 
 
 def mesh_axis(mesh: Any, axis_name: Any) -> None:

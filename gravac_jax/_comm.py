@@ -116,7 +116,8 @@ class Comm:
             # Only this form may leave shard_map as replicated, and vmap refuses it.
             gather = functools.partial(gather, to="invarying")
         # Flat, XLA makes an all-reduce of it on TPUs, of twice the bytes, unless 1,024
-        # divides the size; between barriers it stays a row each.
+        # divides the size; between barriers it stays a row each (libtpu 0.0.42, the
+        # record of programs.py).
         row = jax.lax.optimization_barrier(self.cast(x)[None])
         return jax.lax.optimization_barrier(gather(row))
 

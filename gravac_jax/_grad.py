@@ -112,7 +112,8 @@ def _local(
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        return comm.cast(out[0] if has_aux else out), out
+        value, _ = _step_checks.with_aux(out) if has_aux else (out, None)
+        return comm.cast(value), out
 
     grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)
     (_, out), grads = grad(*args, **kwargs)

@@ -60,25 +60,23 @@ def tables(
 
 
 def warn_if_dense(
-    table: Tables,
     buckets: Buckets,
     exchanges: Sequence[Exchange],
     ladder: tuple[float, ...],
     replicas: int,
 ) -> None:
     """Say so when a rung is dense because its payloads would weigh more."""
-    # Alone, nothing costs anything.
-    alone = tables(buckets, exchanges, ladder, replicas=1)
-    is_replaced = table.factors[:-1] < alone.factors[:-1]
-    replaced = [f for f, x in zip(ladder, is_replaced, strict=True) if x]
-    if replaced:
+    both = list(zip(exchanges, buckets.sizes, strict=True))
+    is_replaced = lambda f: any(x.is_replaced(n, f, replicas) for x, n in both)
+    if replaced := list(filter(is_replaced, ladder)):
         warnings.warn(
             f"with {replicas} replicas the factors {replaced} would send more bytes"
             " than a dense step, and are dense steps, as those of a warm-up may be. If"
             " that is not meant, begin the ladder higher, such as"
             f" GraVAC(ladder=gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
             " or choose an exchange that sends less: AllGather with BFloat16() values"
-            " and UInt16() indices, or LeaderIndices().",
+            " and UInt16() indices, LeaderIndices(), or Cheapest((AllGather(),"
+            " LeaderIndices())).",
             stacklevel=2,
         )
 

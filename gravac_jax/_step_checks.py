@@ -209,6 +209,15 @@ def arguments(args: Sequence[Any]) -> None:
         )
 
 
+def with_aux(out: Any) -> tuple[Any, Any]:
+    """(loss, aux); refuse what is no such pair."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"has_aux=True is for a function that returns (loss, aux), got {out!r}."
+        )
+    return out
+
+
 def positional(args: Sequence[Any], argnums: Sequence[int]) -> None:
     """Refuse to differentiate an argument that was not given by position."""
     if any(not -len(args) <= i < len(args) for i in argnums):

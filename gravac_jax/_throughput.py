@@ -1,4 +1,4 @@
-"""Bytes to seconds, and compression throughput.
+"""Bytes and messages to seconds, and compression throughput.
 
 Until a measured step time arrives, seconds are what a simple network would need.
 """
@@ -12,7 +12,7 @@ from gravac_jax import _checks
 
 @dataclasses.dataclass(frozen=True)
 class WireCost:
-    """Predicts seconds from bytes: the alpha-beta model.
+    """Predicts seconds from bytes and messages: the alpha-beta model.
 
     It stands in for measured step times (`update(..., step_seconds=...)`), which
     replace it as soon as the first one comes.

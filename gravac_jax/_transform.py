@@ -19,7 +19,7 @@ from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor
 from gravac_jax._controllers import GraVAC
 from gravac_jax._controllers.base import Controller
-from gravac_jax._exchanges import AllGather
+from gravac_jax._exchanges import AllGather, Cheapest
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._memory import Momentum, Residual
 from gravac_jax._memory.base import Memory
@@ -82,7 +82,8 @@ def transform(
         of bools. Each device compresses the slices that it owns, and all other leaves
         go dense. Gradients of slices must be those of the sum of all devices' losses,
         as `gravac.value_and_grad` has them; the mean is taken here.
-      wire: predicts step times until measured ones come. Default: `WireCost()`.
+      wire: predicts step times until measured ones come. Default: that of a `Cheapest`
+        exchange, `WireCost()` for others.
       seed: of the random keys that randomized compressors draw from.
       check_every: after so many steps replicas compare checksums of their params
         (`update` needs them then), and `StepInfo.disagreements` counts where they
@@ -96,7 +97,7 @@ def transform(
         branches. While a step runs its old residuals are kept, to be restored if it is
         skipped. XLA makes nothing of it on CPUs and TPUs, where collectives come last
         in the schedule (jax 0.10.2); collectives in the branches of a ladder wait for
-        all operands of the branch anywhere, and with a single rung, as of `Fixed`,
+        all operands of the branch on both, and with a single rung, as of `Fixed`,
         there are no branches.
 
     Returns:
@@ -155,10 +156,15 @@ def transform(
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
         _checks.no_function(sharded)
-        why = "The sharded leaves are the compressed ones, and the others are averaged"
-        why += " whole over both axes."
+        why = (
+            "The sharded leaves are the compressed ones, and the others are averaged"
+            " whole over both axes."
+        )
         _checks.not_both(why, compress=compress, sharded=sharded)
         compress = sharded
+    if isinstance(exchange, Cheapest):
+        _checks.one_wire(exchange.wire, wire)
+        wire = exchange.wire
     wiring = Wiring(
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,

@@ -159,7 +159,7 @@ class Wiring:
         )
         exchanges = self._exchanges(buckets)
         tables = _report.tables(buckets, exchanges, ladder, comm.replicas)
-        _report.warn_if_dense(tables, buckets, exchanges, ladder, comm.replicas)
+        _report.warn_if_dense(buckets, exchanges, ladder, comm.replicas)
 
         is_finite = common.bad == 0
         ran = state.steps - state.info.skipped_steps

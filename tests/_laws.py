@@ -296,9 +296,10 @@ def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     jaxpr = trace(buckets[0], np.int32(0)).jaxpr
     shaped, outer = exchange.shaped(_oracles.shapes(n)), []
     if isinstance(exchange, gravac.Cheapest):
-        choices = shaped.choices(n, ladder, replicas)
-        chosen = [x for x in shaped.exchanges if x in choices]
-        outer = [chosen.index(x) for x in (*choices, choices[-1])]
+        taken = shaped.choices(n, ladder, replicas)
+        chosen = [x for x in shaped.exchanges if x in taken]
+        if len(chosen) > 1:
+            outer = [chosen.index(x) for x in (*taken, taken[-1])]
     for rung, factor in enumerate(ladder):
         traffic = shaped.traffic(n, factor, replicas)
         sent = put_in(jaxpr, rung, len(ladder), replicas, outer)

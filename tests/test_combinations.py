@@ -80,14 +80,14 @@ def parts(row):
     yield tuple(repr(x) for name, x in row.items() if name not in WAYS)
 
 
-def case(row):
+def made_of(row):
     """The exchange, the way to run it, the replicas."""
     exchange = row["exchange"](**{x: row[x] for x in PARTS[row["exchange"]]})
     return exchange, row["how"], row["replicas"]
 
 
-QUICK = list(map(case, covering(pairs, 15)))
-ALL = QUICK + [x for x in map(case, covering(parts, 1)) if x not in QUICK]
+QUICK = list(map(made_of, covering(pairs, 15)))
+ALL = QUICK + [x for x in map(made_of, covering(parts, 1)) if x not in QUICK]
 
 
 def exchanged(exchange, how, replicas, rung):

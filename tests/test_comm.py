@@ -148,3 +148,13 @@ def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(
     ring = functools.partial(_comm.mean_wire_bytes, replicas=replicas)
     assert ring(1000) == 2 * (replicas - 1) * 1000 / replicas
     assert _comm.gather_wire_bytes(1000, replicas) == (replicas - 1) * 1000
+
+
+def test_what_is_gathered_is_a_row_between_barriers():
+    # Else it may be an all-reduce on a TPU: see Comm.gather.
+    gather = jax.make_jaxpr(Comm("data").gather, axis_env=[("data", N)])
+    names = [x.primitive.name for x in gather(np.zeros(5, np.float32)).jaxpr.eqns]
+    where = names.index("all_gather")
+    assert names[where - 1 : where + 2 : 2] == ["optimization_barrier"] * 2
+    (row,) = gather(np.zeros(5, np.float32)).jaxpr.eqns[where].invars
+    assert row.aval.shape == (1, 5)

@@ -156,6 +156,12 @@ BUILDS = {
         lambda: gravac.Cheapest((gravac.AllGather(), gravac.TopK())),
         "TypeError ... `exchanges` ... got TopK() ... gravac.AllGather()",
     ),
+    "two networks": (
+        lambda: gravac.transform(
+            exchange=gravac.Cheapest((gravac.AllGather(),)), wire=gravac.WireCost(1e10)
+        ),
+        "ValueError ... `wire` ... that of the exchange ... 10000000000.0",
+    ),
     "a choice of nothing": (
         lambda: gravac.Cheapest(()),
         "ValueError ... `exchanges` ... empty",

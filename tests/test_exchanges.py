@@ -22,8 +22,9 @@ ids = repr
 SUM_RTOL = _examples.REPLICAS * 2**-24
 
 
-QUICK = gravac.Cheapest, gravac.DenseMean16, gravac.LowRank
-is_quick = lambda x: isinstance(x, QUICK) or x == gravac.AllGather()
+# One of each kind, and the default; the others in the slow run.
+QUICK = {type(x): x for x in reversed(EXAMPLES)} | {None: gravac.AllGather()}
+is_quick = lambda x: x in QUICK.values()
 
 
 @pytest.mark.parametrize("law", _laws.EXCHANGE_LAWS, ids=lambda law: law.__name__)
@@ -121,8 +122,8 @@ def test_what_is_cheapest_changes_with_the_network_and_with_the_replicas():
     by_bytes = gravac.Cheapest(both, gravac.WireCost(latency_seconds=0))
     by_messages = gravac.Cheapest(both, gravac.WireCost(1e12, latency_seconds=1))
     # 8 (N - 1) bytes an entry against 16 (N - 1) / N: as many at N = 2.
-    choices = [by_bytes.choices(10_000, (100,), n)[0] for n in (1, 2, 3, 8)]
-    assert choices == [gathered, gathered, led, led]
+    taken = [by_bytes.choices(10_000, (100,), n)[0] for n in (1, 2, 3, 8)]
+    assert taken == [gathered, gathered, led, led]
     assert by_messages.choices(10_000, (10, 100), 3) == [gathered, gathered]
     assert by_messages.traffic(10_000, 100, 3) == gathered.traffic(10_000, 100, 3)
 
@@ -135,3 +136,36 @@ def test_a_choice_of_one_exchange_is_that_exchange():
         expected = _laws.exchanged(only, *arguments)
         for x, y in zip(_laws.exchanged(chosen, *arguments), expected, strict=True):
             _laws.assert_same(x, y)
+
+
+def test_what_is_not_chosen_stays_as_it_was_while_the_rung_wanders():
+    # 50 entries by an all-gather, 12 messages of a leader's being too many; 500 led.
+    wire = gravac.WireCost(bytes_per_second=1000, latency_seconds=0.1)
+    both = gravac.AllGather(gravac.TopK()), gravac.LeaderIndices(gravac.TopK())
+    exchange, ladder, n = gravac.Cheapest(both, wire), (1.0, 4.0, 40.0), 2000
+    assert exchange.choices(n, ladder, 4) == [both[0], both[1], both[0]]
+
+    @functools.partial(jax.vmap, in_axes=(0, 0, None), axis_name="data")
+    def step(bucket, state, rung):
+        return exchange.exchange(
+            bucket,
+            state,
+            rung,
+            ladder=ladder,
+            key=jax.random.key(0),
+            comm=Comm("data"),
+        )
+
+    step = jax.jit(step)
+    rng = np.random.default_rng(0)
+    stack = lambda x: jnp.stack([x] * 4)
+    state = jax.tree.map(stack, exchange.init(n, ladder))
+    turns = []
+    for rung in (1, 2, 1, 3, 0, 1, 2):
+        bucket = rng.integers(-64, 65, (4, n)).astype(np.float32)
+        exchanged, state = step(bucket, state, np.int32(rung))
+        sent = bucket - np.asarray(exchanged.residual)
+        np.testing.assert_array_equal(exchanged.mean, stack(sent.mean(0)))
+        turns.append(int(state[1].turn[0]))
+    assert turns == [1, 1, 2, 2, 2, 3, 3]
+    assert step._cache_size() == 1

@@ -144,3 +144,9 @@ def test_a_loss_that_is_averaged_already_counts_once_a_replica(how):
     np.testing.assert_allclose(value, np.mean([x for x, _ in local]), rtol=1e-6)
     for mine, (_, expected) in zip(received, local, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("out", [lambda w: (jnp.sum(w), 1, 2), jnp.sum])
+def test_what_is_no_pair_of_loss_and_aux_is_refused(out):
+    with pytest.raises(TypeError, match=r"has_aux=True .* \(loss, aux\), got"):
+        gravac.value_and_grad(out, None, has_aux=True)(W)

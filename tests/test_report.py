@@ -16,6 +16,7 @@ TREES = {
     "some dense": (WEIGHTS, {"w": True, "b": False}),
     "all dense": (WEIGHTS, False),
 }
+WIDE = gravac.WireCost(latency_seconds=0)
 EXCHANGES = [
     gravac.AllGather(),
     gravac.AllGather(gravac.Identity()),
@@ -140,7 +141,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()
     with pytest.warns(UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] "):
-        _report.warn_if_dense(table, buckets, exchanges, ladder, 32)
+        _report.warn_if_dense(buckets, exchanges, ladder, 32)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +151,14 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
         (gravac.AllGather(gravac.Identity()), 32),
         (gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()), 16),
         (gravac.DenseMean(), 32),
+        (gravac.Cheapest((gravac.AllGather(), gravac.LeaderIndices()), WIDE), 32),
+        (gravac.Cheapest((gravac.AllGather(), gravac.DenseMean16()), WIDE), 32),
     ],
     ids=repr,
 )
 def test_rungs_that_are_what_they_say_are_not_warned_about(exchange, replicas):
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = gravac.GraVAC().ladder
-    table = _report.tables(buckets, [exchange], ladder, replicas)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _report.warn_if_dense(table, buckets, [exchange], ladder, replicas)
+        _report.warn_if_dense(buckets, [exchange], ladder, replicas)

@@ -36,7 +36,7 @@ WHOLE = {"w": jax.P(), "b": jax.P()}
 
 AUTO, EXPLICIT = AXIS_TYPES
 by_check = pytest.mark.parametrize("check_vma", [True, False])
-in_every_way = pytest.mark.parametrize(
+on_every_checked_mesh = pytest.mark.parametrize(
     ("axis_type", "check_vma"),
     [
         (AUTO, True),
@@ -103,7 +103,7 @@ def on_one_axis(controller):
 # Params that every device has whole.
 
 
-@in_every_way
+@on_every_checked_mesh
 def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
     mesh = two_axes(axis_type)
     params = put(PARAMS, mesh, WHOLE)
@@ -143,7 +143,7 @@ def run_sharded(
     return run(tx, params, mesh, gradients_of, check_vma)
 
 
-@in_every_way
+@on_every_checked_mesh
 def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma):
     deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
     for i, delta in enumerate(deltas):
@@ -152,7 +152,7 @@ def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma)
     assert not np.any(optax.tree.get(states[-1], "residual"))
 
 
-@in_every_way
+@on_every_checked_mesh
 def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
     deltas, states = run_sharded(Scripted(LADDER), axis_type, check_vma)
     means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
@@ -415,7 +415,7 @@ def tensor_loss(params, x, sum_of_slices):
     return jnp.mean((sum_of_slices(hidden @ params["down"]) + params["b"][None]) ** 2)
 
 
-@in_every_way
+@on_every_checked_mesh
 def test_slices_that_compute_for_each_other_train_as_whole_params(axis_type, check_vma):
     def train_step(params, state, x):
         own = lambda params: tensor_loss(

@@ -1,8 +1,8 @@
 """What XLA makes of a training step for TPUs, compiled without having one.
 
-For each method: what its collectives carry, the bytes that one replica would put into
-them beside those that StepInfo reports, where they stand among the matrix products of
-the backward pass, and how much memory the step needs beside its arguments, in buckets.
+For each method: what its collectives carry, the bytes that one replica puts into those
+of all rungs, where they stand among the matrix products of the backward pass, and how
+much memory the step needs beside its arguments, in buckets.
 It runs on any machine with Linux, and needs no TPU:
 
     pip install 'jax[tpu]'
@@ -38,9 +38,9 @@ from methods import arguments
 import gravac_jax as gravac
 
 ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "s16": 2, "u8": 1}
-COLLECTIVE = re.compile(
-    r"= \(?(\w+)\[([\d,]*)\]\S* (all-[a-z\-]+|collective-permute[a-z\-]*)\("
-)
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+COLLECTIVE = re.compile(rf"= (.*?) ((?:{COLLECTIVES})(?:-start)?)\(")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,13 @@ def compiled(name: str, args: Args, mesh: Any) -> tuple[str, float]:
 def collectives(text: str, replicas: int) -> list[dict[str, Any]]:
     """Each with what one replica puts in; a gather's result holds that of all."""
     found = []
-    for dtype, shape, kind in COLLECTIVE.findall(text):
-        size = math.prod(map(int, filter(None, shape.split(","))))
+    for result, kind in COLLECTIVE.findall(text):
+        arrays = ARRAY.findall(re.sub(r"\{[^}]*\}", "", result))
+        size = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
+        total = sum(ITEM_BYTES[dtype] * size(shape) for dtype, shape in arrays)
         shares = replicas if kind.startswith("all-gather") else 1
-        put_in = ITEM_BYTES[dtype] * size // shares
-        found.append({"kind": kind, "of": f"{dtype}[{shape}]", "payload_bytes": put_in})
+        of = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
+        found.append({"kind": kind, "of": of, "payload_bytes": total // shares})
     return found
 
 
@@ -115,7 +117,7 @@ def order(text: str) -> str:
     for line in entry:
         match = re.search(r"= .*? ([a-z\-]+)\(", line)
         kind = match[1] if match else ""
-        if kind.startswith(("all-", "collective-")):
+        if re.match(COLLECTIVES, kind):
             marks.append(f"[{kind}]")
         elif kind in {"while", "conditional"}:
             marks.append("L" if kind == "while" else "B")

@@ -117,6 +117,11 @@ class Exchange(abc.ABC):
         """How many entries of a bucket of `n` each rung sends."""
         return [self.traffic(n, factor, replicas).entries for factor in ladder]
 
+    def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
+        """Whether `factor` is a dense step for so many replicas, and not for one."""
+        entries = lambda replicas: self.traffic(n, factor, replicas).entries
+        return entries(replicas) == n > entries(1)
+
     @abc.abstractmethod
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """The cost of one exchange of a bucket of `n` entries at `factor`."""

@@ -1,4 +1,4 @@
-"""At every rung the exchange that takes the least time for it."""
+"""At every rung the exchange that is the fastest by a cost model."""
 
 import dataclasses
 import functools
@@ -34,7 +34,8 @@ class Cheapest(Exchange):
 
     Args:
       exchanges: to choose from, of equal ones the first.
-      wire: the network; its `compute_seconds` do not matter.
+      wire: the network, also that of the transform; its `compute_seconds` do not matter
+        here.
 
     Raises:
       TypeError: if an exchange or the wire is of another kind.
@@ -122,6 +123,12 @@ class Cheapest(Exchange):
         which = jnp.asarray([branches.index(i) for i in (*chosen, skipped)])[rung]
         return jax.lax.switch(which, [functools.partial(run, i) for i in branches])
 
+    def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
+        """Whether it is for the one chosen."""
+        (chosen,) = self.choices(n, (factor,), replicas)
+        return chosen.is_replaced(n, factor, replicas)
+
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """That of the one chosen."""
-        return self.choices(n, (factor,), replicas)[0].traffic(n, factor, replicas)
+        (chosen,) = self.choices(n, (factor,), replicas)
+        return chosen.traffic(n, factor, replicas)
