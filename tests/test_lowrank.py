@@ -59,7 +59,7 @@ def test_vectors_and_what_factors_would_not_shrink_are_sent_whole():
 
 
 def test_a_bucket_of_unknown_shapes_is_dense():
-    assert gravac.LowRank().traffic(1000, 100, N) == (1000, 4000, 6000)
+    assert gravac.LowRank().traffic(1000, 100, N) == (1000, 4000, 6000, 6)
 
 
 def test_a_matrix_of_the_rank_is_sent_whole_at_once():
