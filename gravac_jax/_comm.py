@@ -6,7 +6,6 @@ alone: the same code, nothing to exchange.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -109,17 +108,14 @@ class Comm:
         """`[replicas, *x.shape]`, every replica's `x`, the same on all of them."""
         if self.axis_name is None:
             return x[None]
-        gather = functools.partial(
-            jax.lax.all_gather, axis_name=self.axis_name, tiled=True
-        )
-        if self._is_checked:
-            # Only this form may leave shard_map as replicated, and vmap refuses it.
-            gather = functools.partial(gather, to="invarying")
+        # Only this form may leave shard_map as replicated, and vmap refuses it.
+        form: dict[str, Any] = {"to": "invarying"} if self._is_checked else {}
         # Flat, XLA makes an all-reduce of it on TPUs, of twice the bytes, unless 1,024
         # divides the size; between barriers it stays a row each (libtpu 0.0.42, the
         # record of programs.py).
         row = jax.lax.optimization_barrier(self.cast(x)[None])
-        return jax.lax.optimization_barrier(gather(row))
+        rows = jax.lax.all_gather(row, self.axis_name, tiled=True, **form)
+        return jax.lax.optimization_barrier(rows)
 
     def swap(self, x: jax.Array) -> jax.Array:
         """`[replicas, m]`: row r is what replica r has in the row of this one."""

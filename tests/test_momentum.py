@@ -30,16 +30,19 @@ def assert_near(received, expected, scale=10):
         np.testing.assert_allclose(x, y, rtol=0, atol=scale * _harness.SUM_ROUNDING)
 
 
+@pytest.mark.parametrize(
+    "how", _harness.choices(["shard_map", "vmap"], lambda x: x == "shard_map")
+)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", ["aged", "literal", "none"])
-def test_at_factor_1_it_is_dense_momentum(masking, nesterov):
+def test_at_factor_1_it_is_dense_momentum(masking, nesterov, how):
     memory = gravac.Momentum(0.9, nesterov=nesterov, masking=masking)
     exchange = gravac.transform(
         compress=COMPRESS, memory=memory, controller=gravac.Fixed(1)
     )
-    received, _ = updates_of(exchange, optax.scale(-0.1))
+    received, _ = updates_of(exchange, optax.scale(-0.1), how=how)
     trace = optax.trace(0.9, nesterov=nesterov)
-    expected, _ = updates_of(PMEAN, trace, optax.scale(-0.1))
+    expected, _ = updates_of(PMEAN, trace, optax.scale(-0.1), how=how)
     assert_near(received, expected)
 
 
