@@ -22,6 +22,7 @@ from gravac_jax._compressors import SampledTopK as SampledTopK
 from gravac_jax._compressors import SIDCo as SIDCo
 from gravac_jax._compressors import Threshold as Threshold
 from gravac_jax._compressors import TopK as TopK
+from gravac_jax._controllers import Fastest as Fastest
 from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC
 from gravac_jax._controllers import Scheduled as Scheduled

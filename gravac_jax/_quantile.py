@@ -158,11 +158,11 @@ def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:
     return brackets(sampled, bucket.size, (), k)[1]
 
 
-def sample_places(n: int, key: jax.Array) -> jax.Array:
-    """int32, the places of about `SAMPLE_ENTRIES` of n entries, evenly spaced."""
+def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.Array:
+    """int32, the places of about `entries` of n entries, evenly spaced."""
     # An odd distance does not fall into step with the rows of matrices, most of which
     # are multiples of powers of two.
-    stride = max(1, n // SAMPLE_ENTRIES) | 1
+    stride = max(1, n // entries) | 1
     start = _tree.draws(key)[0] % min(stride, n)
     places = stride * jnp.arange(max(1, n // stride), dtype=jnp.int32)
     return places + start.astype(jnp.int32)

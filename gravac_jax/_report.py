@@ -38,13 +38,17 @@ def tables(
     exchanges: Sequence[Exchange],
     ladder: tuple[float, ...],
     replicas: int,
+    foresees: bool = False,
 ) -> Tables:
-    """What each rung of `ladder` sends, with one exchange per bucket."""
+    """What each rung of `ladder` sends, with one exchange per bucket.
+
+    The evidence of a controller that `foresees` has another energy per rung.
+    """
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
     # The step's own evidence: a count and an energy, and per rung an energy and a time
     # with its count, beside the total.
     common = dense_traffic(m + 2 + 2 * rungs, replicas)
-    evidence = dense_traffic(rungs + 1, replicas)
+    evidence = dense_traffic(rungs + 1 + (rungs if foresees else 0), replicas)
     _, *always = np.sum([common, evidence], axis=0)
     rows = []
     for factor in ladder:
@@ -86,11 +90,11 @@ def first_sparse(table: Tables) -> jax.Array:
     return jnp.int32(int(np.argmax(table.factors > 1)))
 
 
-def predicted_seconds(table: Tables, wire: WireCost) -> jax.Array:
-    """`[rungs]` float32, seconds a step at each rung by the cost model."""
-    costs = zip(table.wire_bytes[:-1], table.messages[:-1], strict=True)
-    seconds = [wire.step_seconds(*map(float, cost)) for cost in costs]
-    return jnp.asarray(seconds, jnp.float32)
+def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
+    """`[rungs, 4]` float32, seconds of what a step consists of, by the cost model."""
+    costs = zip(table.wire_bytes, table.messages, table.factors == 1, strict=True)
+    parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
+    return jnp.asarray(parts[:-1], jnp.float32)
 
 
 def before_the_first_step(rungs: int) -> StepInfo:

@@ -23,6 +23,8 @@ class WireCost:
       latency_seconds: of one message. The default, 0.1 ms, is arbitrary.
       compute_seconds: of one step without any exchange. The default, 10 ms, is
         arbitrary; it keeps the model from promising more speed than a step can give.
+      selection_seconds: what a compressed step takes beside, to choose what it sends.
+        The default, 1 ms, is arbitrary.
 
     Raises:
       ValueError: if a figure is negative or no number.
@@ -36,20 +38,33 @@ class WireCost:
     bytes_per_second: float = 125e6
     latency_seconds: float = 1e-4
     compute_seconds: float = 1e-2
+    selection_seconds: float = 1e-3
 
     def __post_init__(self) -> None:
         why = "See gravac.WireCost for its unit."
         _checks.within(self.bytes_per_second, "bytes_per_second", 1, 1e15, why)
         _checks.within(self.latency_seconds, "latency_seconds", 0, 1e6, why)
         _checks.within(self.compute_seconds, "compute_seconds", 0, 1e6, why)
+        _checks.within(self.selection_seconds, "selection_seconds", 0, 1e6, why)
 
     def exchange_seconds(self, wire_bytes: float, messages: float) -> float:
         """Seconds in which one replica sends `wire_bytes` in so many messages."""
         return self.latency_seconds * messages + wire_bytes / self.bytes_per_second
 
     def step_seconds(self, wire_bytes: float, messages: float) -> float:
-        """Seconds of a step with such an exchange."""
+        """Seconds of a dense step with such an exchange."""
         return self.compute_seconds + self.exchange_seconds(wire_bytes, messages)
+
+    def parts(
+        self, wire_bytes: float, messages: float, is_dense: bool
+    ) -> tuple[float, float, float, float]:
+        """Seconds of compute, selection, messages and bytes in a step."""
+        return (
+            self.compute_seconds,
+            0.0 if is_dense else self.selection_seconds,
+            self.latency_seconds * messages,
+            wire_bytes / self.bytes_per_second,
+        )
 
 
 def compression_throughput(gain: jax.Array, step_seconds: jax.Array) -> jax.Array:

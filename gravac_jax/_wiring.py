@@ -19,6 +19,7 @@ from gravac_jax import (
     _buckets,
     _checks,
     _comm,
+    _evidence,
     _gain,
     _report,
     _state,
@@ -28,7 +29,7 @@ from gravac_jax import (
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip, NoClip, global_norm
 from gravac_jax._comm import AxisName, Comm
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges.base import Exchange, Exchanged
 from gravac_jax._memory.base import Memory
 from gravac_jax._state import LocalState, TransformState
@@ -158,7 +159,8 @@ class Wiring:
             )
         )
         exchanges = self._exchanges(buckets)
-        tables = _report.tables(buckets, exchanges, ladder, comm.replicas)
+        foresees = self.controller.foresees
+        tables = _report.tables(buckets, exchanges, ladder, comm.replicas, foresees)
         _report.warn_if_dense(buckets, exchanges, ladder, comm.replicas)
 
         is_finite = common.bad == 0
@@ -175,21 +177,18 @@ class Wiring:
             ),
             strict=True,
         )
-        energies, energy = both.mean(
-            (
-                _tree.total(x.energies for x in exchanged),
-                _tree.total(x.energy for x in exchanged),
-            )
-        )
-        evidence = Evidence(
-            step=state.steps,
-            replicas=comm.replicas,
-            first_sparse=_report.first_sparse(tables),
-            energies=energies,
-            energy=energy,
-            gradient_energy=common.gradient_energy,
-            predicted_seconds=_report.predicted_seconds(tables, self.wire),
-            measured_seconds=common.seconds / common.timed,  # NaN where not timed
+        # Of slices each device has its own, of other leaves all have the same.
+        always = _tree.energy(dense) / (fast.replicas if self.is_sharded else 1)
+        own = exchanged, flat, always, exchanges
+        energies = both.mean(_evidence.energies(*own, self.controller, key, comm))
+        evidence = _evidence.evidence(
+            state.steps,
+            comm,
+            tables,
+            self.wire,
+            energies,
+            common.gradient_energy,
+            common.seconds / common.timed,  # NaN where not timed
         )
         decided = self.controller.decide(evidence, state.controller)
         next_rung, controller = _tree.where(
@@ -200,7 +199,8 @@ class Wiring:
 
         dense, dense_memory = self.memory.follow(common.dense, state.dense)
         dense = jnp.where(is_finite, dense, 0.0)
-        gains = jnp.where(is_finite, _gain.gain(energies, energy), 0.0)
+        gains = _gain.gain(energies.sent, energies.compensated)
+        gains = jnp.where(is_finite, gains, 0.0)
         rung = jnp.where(is_finite, state.rung, len(ladder))
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         return buckets.unpack(means, dense), TransformState(

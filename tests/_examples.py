@@ -49,6 +49,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         for nesterov in (False, True)
         for masking in ("aged", "literal", "none")
     ],
+    gravac.Fastest: [{"ladder": (1, 4, 16, 64)}],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
         {"schedule": Slope(0.7, 1.02), "ladder": (1, 10, 100)},
@@ -139,6 +140,7 @@ def evidence(
         now = np.arange(measured_from, steps, 3)
         at = rng.integers(0, rungs, now.size)
         measured[now, at] = seconds[at] * rng.lognormal(0, 0.05, now.size)
+    parts = np.stack([np.full(rungs, 0.02), *np.zeros((2, rungs)), seconds - 0.02], 1)
     to_float32 = lambda x: np.asarray(x, np.float32)
     return Evidence(
         step=np.arange(steps, dtype=np.int32),
@@ -147,6 +149,7 @@ def evidence(
         energies=to_float32(shares * noise * energy[:, None]),
         energy=to_float32(energy),
         gradient_energy=to_float32(energy / 2),
-        predicted_seconds=to_float32(np.tile(seconds, (steps, 1))),
+        gradient_energies=to_float32(np.sqrt(shares) * energy[:, None] / 2),
+        predicted_parts=to_float32(np.tile(parts, (steps, 1, 1))),
         measured_seconds=to_float32(measured),
     )

@@ -488,7 +488,7 @@ def gravac_decisions(controller: Any, evidence: Iterable[Any]) -> Iterator[Decis
     kept = [0, *range(min(int(evidence[0].first_sparse), top), top + 1)]
     ladder = tuple(controller.ladder[r] for r in kept)
     shorter = dataclasses.replace(controller, ladder=ladder)
-    names = ("energies", "predicted_seconds", "measured_seconds")
+    names = ("energies", "predicted_parts", "measured_seconds")
     only = lambda e: e._replace(**{x: getattr(e, x)[kept] for x in names})
     for rung, state, margin in gravac_algorithm_1(shorter, map(only, evidence)):
         yield Decision(kept[rung], tuple(kept[r] for r in state), margin)
@@ -525,6 +525,129 @@ def check_gravac(
     return min(minimum, candidate), candidate, gap <= omega, margin
 
 
+def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """The rung of least seconds per progress, and visits to what may be better."""
+    rungs = range(len(controller.ladder))
+    home = rung = min(1, len(rungs) - 1)
+    dwelt = rested = known = 0
+    sent, total = np.zeros(len(rungs)), 0.0
+    filtered = SecondsFilter()
+    for e in evidence:
+        sent = sent + 0.02 * (e.gradient_energies - sent)
+        total = total + 0.02 * (e.gradient_energies[0] - total)
+        progress = np.sqrt(sent / total)
+        guess = np.float64(e.predicted_parts)
+        has_changed = False
+        for r in rungs:
+            if not math.isnan(e.measured_seconds[r]):
+                has_changed = filtered.observe(guess, r, float(e.measured_seconds[r]))
+        cost = [filtered.seconds(guess[r]) / progress[r] for r in rungs]
+        unit = cost[home]
+        cost = [x / unit for x in cost]
+        dwelt, rested = dwelt + 1, rested + 1
+        known = 0 if has_changed else min(known + 1, 400)
+
+        best = min(rungs, key=lambda r: cost[r])
+        new_home = best if dwelt >= 3 and cost[best] < 0.97 else home
+        margins = [abs(cost[best] - 0.97)]
+        margins += [abs(cost[r] - cost[best]) for r in rungs if r != best]
+        worth = [-math.inf] * len(rungs)
+        for v in rungs:
+            if v != new_home:
+                gain = visit_gain(filtered, guess, progress, cost, unit, new_home, v)
+                price = 3 * max(cost[v] - cost[new_home], 0)
+                worth[v] = 500 * gain - price - 0.5
+        new = new_home if dwelt >= 3 else rung
+        if dwelt >= 3 and rung == home == new_home and rested >= known / 8:
+            *_, second, first = sorted(rungs, key=lambda r: worth[r])
+            margins.append(abs(worth[first]))
+            if worth[first] > 0:
+                margins.append(worth[first] - worth[second])
+                new, rested = first, 0
+        dwelt = dwelt if new == rung else 0
+        home, rung = new_home, new
+        yield Decision(rung, (home, rung), min(margins))
+
+
+class SecondsFilter:
+    """The textbook's Kalman filter of what the parts of a step take."""
+
+    def __init__(self):
+        self.scale, self.covariance = np.ones(4), np.zeros((4, 4))
+        self.noise, self.surprise, self.last = 0.04, 0.0, None
+
+    def seconds(self, guess: Any) -> float:
+        """Of a rung."""
+        least = 0.02 * self.last[0] if self.last else 0.0
+        return max(float(guess @ self.scale), least)
+
+    def observe(self, guess: Any, rung: int, seconds: float) -> bool:
+        """Learn from a time; whether there were surprises in a row."""
+        at, largest = guess[rung], guess.max(0)
+        whole = np.array([seconds / x if x else 0.0 for x in largest])
+        is_first = self.last is None
+        if is_first:
+            self.scale *= seconds / (at @ self.scale)
+        for i, share in enumerate((0.002, 0.002, 0.03, 0.03)):
+            most = seconds / at[i] if at[i] else math.inf
+            self.covariance[i, i] += (share * min(max(self.scale[i], 0), most)) ** 2
+            self.covariance[i, i] += whole[i] ** 2 if is_first else 0
+        expected = max(float(at @ self.scale), 0.02 * seconds)
+        share = at / expected
+        variance = share @ self.covariance @ share + self.noise
+        error = (seconds / expected - share @ self.scale) / math.sqrt(variance)
+        error = min(max(error, -3), 3)
+        gain = self.covariance @ share / variance
+        self.scale = self.scale + gain * error * math.sqrt(variance)
+        self.covariance = self.covariance - np.outer(gain, gain) * variance
+        for i in range(4):
+            if self.scale[i] < 0:
+                column = self.covariance[i] / (2 * self.covariance[i, i])
+                doubled = 2 * self.covariance[i, i]
+                self.scale = self.scale - column * self.scale[i]
+                self.covariance = self.covariance - np.outer(column, column) * doubled
+        if self.last and np.array_equal(self.last[1], at):
+            change = 2 * (seconds - self.last[0]) / (seconds + self.last[0])
+            seen = min(change**2 / 2, 9 * self.noise)
+            self.noise += 0.05 * (seen - self.noise)
+        self.noise = max(self.noise, 1e-4)
+        self.last = seconds, at
+        self.surprise = 0.7 * self.surprise + 0.3 * error
+        if abs(self.surprise) <= 2.2:
+            return False
+        self.surprise = 0.0
+        self.covariance += np.diag((np.array([0.3, 0.3, 1, 1]) * whole) ** 2)
+        return True
+
+
+def visit_gain(
+    filtered: SecondsFilter,
+    guess: Any,
+    progress: Any,
+    cost: list[float],
+    unit: float,
+    home: int,
+    visited: int,
+) -> float:
+    """How much less a step is likely to cost after three at the visited rung."""
+    per_progress = guess / (progress[:, None] * unit)
+    mine = per_progress[visited]
+    seen = mine @ filtered.covariance @ mine + filtered.noise * cost[visited] ** 2 / 3
+    compute = filtered.scale[0] - 2 * math.sqrt(filtered.covariance[0, 0])
+    gains = [0.0]
+    for r, other in enumerate(per_progress):
+        if r == home:
+            continue
+        moved = (other - per_progress[home]) @ filtered.covariance @ mine
+        spread = max(abs(moved) / math.sqrt(max(seen, 1e-24)), 1e-12)
+        z = abs(cost[r] - cost[home]) / spread
+        density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        excess = spread * density - spread * z * math.erfc(z / math.sqrt(2)) / 2
+        most = cost[home] - other[0] * max(compute, 0)
+        gains.append(max(min(excess, max(most, 0)), 0))
+    return max(gains)
+
+
 class Decider(NamedTuple):
     """What a controller should do, and where its state holds rungs."""
 
@@ -533,6 +656,7 @@ class Decider(NamedTuple):
 
 
 CONTROLLERS = {
+    gravac.Fastest: Decider(fastest, lambda state: (state.home, state.rung)),
     gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.Scheduled: Decider(scheduled, lambda state: ()),
     gravac.GraVAC: Decider(

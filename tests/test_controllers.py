@@ -18,6 +18,7 @@ UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": LADDER}
 
 EXAMPLES = _examples.members(CONTROLLERS)
 GRAVACS = [x for x in EXAMPLES if isinstance(x, gravac.GraVAC)]
+FASTEST = [x for x in EXAMPLES if isinstance(x, gravac.Fastest)]
 RUNS = {"predicted": None, "measured": 0, "measured later": 90}
 by_law = pytest.mark.parametrize(
     "law", _laws.CONTROLLER_LAWS, ids=lambda law: law.__name__
@@ -35,7 +36,9 @@ def steady(gain, *, seconds=(8.0, 4.0, 2.0, 1.0), measured=None, steps=60):
         one._replace(
             energies=np.tile(shares, (steps, 1)),
             energy=np.ones(steps, np.float32),
-            predicted_seconds=np.tile(np.float32(seconds), (steps, 1)),
+            predicted_parts=np.tile(
+                np.outer(np.float32(seconds), np.eye(4)[0]), (steps, 1, 1)
+            ).astype(np.float32),
             measured_seconds=np.tile(np.float32(measured), (steps, 1)),
         )
     )
@@ -50,8 +53,8 @@ def test_every_controller_keeps_the_law(controller, law, run):
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("controller", GRAVACS, ids=repr)
-def test_gravac_decides_like_its_oracle_over_many_runs(controller, seed):
+@pytest.mark.parametrize("controller", [*GRAVACS, *FASTEST], ids=repr)
+def test_it_decides_like_its_oracle_over_many_runs(controller, seed):
     for start in RUNS.values():
         evidence = _examples.evidence(len(controller.ladder), seed, measured_from=start)
         _laws.decides_like_its_oracle(controller, evidence)
@@ -113,7 +116,7 @@ def test_a_norm_is_the_root_of_an_energy(kind, rung):
 
 def test_like_throughputs_settle_on_the_smaller_factor_and_stay():
     evidence = steady(1.0, seconds=[8.0, 4.0, 2.0, 1.99])
-    evidence.predicted_seconds[30:] = [8.0, 4.0, 2.0, 0.1]  # too late
+    evidence.predicted_parts[30:, :, 0] = [8.0, 4.0, 2.0, 0.1]  # too late
     rungs, states = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), evidence)
     assert rungs.tolist() == [2] * 5 + [3] * 5 + [2] * 50
     assert states.is_settled.tolist() == [False] * 9 + [True] * 51

@@ -20,6 +20,7 @@ PUBLIC = [
     "ClipByValue",
     "DenseMean",
     "DenseMean16",
+    "Fastest",
     "Fixed",
     "Float16",
     "Float32",

@@ -82,11 +82,16 @@ def test_alone_nothing_goes_over_the_wire():
 
 def test_seconds_are_predicted_for_every_rung_from_its_own_bytes():
     wire = gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
-    predicted = _report.predicted_seconds(tables(), wire)
-    assert (predicted.shape, predicted.dtype) == ((len(LADDER),), np.float32)
+    predicted = _report.predicted_parts(tables(), wire)
+    assert (predicted.shape, predicted.dtype) == ((len(LADDER), 4), np.float32)
     table = tables()
-    expected = 2 + (table.messages + table.wire_bytes / 1024)[: len(LADDER)]
-    np.testing.assert_array_equal(predicted, expected)
+    expected = [
+        np.full(len(LADDER), 2),
+        np.float32(1e-3) * (table.factors > 1)[:-1],
+        table.messages[:-1],
+        table.wire_bytes[:-1] / 1024,
+    ]
+    np.testing.assert_array_equal(predicted.T, expected)
 
 
 def test_a_step_is_reported_from_its_rung():

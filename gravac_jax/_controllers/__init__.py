@@ -4,10 +4,11 @@ A new one is a file here, a line in `CONTROLLERS` and a name in the package's fr
 door.
 """
 
+from gravac_jax._controllers.fastest import Fastest
 from gravac_jax._controllers.fixed import Fixed
 from gravac_jax._controllers.gravac import GraVAC
 from gravac_jax._controllers.scheduled import STAGES as STAGES
 from gravac_jax._controllers.scheduled import Scheduled
 from gravac_jax._controllers.scheduled import warm_up as warm_up
 
-CONTROLLERS = (Fixed, GraVAC, Scheduled)
+CONTROLLERS = (Fastest, Fixed, GraVAC, Scheduled)

@@ -24,7 +24,11 @@ class Evidence(NamedTuple):
       energy: `[]` float32, the mean energy of the error-fed gradient.
       gradient_energy: `[]` float32, the mean energy of the gradient, after clip and
         decay, without residual and momentum.
-      predicted_seconds: `[rungs]` float32, a step at each rung by the cost model.
+      gradient_energies: `[rungs]` float32, what each rung would have sent of it and of
+        the leaves that go dense, had nothing been held back, so that a dense first rung
+        has all of both; zeros if the controller does not ask (`foresees`).
+      predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
+        bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
         to `update` this time, each at the rung that it was measured at; NaN elsewhere.
     """
@@ -35,8 +39,14 @@ class Evidence(NamedTuple):
     energies: jax.Array
     energy: jax.Array
     gradient_energy: jax.Array
-    predicted_seconds: jax.Array
+    gradient_energies: jax.Array
+    predicted_parts: jax.Array
     measured_seconds: jax.Array
+
+    @property
+    def predicted_seconds(self) -> jax.Array:
+        """`[rungs]` float32, a step at each rung by the cost model."""
+        return self.predicted_parts.sum(-1)
 
 
 class Controller(abc.ABC):
@@ -51,6 +61,11 @@ class Controller(abc.ABC):
     """
 
     ladder: tuple[float, ...]
+
+    @property
+    def foresees(self) -> bool:
+        """Whether it asks for `Evidence.gradient_energies`, which cost a sample."""
+        return False
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:

@@ -58,6 +58,11 @@ class AllGather(Exchange):
         _checks.component(self.values, ValueEncoding, "values", "gravac.BFloat16()")
         _checks.component(self.indices, IndexEncoding, "indices", "gravac.UInt16()")
 
+    @property
+    def is_blind(self) -> bool:
+        """If the compressor is."""
+        return self.compressor.is_blind
+
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """The compressor's state."""
         del ladder

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gravac_jax import _curve
 from gravac_jax._comm import Comm
 
 
@@ -58,6 +59,11 @@ class Exchange(abc.ABC):
       `tolerance`) and the same on all of them. A rung of factor 1 sends everything, and
       a rung beyond the ladder, that of a step that is skipped, nothing.
     """
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether entries are chosen without regard to their size."""
+        return False
 
     @property
     def is_ordered(self) -> bool:
@@ -116,6 +122,24 @@ class Exchange(abc.ABC):
     def entries(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
         """How many entries of a bucket of `n` each rung sends."""
         return [self.traffic(n, factor, replicas).entries for factor in ladder]
+
+    def shares(
+        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """What each rung would send of a gradient, had nothing been held back.
+
+        Args:
+          gradient: `[n]` float32, this replica's own.
+          ladder: static factors.
+          key: as for `exchange`.
+          comm: the other replicas.
+
+        Returns:
+          `[rungs]` float32, shares of its energy: of the largest entries, which stand
+          in for directions and for places that another replica chose, too.
+        """
+        counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
+        return _curve.shares(gradient, counts, key, self.is_blind)
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Whether `factor` is a dense step for so many replicas, and not for one."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -122,6 +123,14 @@ class Cheapest(Exchange):
         skipped = chosen[-1]
         which = jnp.asarray([branches.index(i) for i in (*chosen, skipped)])[rung]
         return jax.lax.switch(which, [functools.partial(run, i) for i in branches])
+
+    def shares(
+        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Each rung's by the exchange that it has."""
+        given = [x.shares(gradient, ladder, key, comm) for x in self.exchanges]
+        chosen = [self._choice(gradient.size, x, comm.replicas) for x in ladder]
+        return jnp.stack([given[i][rung] for rung, i in enumerate(chosen)])
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Whether it is for the one chosen."""

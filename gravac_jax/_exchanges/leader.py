@@ -81,6 +81,11 @@ class LeaderIndices(Exchange):
         _checks.one_of(self.leader, "leader", LEADERS)
 
     @property
+    def is_blind(self) -> bool:
+        """If the compressor is."""
+        return self.compressor.is_blind
+
+    @property
     def is_ordered(self) -> bool:
         """If they lead in turn."""
         return self.leader == "turn"

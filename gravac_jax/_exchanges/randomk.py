@@ -38,6 +38,11 @@ class SharedRandomK(Exchange):
       PowerSGD, NeurIPS 2019, random-k with a shared seed.
     """
 
+    @property
+    def is_blind(self) -> bool:
+        """It is."""
+        return True
+
     def exchange(
         self,
         bucket: jax.Array,

@@ -1,0 +1,205 @@
+"""The fastest rung: predicted progress over predicted seconds."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks, _gain, _ladder, _timing
+from gravac_jax._controllers.base import Controller, Evidence
+
+# All arbitrary; their trade was looked at in simulations.
+MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothing
+DWELL = 3  # steps at a rung before the next is chosen
+REST = 50  # steps from one visit to the next,
+HASTE = 8  # or an eighth of those that the network has been as it is
+TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
+HORIZON = 500  # steps for which what a visit teaches is of use
+SMOOTHING = 0.02  # weight of the newest gradient
+
+
+class FastestState(NamedTuple):
+    """What Fastest carries from step to step.
+
+    Attributes:
+      home: `[]` int32, the rung that is thought fastest.
+      rung: `[]` int32, that of the next step: home, or one that is visited.
+      dwelt: `[]` int32, steps at this rung.
+      rested: `[]` int32, steps since the last visit began.
+      known: `[]` int32, steps that the network has been as it is, at most 400.
+      averages: smoothed energies of the gradients.
+      timing: what is known of seconds.
+    """
+
+    home: jax.Array
+    rung: jax.Array
+    dwelt: jax.Array
+    rested: jax.Array
+    known: jax.Array
+    averages: _gain.Averages
+    timing: _timing.Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Fastest(Controller):
+    """Takes the rung at which training is predicted to progress fastest.
+
+    In plain words::
+
+        progress[rung] = |what the rung would send of the gradient| / |the gradient|
+        seconds[rung]  = what the parts of a step take: compute, selection,
+                         messages, bytes; fitted to the measured times
+        cost[rung]     = seconds[rung] / progress[rung]
+
+        if another rung costs 3% less than this one: go there
+        if what three steps at another rung would teach about the costs is likely to
+        save more in the next 500 steps than they cost: visit it
+
+    Progress is that of one gradient alone, all of the model's, without what was held
+    back: so it does not depend on the rung in use, and no rung looks better than it is
+    because another one let a residual grow. That the norm predicts how many dense steps
+    a step is worth is an observation, not a theorem; the README has the record.
+
+    Dense is a rung like others: where compression does not pay, it ends there. It
+    follows a network that changes: four unexpected times in a row, or a visit, show it.
+    Without measured times (`update(..., step_seconds=...)`) it believes the cost model.
+
+    Args:
+      ladder: factor 1, then others.
+
+    Raises:
+      TypeError: if `ladder` is no tuple of factors.
+      ValueError: if the ladder is out of order or does not begin with 1.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.Fastest(ladder=gravac.geometric(10, 100)).ladder
+      (1.0, 10.0, 20.0, 40.0, 80.0, 100.0)
+
+    References:
+      GraVAC's objective, gain times throughput (Tyagi and Swany, IEEE CLOUD 2023), with
+      the norm of the gradient in place of the energy of the error-fed one, and a model
+      of the seconds in place of a table. The value of a visit is the knowledge gradient
+      of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
+    """
+
+    ladder: tuple[float, ...] = _ladder.geometric(10, 1000)
+
+    def __post_init__(self) -> None:
+        _checks.ladder(self.ladder)
+        _checks.dense_first(self.ladder, "Fastest")
+
+    @property
+    def foresees(self) -> bool:
+        """Yes: progress at rungs that are not in use."""
+        return True
+
+    def init(self) -> tuple[jax.Array, FastestState]:
+        """Start at the smallest compressed factor."""
+        start = lambda: jnp.full((), min(1, len(self.ladder) - 1), jnp.int32)
+        return start(), FastestState(
+            home=start(),
+            rung=start(),
+            dwelt=jnp.zeros((), jnp.int32),
+            rested=jnp.zeros((), jnp.int32),
+            known=jnp.zeros((), jnp.int32),
+            averages=_gain.no_averages(len(self.ladder)),
+            timing=_timing.no_times(),
+        )
+
+    def decide(
+        self, evidence: Evidence, state: FastestState
+    ) -> tuple[jax.Array, FastestState]:
+        """Learn, then go home, stay, or visit."""
+        averages = _gain.smooth(
+            state.averages,
+            evidence.gradient_energies,
+            evidence.gradient_energies[0],
+            SMOOTHING,
+        )
+        progress = _gain.gain(averages.sent, averages.total, "norm")
+        progress = jnp.maximum(progress, 1e-6)  # of a rung that sends nothing
+        timing, has_changed = self._time(evidence, state.timing)
+        seconds, covariance = _timing.predict(timing, evidence.predicted_parts)
+        # In units of what home costs.
+        cost = seconds / progress
+        unit = cost[state.home]
+        cost = cost / unit
+        scale = 1 / (progress * unit)
+        covariance = covariance * jnp.outer(scale, scale)
+
+        dwelt, rested = state.dwelt + 1, state.rested + 1
+        known = jnp.where(has_changed, 0, jnp.minimum(state.known + 1, HASTE * REST))
+        is_free = dwelt >= DWELL
+        best = jnp.argmin(cost).astype(jnp.int32)
+        home = jnp.where(is_free & (cost[best] < 1 - MARGIN), best, state.home)
+
+        least = evidence.predicted_parts[:, 0] * _timing.least_compute(timing) * scale
+        worth = value_of_visits(cost, covariance, timing.noise, least, home)
+        visited = jnp.argmax(worth).astype(jnp.int32)
+        is_home = (state.rung == state.home) & (home == state.home)
+        is_rested = rested * HASTE >= known
+        is_visit = is_free & is_home & is_rested & (worth[visited] > 0)
+
+        rung = jnp.where(is_free, home, state.rung)
+        rung = jnp.where(is_visit, visited, rung)
+        return rung, FastestState(
+            home=home,
+            rung=rung,
+            dwelt=jnp.where(rung == state.rung, dwelt, 0),
+            rested=jnp.where(is_visit, 0, rested),
+            known=known,
+            averages=averages,
+            timing=timing,
+        )
+
+    def _time(
+        self, evidence: Evidence, timing: _timing.Timing
+    ) -> tuple[_timing.Timing, jax.Array]:
+        seconds = evidence.measured_seconds
+        rung = jnp.argmax(seconds > 0)  # of several at once, which is rare, one will do
+        return _timing.observe(timing, evidence.predicted_parts, rung, seconds[rung])
+
+
+def value_of_visits(
+    cost: jax.Array,
+    covariance: jax.Array,
+    noise: jax.Array,
+    least: jax.Array,
+    home: jax.Array,
+) -> jax.Array:
+    """What it is worth to dwell at each rung for a while, in steps at home.
+
+    A visit moves what is thought of every rung. How much one that looks dearer than
+    home is likely to gain on it, or lose if it looks cheaper, times the steps that have
+    the gain, less the price of the visit.
+
+    Args:
+      cost: `[rungs]` float32, in units of home's.
+      covariance: `[rungs, rungs]` float32, of `cost`.
+      noise: `[]` float32, the relative variance of a time.
+      least: `[rungs]` float32, what a rung costs if nothing but its compute takes time.
+      home: `[]` int32.
+
+    Returns:
+      `[rungs]` float32; negative where a visit does not pay.
+    """
+    dearer = cost - cost[home]
+    # [j, v]: how far a visit to v is likely to move j against home.
+    spread = jnp.sqrt(jnp.diag(covariance) + noise * jnp.square(cost) / DWELL)
+    against_home = covariance - covariance[home][None]
+    moved = jnp.abs(against_home) / jnp.maximum(spread, 1e-12)[None]
+    gained = _expected_excess(jnp.abs(dearer)[:, None], moved)
+    gained = jnp.minimum(gained, jnp.maximum(cost[home] - least, 0)[:, None])
+    gained = gained.at[home].set(0.0)
+    worth = HORIZON * jnp.max(gained, axis=0) - DWELL * jnp.maximum(dearer, 0)
+    return worth.at[home].set(-jnp.inf) - TROUBLE
+
+
+def _expected_excess(dearer: jax.Array, deviation: jax.Array) -> jax.Array:
+    """Mean of max(0, x) of a normal x around `-dearer`."""
+    deviation = jnp.maximum(deviation, 1e-12)
+    z = dearer / deviation
+    density, beyond = jax.scipy.stats.norm.pdf(z), jax.scipy.stats.norm.cdf(-z)
+    return jnp.maximum(deviation * density - dearer * beyond, 0)

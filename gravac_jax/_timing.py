@@ -1,0 +1,181 @@
+"""Seconds of a step at every rung, learned from measured ones while training runs.
+
+A step is a sum of parts: compute, selection, messages, bytes. A cost model guesses what
+each part takes at each rung; what is learned is how many times as long it takes really,
+by Bayesian linear regression that forgets (a Kalman filter of four numbers). One time
+at one rung does not say how it divides into parts: that shows as uncertainty about the
+other rungs, which is what a visit to them is worth.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _tree
+
+PARTS = ("compute", "selection", "messages", "bytes")
+
+# All arbitrary, and the networks' are larger: they change more than chips do.
+DRIFT = (0.002, 0.002, 0.03, 0.03)  # how far a part wanders in a step, of itself
+JUMP = (0.3, 0.3, 1.0, 1.0)  # how much of a step it may be after a surprise
+
+NOISE = 0.2  # standard deviation of a measured time, of itself, before any is known
+LEAST_NOISE = 0.01
+NOISE_WEIGHT = 0.05  # of the newest time
+OUTLIER = 3.0  # standard deviations that one time may count for
+SURPRISE_WEIGHT = 0.3  # of the newest time
+ALARM = 2.2  # a surprise that four outliers in a row make
+SMALLEST = 1e-30  # seconds that are none
+LEAST_SHARE = 0.02  # no rung is predicted to take less of the last time
+
+
+class Timing(NamedTuple):
+    """What is known of the parts.
+
+    Attributes:
+      scale: `[parts]` float32, how many times as long as guessed each part takes.
+      covariance: `[parts, parts]` float32, of these.
+      noise: `[]` float32, the relative variance of a measured time.
+      surprise: `[]` float32, of late, in standard deviations, with its sign.
+      times: `[]` int32, how many were measured.
+      seconds: `[]` float32, the last of them,
+      at: `[parts]` float32, and what was guessed there.
+    """
+
+    scale: jax.Array
+    covariance: jax.Array
+    noise: jax.Array
+    surprise: jax.Array
+    times: jax.Array
+    seconds: jax.Array
+    at: jax.Array
+
+
+class Predicted(NamedTuple):
+    """Of a step at every rung.
+
+    Attributes:
+      seconds: `[rungs]` float32.
+      covariance: `[rungs, rungs]` float32, of these.
+    """
+
+    seconds: jax.Array
+    covariance: jax.Array
+
+
+def no_times() -> Timing:
+    """The guess, and nothing known of its errors."""
+    parts = len(PARTS)
+    return Timing(
+        scale=jnp.ones(parts, jnp.float32),
+        covariance=jnp.zeros((parts, parts), jnp.float32),
+        noise=jnp.full((), NOISE**2, jnp.float32),
+        surprise=jnp.zeros((), jnp.float32),
+        times=jnp.zeros((), jnp.int32),
+        seconds=jnp.zeros((), jnp.float32),
+        at=jnp.zeros(parts, jnp.float32),
+    )
+
+
+def predict(timing: Timing, guess: jax.Array) -> Predicted:
+    """Seconds of each rung, and how they may err together.
+
+    Args:
+      timing: the state.
+      guess: `[rungs, parts]` float32, seconds by the cost model.
+    """
+    seconds = jnp.maximum(guess @ timing.scale, LEAST_SHARE * timing.seconds)
+    return Predicted(seconds, guess @ timing.covariance @ guess.T)
+
+
+def least_compute(timing: Timing) -> jax.Array:
+    """`[]` float32, how many times as long as guessed compute takes at the least."""
+    deviation = jnp.sqrt(jnp.maximum(timing.covariance[0, 0], 0))
+    return jnp.maximum(timing.scale[0] - 2 * deviation, 0)
+
+
+def observe(
+    timing: Timing, guess: jax.Array, rung: jax.Array, seconds: jax.Array
+) -> tuple[Timing, jax.Array]:
+    """Learn from the time of a step.
+
+    The first time sets the scale of all parts. An outlier counts for no more than three
+    standard deviations; where one follows another, the network has changed, and what
+    was known of it counts no longer.
+
+    Args:
+      timing: the state.
+      guess: `[rungs, parts]` float32, seconds by the cost model.
+      rung: `[]` int32, that of the step.
+      seconds: `[]` float32; nothing is learned from NaN.
+
+    Returns:
+      The state, and `[]` bool, whether the network has changed.
+    """
+    is_first = timing.times == 0
+    at, largest = guess[rung], jnp.max(guess, axis=0)
+    guessed = jnp.maximum(at @ timing.scale, SMALLEST)
+    scale = timing.scale * jnp.where(is_first, seconds / guessed, 1.0)
+    # Any part may be all of a step, unless there is none of it at any rung.
+    whole = jnp.where(largest > 0, seconds / jnp.maximum(largest, SMALLEST), 0.0)
+    limit = seconds / jnp.maximum(at, SMALLEST)
+    drift = jnp.asarray(DRIFT) * jnp.clip(scale, 0, jnp.maximum(limit, 0))
+    covariance = timing.covariance + _diagonal(drift)
+    covariance += jnp.where(is_first, _diagonal(whole), 0.0)
+
+    expected = jnp.maximum(at @ scale, LEAST_SHARE * seconds)
+    share = at / expected
+    variance = share @ covariance @ share + timing.noise
+    error = (seconds / expected - share @ scale) / jnp.sqrt(variance)
+    error = jnp.clip(error, -OUTLIER, OUTLIER)
+    gain = covariance @ share / variance
+    # Joseph's form: no rounding makes a variance negative.
+    rest = jnp.eye(len(PARTS)) - jnp.outer(gain, share)
+    covariance = rest @ covariance @ rest.T + timing.noise * jnp.outer(gain, gain)
+    moved = scale + gain * error * jnp.sqrt(variance)
+    scale, covariance = _positive(moved, covariance)
+
+    surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
+    is_alarm = jnp.abs(surprise) > ALARM
+    covariance += jnp.where(is_alarm, _diagonal(jnp.asarray(JUMP) * whole), 0.0)
+    learned = Timing(
+        scale=scale,
+        covariance=(covariance + covariance.T) / 2,
+        noise=_noise(timing, at, seconds),
+        surprise=jnp.where(is_alarm, 0.0, surprise),
+        times=timing.times + 1,
+        seconds=seconds,
+        at=at,
+    )
+    # Should float32 not be enough, all begins anew.
+    sums = [jnp.sum(x) for x in (learned.scale, learned.covariance)]
+    is_sound = jnp.all(jnp.isfinite(jnp.stack(sums)))
+    learned = _tree.where(is_sound, learned, no_times())
+    is_time = seconds > 0  # False for NaN
+    return _tree.where(is_time, learned, timing), is_time & is_alarm
+
+
+def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
+    """From two times in a row at one rung: no model can be wrong about these."""
+    is_pair = (timing.times > 0) & jnp.all(timing.at == at)
+    change = 2 * (seconds - timing.seconds) / (seconds + timing.seconds)
+    seen = jnp.minimum(jnp.square(change) / 2, OUTLIER**2 * timing.noise)
+    weight = jnp.where(is_pair, NOISE_WEIGHT, 0.0)
+    return jnp.maximum(timing.noise + weight * (seen - timing.noise), LEAST_NOISE**2)
+
+
+def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Half the way to 0 for parts that are negative, and what goes with them."""
+    for i in range(len(PARTS)):
+        variance = covariance[i, i]
+        gain = covariance[i] / jnp.maximum(2 * variance, SMALLEST)
+        gain = jnp.where(scale[i] < 0, gain, 0.0)
+        scale = scale - gain * scale[i]
+        rest = jnp.eye(len(PARTS)).at[:, i].add(-gain)
+        covariance = rest @ covariance @ rest.T + variance * jnp.outer(gain, gain)
+    return scale, covariance
+
+
+def _diagonal(deviations: jax.Array) -> jax.Array:
+    return jnp.diag(jnp.square(deviations))

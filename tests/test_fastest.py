@@ -1,0 +1,216 @@
+"""Fastest finds the fastest rung, on networks that stay and on such as change."""
+
+import functools
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _harness import trajectory
+
+import gravac_jax as gravac
+from gravac_jax._controllers.base import Evidence
+
+CONTROLLER = gravac.Fastest()
+LADDER = np.array(CONTROLLER.ladder)
+RUNGS = len(LADDER)
+PROGRESS = LADDER**-0.1  # about that of an LSTM
+NOISE = 0.2  # of a time
+GUESSED = gravac.WireCost()
+
+
+def parts(wire, params=1e7, replicas=4):
+    """Seconds of what a step consists of, by an all-gather, at every rung."""
+    dense = 2 * (replicas - 1) / replicas * 4 * params
+    sparse = (replicas - 1) * 8 * params / LADDER
+    is_dense = (LADDER == 1) | (sparse >= dense)
+    rows = zip(np.minimum(sparse, dense), is_dense, strict=True)
+    messages = lambda is_dense: (replicas - 1) * (2 if is_dense else 1)
+    return np.float32([wire.parts(x, messages(y), y) for x, y in rows])
+
+
+@functools.cache
+def _jitted(steps, is_timed):
+    def run(truth, guess, change, key):
+        rung, state = CONTROLLER.init()
+
+        def step(carry, i):
+            rung, state, key = carry
+            key, now = jax.random.split(key)
+            seconds = truth[(i >= change).astype(jnp.int32)].sum(-1)[rung]
+            seconds = seconds * jnp.exp(NOISE * jax.random.normal(now))
+            is_here = is_timed & (jnp.arange(RUNGS) == rung)
+            evidence = Evidence(
+                step=i,
+                replicas=4,
+                first_sparse=jnp.int32(1),
+                energies=jnp.ones(RUNGS),
+                energy=jnp.float32(1),
+                gradient_energy=jnp.float32(1),
+                gradient_energies=jnp.asarray(PROGRESS**2, jnp.float32),
+                predicted_parts=guess,
+                measured_seconds=jnp.where(is_here, seconds, jnp.nan),
+            )
+            after, state = CONTROLLER.decide(evidence, state)
+            return (after, state, key), rung
+
+        return jax.lax.scan(step, (rung, state, key), jnp.arange(steps))[1]
+
+    return jax.jit(jax.vmap(run))
+
+
+def driven(networks, after=None, steps=2000, change=10**9, is_timed=True):
+    """The rungs that were taken, and what each costs in seconds per progress.
+
+    Args:
+      networks: a WireCost each, with (params, replicas).
+      after: the same, from step `change` on.
+      steps: how many.
+      change: when.
+      is_timed: whether times are measured.
+
+    Returns:
+      `[networks, steps]` rungs, `[networks, steps, rungs]` costs.
+    """
+    table = lambda all_of: np.stack([parts(w, *size) for w, *size in all_of])
+    truth = np.stack([table(networks), table(after or networks)], 1)
+    guess = np.stack([parts(GUESSED, *size) for _, *size in networks])
+    keys = jax.random.split(jax.random.key(0), len(networks))
+    changes = np.full(len(networks), change)
+    rungs = np.asarray(_jitted(steps, is_timed)(truth, guess, changes, keys))
+    costs = truth.sum(-1) / PROGRESS
+    return rungs, costs[:, (np.arange(steps) >= change).astype(int)]
+
+
+def taken(rungs, costs):
+    return np.take_along_axis(costs, rungs[..., None], -1)[..., 0]
+
+
+def regret(rungs, costs):
+    """By how much longer it takes than the best rung at every step, known before."""
+    return taken(rungs, costs).sum(1) / costs.min(-1).sum(1) - 1
+
+
+def random_networks(count, seed=0):
+    """Three orders of magnitude of bandwidths, latencies, compute and models."""
+    rng = np.random.default_rng(seed)
+    draw = lambda low, high: float(10 ** rng.uniform(low, high))
+    networks = []
+    for _ in range(count):
+        compute = draw(-2.5, 0)
+        wire = gravac.WireCost(
+            bytes_per_second=draw(6.5, 9.5),
+            latency_seconds=draw(-5, -2.5),
+            compute_seconds=compute,
+            selection_seconds=0.05 * compute,
+        )
+        networks.append((wire, draw(5.5, 7.5), int(rng.choice([2, 4, 8, 16]))))
+    return networks
+
+
+def scaled(networks, factor):
+    """With so many times the bandwidth."""
+    faster = lambda w: gravac.WireCost(
+        factor * w.bytes_per_second,
+        w.latency_seconds,
+        w.compute_seconds,
+        w.selection_seconds,
+    )
+    return [(faster(w), *size) for w, *size in networks]
+
+
+NETWORKS = random_networks(128)
+
+
+def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
+    rungs, costs = driven(NETWORKS, steps=5000)
+    found = regret(rungs, costs)
+    assert np.median(found) < 0.02
+    assert np.quantile(found, 0.95) < 0.05
+    against_dense = taken(rungs, costs).sum(1) / costs[..., 0].sum(1) - 1
+    assert against_dense.max() < 0.05
+
+
+@pytest.mark.parametrize("factor", [0.1, 10])
+def test_it_follows_a_network_that_changes(factor):
+    rungs, costs = driven(NETWORKS, scaled(NETWORKS, factor), steps=5000, change=2500)
+    found = regret(rungs, costs)
+    assert np.median(found) < 0.03
+    assert np.quantile(found, 0.95) < 0.06
+    # 500 steps after the change, and from then on.
+    late = taken(rungs, costs)[:, 3000:] / costs.min(-1)[:, 3000:]
+    assert (late < 1.1).mean() > 0.95
+
+
+def test_where_the_network_is_fast_it_ends_on_dense():
+    fast = gravac.WireCost(1e11, 1e-6, compute_seconds=0.1, selection_seconds=0.01)
+    rungs, _ = driven([(fast, 1e7, 4)])
+    assert (rungs[0, 100:] == 0).mean() > 0.97
+
+
+def test_where_the_network_is_slow_it_climbs():
+    slow = gravac.WireCost(1e6, 1e-4, compute_seconds=0.01)
+    rungs, _ = driven([(slow, 1e7, 4)])
+    assert (rungs[0, 100:] == RUNGS - 1).mean() > 0.97
+
+
+def test_it_does_not_run_in_circles():
+    rungs, _ = driven(NETWORKS, steps=5000)
+    # A visit is three steps in fifty at the most, and it goes home.
+    moves = (np.diff(rungs[:, 1000:]) != 0).sum(1)
+    assert moves.max() < 1.2 * 2 * 4000 / 50
+    assert np.median(moves) < 4000 / 50
+    # On a flat optimum home moves too, but not to and fro.
+    homes = [x[np.r_[True, np.diff(x) != 0]] for x in rungs[:, 1000:]]
+    stays = [np.bincount(x).max() / len(x) for x in rungs[:, 1000:]]
+    assert np.median(stays) > 0.9
+    assert np.mean([len(set(x.tolist())) > 6 for x in homes]) < 0.1
+
+
+def test_without_times_it_believes_the_wire_and_stays():
+    rungs, _ = driven(NETWORKS[:8], steps=300, is_timed=False)
+    guessed = np.stack([parts(GUESSED, *size) for _, *size in NETWORKS[:8]]).sum(-1)
+    cost = guessed / PROGRESS
+    assert (np.diff(rungs[:, 10:]) == 0).all()
+    end = np.take_along_axis(cost, rungs[:, -1:], 1)[:, 0]
+    assert (end <= cost.min(1) / 0.97).all()
+
+
+def test_one_step_under_a_mesh_and_simulated_foresees_alike():
+    params = {"w": jnp.zeros((96, 64)), "b": jnp.zeros(64)}
+    gradients = np.random.default_rng(0).standard_t(3, (4, 96 * 64 + 64))
+    unravel = jax.flatten_util.ravel_pytree(params)[1]
+    stacked = jax.vmap(unravel)(jnp.asarray(gradients, jnp.float32))
+    tx = gravac.transform(controller=CONTROLLER, compress={"w": True, "b": False})
+    found = []
+    for how in ("shard_map", "vmap"):
+        states = trajectory(tx, params, how)(jax.tree.map(lambda x: x[None], stacked))
+        found.append(states[1].controller.averages)
+    squares = np.square(np.float64(gradients))
+    weights = np.sort(squares[:, 64:], 1)[:, ::-1].cumsum(1)
+    for averages in found:
+        sent, total = np.float64(averages.sent)[0], np.float64(averages.total)[0]
+        assert total == pytest.approx(0.02 * squares.sum(1).mean(), rel=1e-4)
+        for share, factor in zip(sent / total, LADDER, strict=True):
+            k = gravac.AllGather().traffic(96 * 64, factor, 4).entries
+            whole = (squares[:, :64].sum(1) + weights[:, k - 1]).mean()
+            assert share == pytest.approx(whole / squares.sum(1).mean(), rel=0.02)
+
+
+def test_rungs_that_send_nothing_are_not_taken():
+    evidence = Evidence(
+        step=jnp.int32(0),
+        replicas=4,
+        first_sparse=jnp.int32(1),
+        energies=jnp.ones(RUNGS),
+        energy=jnp.float32(1),
+        gradient_energy=jnp.float32(1),
+        gradient_energies=jnp.asarray(LADDER == 1, jnp.float32),
+        predicted_parts=jnp.asarray(parts(GUESSED)),
+        measured_seconds=jnp.full(RUNGS, jnp.nan),
+    )
+    _, state = CONTROLLER.init()
+    for _ in range(4):
+        rung, state = CONTROLLER.decide(evidence, state)
+    assert rung == 0
