@@ -1,7 +1,8 @@
 """Any exchange with any compressor and encoding, in every way to run it.
 
 All pairs of choices occur in the default run. In the slow one every exchange runs with
-every compressor and encoding, in one way or another.
+every compressor and encoding, in one way or another; `pytest -m exhaustive` runs the
+rest of the product.
 """
 
 import functools
@@ -14,7 +15,7 @@ import _oracles
 import jax
 import numpy as np
 import pytest
-from _harness import HARNESSES, agreed, choices, make_mesh
+from _harness import HARNESSES, agreed, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._comm import Comm
@@ -87,7 +88,13 @@ def made_of(row):
 
 
 QUICK = list(map(made_of, covering(pairs, 15)))
-ALL = QUICK + [x for x in map(made_of, covering(parts, 1)) if x not in QUICK]
+SLOW = [x for x in map(made_of, covering(parts, 1)) if x not in QUICK]
+REST = [x for x in map(made_of, every_combination()) if x not in QUICK + SLOW]
+
+
+def marked(combinations, *marks):
+    name = lambda x: "-".join(map(str, x))
+    return [pytest.param(x, marks=marks, id=name(x)) for x in combinations]
 
 
 def exchanged(exchange, how, replicas, rung):
@@ -131,7 +138,9 @@ def compiled(exchange, how, replicas):
 
 @pytest.mark.parametrize(
     "case",
-    choices(ALL, lambda x: x in QUICK, lambda x: "-".join(map(str, x))),
+    marked(QUICK)
+    + marked(SLOW, pytest.mark.slow)
+    + marked(REST, pytest.mark.exhaustive),
 )
 def test_every_combination_is_exchanged_like_the_oracle(case):
     exchange, how, replicas = case
