@@ -13,6 +13,7 @@ from gravac_jax._buckets import matrices as matrices
 from gravac_jax._clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._clipping import ClipByValue as ClipByValue
 from gravac_jax._clipping import NoClip as NoClip
+from gravac_jax._clock import StepClock as StepClock
 from gravac_jax._compressors import ApproxTopK as ApproxTopK
 from gravac_jax._compressors import BlockTopK as BlockTopK
 from gravac_jax._compressors import Identity as Identity

@@ -33,7 +33,7 @@ FLOORS = [
     {"_codec"},
     {"_selection"},
     {"_exchanges", "_controllers", "_placement", "_guard", "_flush"},
-    {"_report", "_parallel"},
+    {"_report", "_parallel", "_clock"},
     {"_evidence"},
     {"_wiring"},
     {"_transform"},
