@@ -656,7 +656,7 @@ class Decider(NamedTuple):
 
 
 CONTROLLERS = {
-    gravac.Fastest: Decider(fastest, lambda state: (state.home, state.rung)),
+    gravac.Fastest: Decider(fastest, lambda state: (state.home, state.current)),
     gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.Scheduled: Decider(scheduled, lambda state: ()),
     gravac.GraVAC: Decider(

@@ -24,6 +24,7 @@ from gravac_jax._encoding import INDEX_ENCODINGS, VALUE_ENCODINGS
 
 n = 256  # entries; BlockTopK has a short block
 LADDER = (1.0, 16.0)  # no rung is dearer than dense, with up to 8 replicas
+PROGRAMS = 100  # that a process keeps
 BUCKETS = _examples.dyadic(8, n, parts=32, seed=2)
 
 ENCODED = {
@@ -103,7 +104,16 @@ def exchanged(exchange, how, replicas, rung):
     return agreed(mean), *map(np.asarray, (residual, energies))
 
 
-@functools.cache
+@pytest.fixture(autouse=True)
+def few_programs_at_a_time():
+    """A process may map so many pieces of memory, and each program takes some."""
+    yield
+    if compiled.cache_info().currsize == PROGRAMS:
+        compiled.cache_clear()
+        jax.clear_caches()
+
+
+@functools.lru_cache(PROGRAMS)
 def compiled(exchange, how, replicas):
     step = functools.partial(_laws._step, exchange, LADDER, Comm("data"))
     if "shard_map" not in how:

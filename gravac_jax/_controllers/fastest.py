@@ -24,7 +24,7 @@ class FastestState(NamedTuple):
 
     Attributes:
       home: `[]` int32, the rung that is thought fastest.
-      rung: `[]` int32, that of the next step: home, or one that is visited.
+      current: `[]` int32, the rung of the next step: home, or one that is visited.
       dwelt: `[]` int32, steps at this rung.
       rested: `[]` int32, steps since the last visit began.
       known: `[]` int32, steps that the network has been as it is, at most 400.
@@ -33,7 +33,7 @@ class FastestState(NamedTuple):
     """
 
     home: jax.Array
-    rung: jax.Array
+    current: jax.Array
     dwelt: jax.Array
     rested: jax.Array
     known: jax.Array
@@ -100,7 +100,7 @@ class Fastest(Controller):
         start = lambda: jnp.full((), min(1, len(self.ladder) - 1), jnp.int32)
         return start(), FastestState(
             home=start(),
-            rung=start(),
+            current=start(),
             dwelt=jnp.zeros((), jnp.int32),
             rested=jnp.zeros((), jnp.int32),
             known=jnp.zeros((), jnp.int32),
@@ -138,16 +138,16 @@ class Fastest(Controller):
         least = evidence.predicted_parts[:, 0] * _timing.least_compute(timing) * scale
         worth = value_of_visits(cost, covariance, timing.noise, least, home)
         visited = jnp.argmax(worth).astype(jnp.int32)
-        is_home = (state.rung == state.home) & (home == state.home)
+        is_home = (state.current == state.home) & (home == state.home)
         is_rested = rested * HASTE >= known
         is_visit = is_free & is_home & is_rested & (worth[visited] > 0)
 
-        rung = jnp.where(is_free, home, state.rung)
+        rung = jnp.where(is_free, home, state.current)
         rung = jnp.where(is_visit, visited, rung)
         return rung, FastestState(
             home=home,
-            rung=rung,
-            dwelt=jnp.where(rung == state.rung, dwelt, 0),
+            current=rung,
+            dwelt=jnp.where(rung == state.current, dwelt, 0),
             rested=jnp.where(is_visit, 0, rested),
             known=known,
             averages=averages,

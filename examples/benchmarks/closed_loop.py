@@ -1,0 +1,261 @@
+"""Fastest against every fixed factor, in closed loop: a real model, a simulated clock.
+
+A small network learns which byte of a text comes next, on simulated replicas, so that
+residuals are real; seconds are those of a cost model, with noise. For many networks:
+the time until a held-out loss is reached, over that of the best fixed factor known
+beforehand, and over that of dense steps.
+
+    python examples/benchmarks/closed_loop.py --data-dir DIR --out FILE.jsonl
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from journal import Journal, Line
+
+import gravac_jax as gravac
+
+CONTEXT, WIDTH, ROWS = 8, 128, 16  # bytes, hidden units, examples a replica and step
+EVERY = 20  # steps from one evaluation to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """How many networks, and how long."""
+
+    data_dir: Path
+    """The folder with tiny-shakespeare's input.txt."""
+    out: Path
+    """JSONL; runs that are in it are not made again."""
+    networks: int = 100
+    """Drawn at random for each number of replicas in turn."""
+    replicas: tuple[int, ...] = (2, 4, 8)
+    """Simulated."""
+    steps: int = 600
+    """Of a dense run; the target is its loss after 80% of them."""
+    longest: float = 3.0
+    """Others run at most so many times as long."""
+    noise: float = 0.2
+    """Standard deviation of the logarithm of a time."""
+    learning_rate: float = 0.05
+    """Of all runs; momentum SGD."""
+
+
+class Bench:
+    """The text, the model, and one compiled stretch of steps for each controller."""
+
+    def __init__(self, args: Args):
+        self.args = args
+        text = np.frombuffer((args.data_dir / "input.txt").read_bytes(), np.uint8)
+        cut = len(text) * 9 // 10
+        self.train, self.held_out = jnp.asarray(text[:cut]), jnp.asarray(text[cut:])
+        self.stretch = functools.cache(self._stretch)
+
+    def params(self, seed: int) -> dict[str, jax.Array]:
+        """Of a network with two hidden layers."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shapes = {"embed": (256, 32), "in": (CONTEXT * 32, WIDTH)}
+        shapes |= {"hidden": (WIDTH, WIDTH), "out": (WIDTH, 256)}
+        draw = lambda key, shape: jax.random.normal(key, shape) / shape[0] ** 0.5
+        return dict(zip(shapes, map(draw, keys, shapes.values()), strict=True))
+
+    def loss(self, params: Any, batch: jax.Array) -> jax.Array:
+        """Mean nats a byte of `[rows, CONTEXT + 1]` bytes."""
+        x = params["embed"][batch[:, :-1]] * 16
+        x = jax.nn.relu(x.reshape(len(x), -1) @ params["in"])
+        x = jax.nn.relu(x @ params["hidden"])
+        logits = x @ params["out"]
+        return jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1])
+        )
+
+    def draw(self, text: jax.Array, key: jax.Array, rows: int) -> jax.Array:
+        """Windows at random places."""
+        begin = jax.random.randint(key, (rows, 1), 0, text.size - CONTEXT - 1)
+        return text[begin + jnp.arange(CONTEXT + 1)[None]].astype(jnp.int32)
+
+    def transform(self, controller: Any) -> Any:
+        """The optimizer."""
+        return optax.chain(
+            gravac.transform(controller=controller, compress=True),
+            optax.clip_by_global_norm(1.0),
+            optax.sgd(self.args.learning_rate, momentum=0.9),
+        )
+
+    def _stretch(self, controller: Any, replicas: int) -> Any:
+        """`EVERY` steps, then an evaluation; times of each rung are an argument."""
+        tx = self.transform(controller)
+
+        def train_step(
+            params: Any, opt_state: Any, clock: Any, batch: Any, *, table: jax.Array
+        ) -> Any:
+            last, total, key = clock
+            _, grads = gravac.value_and_grad(self.loss)(params, batch)
+            rung = opt_state[0].rung
+            updates, opt_state = tx.update(grads, opt_state, step_seconds=last)
+            key, now = jax.random.split(key)
+            seconds = table[rung]
+            last = seconds * jnp.exp(self.args.noise * jax.random.normal(now))
+            clock = last, total + seconds, key
+            return optax.apply_updates(params, updates), opt_state, clock, rung
+
+        step = gravac.simulate(train_step, replicas)
+        held_out = self.draw(self.held_out, jax.random.key(7), 4096)
+
+        @jax.jit
+        def run(state: Any, key: jax.Array, table: jax.Array) -> Any:
+            def one(state: Any, key: jax.Array) -> Any:
+                batch = self.draw(self.train, key, ROWS * replicas)
+                *state, rung = step(*state, batch, table=table)
+                return tuple(state), rung
+
+            state, rungs = jax.lax.scan(one, state, jax.random.split(key, EVERY))
+            return state, self.loss(state[0], held_out), rungs
+
+        return run
+
+    def losses(
+        self, controller: Any, replicas: int, table: Any, steps: int, seed: int = 0
+    ) -> Any:
+        """Held-out losses, the clock, and the rungs, stretch by stretch."""
+        tx, params = self.transform(controller), self.params(seed)
+        clock = jnp.float32(jnp.nan), jnp.float32(0), jax.random.key(seed)
+        params, opt_state = gravac.place((params, tx.init(params)), replicas)
+        state = params, opt_state, clock
+        for i in range(steps // EVERY):
+            key = jax.random.fold_in(jax.random.key(100 + seed), i)
+            state, loss, rungs = self.stretch(controller, replicas)(
+                state, key, jnp.asarray(table, jnp.float32)
+            )
+            yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Means of three."""
+    padded = [losses[0], losses[0], *losses]
+    return [float(np.mean(padded[i : i + 3])) for i in range(len(losses))]
+
+
+def tables(replicas: int, entries: int, seed: int) -> np.ndarray:
+    """`[rungs]` seconds of a step on a network that is drawn at random."""
+    rng = np.random.default_rng(seed)
+    draw = lambda low, high: float(10 ** rng.uniform(low, high))
+    compute = draw(-3, -1)
+    wire = gravac.WireCost(
+        bytes_per_second=draw(6, 9),
+        latency_seconds=draw(-6, -3.5),
+        compute_seconds=compute,
+        selection_seconds=0.05 * compute,
+    )
+    traffic = [
+        gravac.AllGather().traffic(entries, f, replicas)
+        for f in gravac.Fastest().ladder
+    ]
+    return np.array(
+        [
+            sum(wire.parts(x.wire_bytes, x.messages, x.entries == entries))
+            for x in traffic
+        ]
+    )
+
+
+def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
+    """Steps to the target at every fixed factor: made once for all networks."""
+    args, lines = bench.args, journal.lines
+    mine = lambda: [x for x in lines if x["kind"] == "fixed" and x["n"] == replicas]
+    done = {x["factor"] for x in mine()}
+    for factor in gravac.Fastest().ladder:
+        if factor in done:
+            continue
+        dense = [x for x in mine() if x["factor"] == 1]
+        steps = args.steps if factor == 1 else round(args.longest * args.steps)
+        losses: list[float] = []
+        controller = gravac.Fixed(factor)
+        for loss, *_ in bench.losses(controller, replicas, [1.0], steps):
+            losses.append(loss)
+            if dense and smooth(losses)[-1] <= dense[0]["target"]:
+                break
+        found = smooth(losses)
+        target = dense[0]["target"] if dense else found[len(found) * 4 // 5 - 1]
+        reached = [i for i, x in enumerate(found) if x <= target]
+        taken = EVERY * (reached[0] + 1) if reached else None
+        own = {"kind": "fixed", "n": replicas, "factor": factor}
+        journal.append({**own, "target": round(target, 5), "steps": taken})
+    return mine()
+
+
+def main(args: Args) -> None:
+    """Make the runs that are missing, then say how they compare."""
+    bench, console = Bench(args), Console()
+    own = {
+        k: v
+        for k, v in dataclasses.asdict(args).items()
+        if k not in ("out", "data_dir")
+    }
+    journal = Journal(args.out, own)
+    entries = sum(x.size for x in jax.tree.leaves(bench.params(0)))
+    fixed = {n: reference(bench, n, journal) for n in args.replicas}
+    cases = list(itertools.islice(itertools.cycle(args.replicas), args.networks))
+    for seed, n in enumerate(track(cases, "networks", console=console, transient=True)):
+        if any(x["kind"] == "network" and x["seed"] == seed for x in journal.lines):
+            continue
+        table = tables(n, entries, seed)
+        steps = [x["steps"] or np.inf for x in fixed[n]]
+        times = np.array(steps) * table
+        target, losses, seen = fixed[n][0]["target"], [], []
+        longest = round(args.longest * args.steps)
+        clock = np.inf
+        for loss, now, rungs in bench.losses(gravac.Fastest(), n, table, longest):
+            losses.append(loss)
+            seen += rungs.tolist()
+            if smooth(losses)[-1] <= target:
+                clock = now
+                break
+        best = int(np.argmin(times))
+        line = {
+            "kind": "network",
+            "seed": seed,
+            "n": n,
+            "seconds": table.round(6).tolist(),
+        }
+        line |= {"best": best, "over_best": round(clock / times[best], 4)}
+        line |= {"over_dense": round(clock / times[0], 4)}
+        line |= {"taken": np.bincount(seen, minlength=len(table)).tolist()}
+        journal.append(line)
+    report(journal.lines, console)
+
+
+def report(lines: list[Line], console: Console) -> None:
+    """How much longer than the best fixed factor, and than dense steps."""
+    found = [x for x in lines if x["kind"] == "network"]
+    over = np.array([x["over_best"] for x in found])
+    dense = np.array([x["over_dense"] for x in found])
+    for x in lines:
+        if x["kind"] == "fixed":
+            console.print(f"N = {x['n']}, factor {x['factor']:g}: {x['steps']} steps")
+    console.print(
+        f"{len(over)} networks: time to the loss over that of the best fixed factor:"
+        f" median {np.median(over):.3f}, 95% {np.quantile(over, 0.95):.3f},"
+        f" worst {over.max():.3f}; within 10% on {np.mean(over <= 1.1):.0%}"
+    )
+    console.print(
+        f"over that of dense steps: median {np.median(dense):.3f}, worst"
+        f" {dense.max():.3f}; more than 5% longer on {np.mean(dense > 1.05):.0%}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,31 @@
+"""The closed loop: that its script runs, and goes on where it was."""
+
+import closed_loop
+import journal
+import numpy as np
+import pytest
+
+
+def test_means_of_three_begin_with_the_first():
+    assert closed_loop.smooth([3.0, 6.0, 9.0, 0.0]) == [3.0, 4.0, 6.0, 5.0]
+
+
+def test_seconds_are_those_of_the_all_gather_that_is_run():
+    seconds = closed_loop.tables(replicas=4, entries=100_000, seed=0)
+    assert (np.diff(seconds[1:]) < 0).all()
+    assert (seconds == closed_loop.tables(4, 100_000, 0)).all()
+
+
+@pytest.mark.slow
+def test_the_loop_runs_and_goes_on_where_it_was(tmp_path):
+    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
+    out = tmp_path / "lines.jsonl"
+    few = {"replicas": (2,), "steps": 40, "longest": 2.0}
+    closed_loop.main(closed_loop.Args(tmp_path, out, networks=1, **few))
+    _, first = journal.read(out)
+    assert [x["kind"] for x in first] == ["fixed"] * 9 + ["network"]
+    assert first[0]["steps"] is not None
+    assert sum(first[-1]["taken"]) % closed_loop.EVERY == 0
+    before = out.read_text()
+    closed_loop.main(closed_loop.Args(tmp_path, out, networks=1, **few))
+    assert out.read_text() == before
