@@ -1,9 +1,9 @@
 """How long steps take, measured without waiting for them."""
 
-import collections
-import queue
+import concurrent.futures
 import threading
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,42 @@ class _Step(NamedTuple):
     begin: float
     output: Any
     is_compiled: bool
+
+
+class _Finished:
+    """What is known of steps that are done."""
+
+    def __init__(self, steps: int):
+        self.changed = threading.Condition()
+        self.steps = steps  # all before it are done
+        self.end = 0.0  # of the last of them
+        self.newest: tuple[int, float] | None = None
+        self.error: BaseException | None = None
+
+    def wait_for(self, steps: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.steps >= steps)
+
+    def take(self) -> tuple[tuple[int, float] | None, BaseException | None]:
+        with self.changed:
+            taken = self.newest, self.error
+            self.newest = self.error = None
+        return taken
+
+    def watch(self, step: _Step) -> None:
+        """Wait for a step, and note its time."""
+        error = None
+        try:
+            jax.block_until_ready(step.output)
+        except Exception as caught:
+            error = caught
+        now = time.perf_counter()
+        with self.changed:
+            if error is None and not step.is_compiled:
+                self.newest = step.number, now - max(self.end, step.begin)
+            self.end, self.error = now, error or self.error
+            self.steps = step.number + 1
+            self.changed.notify_all()
 
 
 class StepClock:
@@ -41,11 +77,11 @@ class StepClock:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> train_step = jax.jit(lambda params, step_seconds, measured_step: params + 1)
-      >>> clock, params = gravac.StepClock(), jnp.zeros(2)
+      >>> step = jax.jit(lambda x, step_seconds, measured_step: (x + 1, x.sum()))
+      >>> clock, x = gravac.StepClock(), jnp.zeros(2)
       >>> for _ in range(8):
-      ...     params = train_step(params, **clock.times())
-      ...     clock.record(params)
+      ...     x, loss = step(x, **clock.times())
+      ...     clock.record(loss)
       >>> clock.wait()
       >>> bool(clock.times()["step_seconds"] > 0)
       True
@@ -53,30 +89,33 @@ class StepClock:
 
     def __init__(self, steps: int = 0):
         if steps < 0:
-            raise ValueError(f"steps must be 0 or more, got {steps}")
+            raise ValueError(
+                f"steps must be 0 or more, got {steps}. They are those that the state "
+                "of gravac.transform has counted: 0 in a new run."
+            )
         _count_compilations()
         self._number = steps
         self._begin, self._compiled = 0.0, 0
-        self._pending: queue.SimpleQueue[_Step] = queue.SimpleQueue()
-        self._done: collections.deque[tuple[int, float]] = collections.deque()
-        self._finished = threading.Condition()
-        self._last = steps  # all before it are done
-        self._end = 0.0
-        thread = threading.Thread(target=self._watch, daemon=True)
-        thread.start()
+        self._finished = _Finished(steps)
+        # Ends with the clock, and the interpreter waits for it before it ends.
+        self._watcher = concurrent.futures.ThreadPoolExecutor(1)
 
     def times(self) -> dict[str, Any]:
         """What to hand to the step that begins now.
 
         Returns:
-          `step_seconds`, float32, NaN if no step was finished since the last call; and
-          `measured_step`, int32, the one that took them.
+          `step_seconds`, float32, of the newest step that is done, NaN if none was
+          since the last call; and `measured_step`, int32, which one it was.
         """
-        self._await(self._number - AHEAD + 1)
-        with self._finished:
-            number, seconds = self._number - 1, np.nan
-            while self._done:
-                number, seconds = self._done.popleft()
+        self._finished.wait_for(self._number - AHEAD + 1)
+        newest, error = self._finished.take()
+        if error is not None:
+            warnings.warn(
+                f"the time of a step is not known: {error}. Give gravac.StepClock what"
+                " the step returns and nobody donates, such as its loss.",
+                stacklevel=2,
+            )
+        number, seconds = newest or (self._number - 1, np.nan)
         self._begin, self._compiled = time.perf_counter(), _compilations[0]
         return {
             "step_seconds": np.float32(seconds),
@@ -89,41 +128,23 @@ class StepClock:
         Args:
           output: arrays that are there when the step is done, and that nobody donates:
             its loss, say.
+
+        Raises:
+          ValueError: if there are none.
         """
+        if not jax.tree.leaves(output):
+            raise ValueError(
+                f"there is nothing to wait for in {output!r}: give record what the step"
+                " returns, such as its loss"
+            )
         is_compiled = _compilations[0] > self._compiled
         step = _Step(self._number, self._begin, output, is_compiled)
         self._number += 1
-        self._pending.put(step)
+        self._watcher.submit(self._finished.watch, step)
 
     def wait(self) -> None:
         """Return when all steps that were recorded are done."""
-        self._await(self._number)
-
-    def _await(self, number: int) -> None:
-        with self._finished:
-            self._finished.wait_for(lambda: self._last >= number)
-
-    def _watch(self) -> None:
-        while True:
-            step = self._pending.get()
-            seconds = self._time(step)
-            with self._finished:
-                if seconds is not None:
-                    self._done.append((step.number, seconds))
-                self._last = step.number + 1
-                self._finished.notify_all()
-            del step  # what it returned is not kept alive
-
-    def _time(self, step: _Step) -> float | None:
-        try:
-            jax.block_until_ready(step.output)
-            is_there = True
-        except Exception:
-            is_there = False
-        before, self._end = self._end, time.perf_counter()
-        if step.is_compiled or not is_there:
-            return None
-        return self._end - max(before, step.begin)
+        self._finished.wait_for(self._number)
 
 
 def _count_compilations() -> None:

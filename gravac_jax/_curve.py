@@ -75,9 +75,10 @@ def shares(
         return k / max(n, 1)
     places = _quantile.sample_places(n, key, FORESEEN_ENTRIES)
     squares = jnp.sort(jnp.square(gradient.at[places].get(mode="promise_in_bounds")))
-    sums = jnp.append(0.0, jnp.cumsum(squares[::-1]))
+    sums = jnp.append(jnp.zeros(1, jnp.float32), jnp.cumsum(squares[::-1]))
+    ranks = jnp.arange(squares.size + 1, dtype=jnp.float32)
     # Of which there may be less than one in the sample: linear in between.
-    reached = jnp.interp(k * (squares.size / n), jnp.arange(squares.size + 1.0), sums)
+    reached = jnp.interp(k * (squares.size / n), ranks, sums)
     share = reached / jnp.maximum(sums[-1], _tree.SMALLEST_NORMAL)
     return jnp.where(k == n, 1.0, jnp.minimum(share, 1.0))
 

@@ -30,6 +30,18 @@ class Energies(NamedTuple):
     gradient: jax.Array
 
 
+def dense_energy(
+    controller: Controller, dense: jax.Array, fast: Comm, is_sharded: bool
+) -> jax.Array:
+    """`[]` float32, of the leaves that go dense; 0 if the controller does not ask.
+
+    A device's share of it: of slices each has its own, of these leaves all the same.
+    """
+    if not controller.foresees:
+        return jnp.zeros((), jnp.float32)
+    return _tree.energy(fast.mean(dense)) / (fast.replicas if is_sharded else 1)
+
+
 def energies(
     exchanged: Sequence[Exchanged],
     gradients: Sequence[jax.Array],

@@ -87,7 +87,7 @@ def data_parallel(
         *state, batch = args
         _step_checks.divides(batch, max(1, devices // jax.process_count()))
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
-        shared = jax.device_put(shared, everywhere)
+        shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
         sharded = None
         if dense_axis_name is not None:
             sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
@@ -95,6 +95,13 @@ def data_parallel(
         return (*state, *metrics)
 
     return step
+
+
+def _share(x: Any, sharding: jax.NamedSharding) -> Any:
+    # Of several processes each may bring its own, such as the times of its steps.
+    if sharding.is_fully_addressable or not isinstance(x, (np.ndarray, np.generic)):
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: np.asarray(x)[at])
 
 
 def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:

@@ -26,7 +26,6 @@ NOISE_WEIGHT = 0.05  # of the newest time
 OUTLIER = 3.0  # standard deviations that one time may count for
 SURPRISE_WEIGHT = 0.3  # of the newest time
 ALARM = 2.2  # a surprise that four outliers in a row make
-SMALLEST = 1e-30  # seconds that are none
 LEAST_SHARE = 0.02  # no rung is predicted to take less of the last time
 
 
@@ -34,13 +33,14 @@ class Timing(NamedTuple):
     """What is known of the parts.
 
     Attributes:
-      scale: `[parts]` float32, how many times as long as guessed each part takes.
+      scale: `[parts]` float32, seconds of each part at the rung that has most of it;
+        before the first time those of the guess stand for them.
       covariance: `[parts, parts]` float32, of these.
       noise: `[]` float32, the relative variance of a measured time.
       surprise: `[]` float32, of late, in standard deviations, with its sign.
       times: `[]` int32, how many were measured.
       seconds: `[]` float32, the last of them,
-      at: `[parts]` float32, and what was guessed there.
+      at: `[parts]` float32, and what its rung has of each part.
     """
 
     scale: jax.Array
@@ -78,6 +78,18 @@ def no_times() -> Timing:
     )
 
 
+def _normal(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What each rung has of each part, at most 1; and their seconds.
+
+    Compute is the same at all rungs, whatever was guessed of it.
+    """
+    largest = jnp.max(guess, axis=0)
+    shares = guess / jnp.where(largest > 0, largest, 1)[None]
+    scale = jnp.where(timing.times == 0, largest, timing.scale)
+    return shares.at[:, 0].set(1), scale
+
+
+@jax.default_matmul_precision("highest")
 def predict(timing: Timing, guess: jax.Array) -> Predicted:
     """Seconds of each rung, and how they may err together.
 
@@ -85,16 +97,19 @@ def predict(timing: Timing, guess: jax.Array) -> Predicted:
       timing: the state.
       guess: `[rungs, parts]` float32, seconds by the cost model.
     """
-    seconds = jnp.maximum(guess @ timing.scale, LEAST_SHARE * timing.seconds)
-    return Predicted(seconds, guess @ timing.covariance @ guess.T)
+    shares, scale = _normal(timing, guess)
+    seconds = jnp.maximum(shares @ scale, LEAST_SHARE * timing.seconds)
+    return Predicted(seconds, shares @ timing.covariance @ shares.T)
 
 
 def least_compute(timing: Timing) -> jax.Array:
-    """`[]` float32, how many times as long as guessed compute takes at the least."""
+    """`[]` float32, the seconds that compute takes at the least; 0 if none is known."""
     deviation = jnp.sqrt(jnp.maximum(timing.covariance[0, 0], 0))
-    return jnp.maximum(timing.scale[0] - 2 * deviation, 0)
+    least = jnp.maximum(timing.scale[0] - 2 * deviation, 0)
+    return jnp.where(timing.times == 0, 0.0, least)
 
 
+@jax.default_matmul_precision("highest")
 def observe(
     timing: Timing, guess: jax.Array, rung: jax.Array, seconds: jax.Array
 ) -> tuple[Timing, jax.Array]:
@@ -114,13 +129,16 @@ def observe(
       The state, and `[]` bool, whether the network has changed.
     """
     is_first = timing.times == 0
-    at, largest = guess[rung], jnp.max(guess, axis=0)
-    guessed = jnp.maximum(at @ timing.scale, SMALLEST)
-    scale = timing.scale * jnp.where(is_first, seconds / guessed, 1.0)
+    shares, start = _normal(timing, guess)
+    at = shares[rung]
+    guessed = at @ start
+    ratio = jnp.where(guessed > 0, seconds / guessed, 1.0)
+    scale = start * jnp.where(is_first, ratio, 1.0)
+    scale = scale.at[0].add(jnp.where(guessed > 0, 0.0, seconds))
     # Any part may be all of a step, unless there is none of it at any rung.
-    whole = jnp.where(largest > 0, seconds / jnp.maximum(largest, SMALLEST), 0.0)
-    limit = seconds / jnp.maximum(at, SMALLEST)
-    drift = jnp.asarray(DRIFT) * jnp.clip(scale, 0, jnp.maximum(limit, 0))
+    whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
+    limit = jnp.where(at > 0, seconds / jnp.where(at > 0, at, 1), jnp.inf)
+    drift = _each(DRIFT) * jnp.clip(scale, 0, jnp.maximum(limit, 0))
     covariance = timing.covariance + _diagonal(drift)
     covariance += jnp.where(is_first, _diagonal(whole), 0.0)
 
@@ -130,15 +148,15 @@ def observe(
     error = (seconds / expected - share @ scale) / jnp.sqrt(variance)
     error = jnp.clip(error, -OUTLIER, OUTLIER)
     gain = covariance @ share / variance
-    # Joseph's form: no rounding makes a variance negative.
-    rest = jnp.eye(len(PARTS)) - jnp.outer(gain, share)
+    # Joseph's form: rounding makes no variance negative.
+    rest = _identity() - jnp.outer(gain, share)
     covariance = rest @ covariance @ rest.T + timing.noise * jnp.outer(gain, gain)
     moved = scale + gain * error * jnp.sqrt(variance)
     scale, covariance = _positive(moved, covariance)
 
     surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
     is_alarm = jnp.abs(surprise) > ALARM
-    covariance += jnp.where(is_alarm, _diagonal(jnp.asarray(JUMP) * whole), 0.0)
+    covariance += jnp.where(is_alarm, _diagonal(_each(JUMP) * whole), 0.0)
     learned = Timing(
         scale=scale,
         covariance=(covariance + covariance.T) / 2,
@@ -169,12 +187,21 @@ def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.A
     """Half the way to 0 for parts that are negative, and what goes with them."""
     for i in range(len(PARTS)):
         variance = covariance[i, i]
-        gain = covariance[i] / jnp.maximum(2 * variance, SMALLEST)
-        gain = jnp.where(scale[i] < 0, gain, 0.0)
+        is_negative = (scale[i] < 0) & (variance > 0)
+        gain = covariance[i] / jnp.where(is_negative, 2 * variance, 1)
+        gain = jnp.where(is_negative, gain, 0.0)
         scale = scale - gain * scale[i]
-        rest = jnp.eye(len(PARTS)).at[:, i].add(-gain)
+        rest = _identity().at[:, i].add(-gain)
         covariance = rest @ covariance @ rest.T + variance * jnp.outer(gain, gain)
     return scale, covariance
+
+
+def _identity() -> jax.Array:
+    return jnp.eye(len(PARTS), dtype=jnp.float32)
+
+
+def _each(parts: tuple[float, ...]) -> jax.Array:
+    return jnp.asarray(parts, jnp.float32)
 
 
 def _diagonal(deviations: jax.Array) -> jax.Array:

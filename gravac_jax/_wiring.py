@@ -177,10 +177,12 @@ class Wiring:
             ),
             strict=True,
         )
-        # Of slices each device has its own, of other leaves all have the same.
-        always = _tree.energy(dense) / (fast.replicas if self.is_sharded else 1)
-        own = exchanged, flat, always, exchanges
-        energies = both.mean(_evidence.energies(*own, self.controller, key, comm))
+        means = tuple(x.mean for x in exchanged)
+        always = _evidence.dense_energy(self.controller, dense, fast, self.is_sharded)
+        own = _evidence.energies(
+            exchanged, flat, always, exchanges, self.controller, key, comm
+        )
+        energies = both.mean(own)
         evidence = _evidence.evidence(
             state.steps,
             comm,
@@ -194,9 +196,7 @@ class Wiring:
         next_rung, controller = _tree.where(
             is_finite, decided, (state.rung, state.controller)
         )
-        means = tuple(x.mean for x in exchanged)
         local = local._replace(memory=memory, exchange=exchange)
-
         dense, dense_memory = self.memory.follow(common.dense, state.dense)
         dense = jnp.where(is_finite, dense, 0.0)
         gains = _gain.gain(energies.sent, energies.compensated)

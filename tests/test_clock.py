@@ -1,6 +1,10 @@
 """Times of steps are right, and asking for them waits for nothing but old steps."""
 
+import gc
+import subprocess
+import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +41,9 @@ def wall(monkeypatch):
 
 def finish(clock, output):
     """Let a step end, and see that it is noticed."""
-    before = clock._last
+    before = clock._finished.steps
     output.is_done.set()
-    clock._await(before + 1)
+    clock._finished.wait_for(before + 1)
 
 
 def begin(clock):
@@ -121,7 +125,46 @@ def test_a_step_that_failed_has_no_time(wall):
     clock.times()
     clock.record(Broken())
     clock.wait()
-    assert np.isnan(clock.times()["step_seconds"])
+    with pytest.warns(UserWarning, match="the step failed.*its loss"):
+        assert np.isnan(clock.times()["step_seconds"])
+
+
+def test_nothing_to_wait_for_is_refused():
+    clock = gravac.StepClock()
+    clock.times()
+    with pytest.raises(ValueError, match="nothing to wait for in None"):
+        clock.record(None)
+
+
+def test_a_program_may_end_while_steps_are_running():
+    program = """
+import jax, jax.numpy as jnp, gravac_jax as gravac
+step = jax.jit(lambda x, **times: (x @ x / 1e3, x.sum()))
+clock, x = gravac.StepClock(), jnp.ones((700, 700))
+for _ in range(6):
+    x, loss = step(x, **clock.times())
+    clock.record(loss)
+print("done")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
+def test_a_clock_that_is_gone_leaves_no_thread():
+    before = threading.active_count()
+    for _ in range(5):
+        clock = gravac.StepClock()
+        clock.times()
+        clock.record(jnp.ones(2))
+        clock.wait()
+    del clock
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
 
 
 def test_types_do_not_change_so_that_a_step_compiles_once():

@@ -320,6 +320,41 @@ def test_a_process_may_end_before_the_others(script):
     assert output.count("done") == 2
 
 
+TIMED = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import gravac_jax as gravac
+
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+exchange = gravac.transform(controller=gravac.Fastest((1, 4, 16)), compress=True)
+tx = optax.chain(exchange, optax.sgd(0.01))
+
+def train_step(params, opt_state, batch, **times):
+    loss = lambda params, batch: jnp.mean((batch @ params) ** 2)
+    value, grads = gravac.value_and_grad(loss)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params, **times)
+    return optax.apply_updates(params, updates), opt_state, value
+
+params = jnp.ones((32, 8))
+state = gravac.place((params, tx.init(params)), mesh)
+step, clock = gravac.data_parallel(train_step, mesh), gravac.StepClock()
+batch = np.random.default_rng(jax.process_index()).random((4, 32), np.float32)
+for _ in range(20):
+    *state, loss = step(*state, batch, **clock.times())
+    clock.record(loss)
+timing = state[1][0].controller.timing
+print("times", int(timing.times), float(timing.seconds), "rung", int(state[1][0].rung))
+"""
+
+
+@pytest.mark.slow
+def test_each_process_measures_its_own_steps_and_all_decide_alike(script):
+    status, output, errors = finish([*LAUNCH, "-n", "2", script(TIMED)])
+    assert status == 0, errors
+    one, other = re.findall(r"times (\d+) (\S+) rung (\d+)", output)
+    assert one == other
+    assert int(one[0]) > 5
+
+
 LOOP = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import gravac_jax as gravac

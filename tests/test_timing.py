@@ -69,7 +69,7 @@ def test_times_at_three_rungs_tell_those_of_all():
     deviation = np.sqrt(np.diag(covariance))
     assert (np.abs(seconds - TRUE_SECONDS) < 3 * deviation).all()
     assert (deviation[2:] < 0.15 * TRUE_SECONDS[2:]).all()  # the last two visited
-    assert deviation[0] > 2 * deviation[0] * deviation[5]
+    assert deviation[0] > 5 * deviation[2]  # more bytes than at any that was visited
 
 
 def test_the_noise_is_found():

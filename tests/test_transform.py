@@ -625,14 +625,17 @@ def test_no_leaf_of_the_state_is_nan():
         _, state = update(jnp.ones(8), state)
 
 
-def test_it_works_with_64_bit_types_enabled():
+@pytest.mark.parametrize("controller", ["GraVAC", "Fastest"])
+def test_it_works_with_64_bit_types_enabled(controller):
     script = """
+import sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
 import gravac_jax as gravac
-tx = gravac.transform(compress=True)
+controller = getattr(gravac, sys.argv[1])()
+tx = gravac.transform(compress=True, controller=controller)
 def step(state, batch):
-    updates, state = tx.update(batch.sum(0), state)
+    updates, state = tx.update(batch.sum(0), state, step_seconds=jnp.float32(1))
     return state, updates
 state = gravac.place(tx.init(jnp.ones(8, jnp.float64)), 2)
 kinds = {x.dtype.name for x in jax.tree.leaves(state)}
@@ -641,6 +644,9 @@ assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds
 print(sorted(kinds))
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, controller],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout == "['bool', 'float32', 'int32']\n", done.stderr

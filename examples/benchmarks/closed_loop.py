@@ -128,15 +128,15 @@ class Bench:
         return run
 
     def losses(
-        self, controller: Any, replicas: int, table: Any, steps: int, seed: int = 0
+        self, controller: Any, replicas: int, table: Any, steps: int, noise: int = 0
     ) -> Any:
         """Held-out losses, the clock, and the rungs, stretch by stretch."""
-        tx, params = self.transform(controller), self.params(seed)
-        clock = jnp.float32(jnp.nan), jnp.float32(0), jax.random.key(seed)
+        tx, params = self.transform(controller), self.params(seed=0)
+        clock = jnp.float32(jnp.nan), jnp.float32(0), jax.random.key(noise)
         params, opt_state = gravac.place((params, tx.init(params)), replicas)
         state = params, opt_state, clock
         for i in range(steps // EVERY):
-            key = jax.random.fold_in(jax.random.key(100 + seed), i)
+            key = jax.random.fold_in(jax.random.key(100), i)
             state, loss, rungs = self.stretch(controller, replicas)(
                 state, key, jnp.asarray(table, jnp.float32)
             )
@@ -218,7 +218,10 @@ def main(args: Args) -> None:
         target, losses, seen = fixed[n][0]["target"], [], []
         longest = round(args.longest * args.steps)
         clock = np.inf
-        for loss, now, rungs in bench.losses(gravac.Fastest(), n, table, longest):
+        noise = 1000 + seed  # of the clock; data and params are those of all runs
+        for loss, now, rungs in bench.losses(
+            gravac.Fastest(), n, table, longest, noise=noise
+        ):
             losses.append(loss)
             seen += rungs.tolist()
             if smooth(losses)[-1] <= target:
