@@ -53,7 +53,7 @@ class WireCost:
 
     def step_seconds(self, wire_bytes: float, messages: float) -> float:
         """Seconds of a dense step with such an exchange."""
-        return self.compute_seconds + self.exchange_seconds(wire_bytes, messages)
+        return sum(self.parts(wire_bytes, messages, is_dense=True))
 
     def parts(
         self, wire_bytes: float, messages: float, is_dense: bool

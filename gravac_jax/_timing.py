@@ -1,10 +1,11 @@
 """Seconds of a step at every rung, learned from measured ones while training runs.
 
 A step is a sum of parts: compute, selection, messages, bytes. A cost model guesses what
-each part takes at each rung; what is learned is how many times as long it takes really,
-by Bayesian linear regression that forgets (a Kalman filter of four numbers). One time
-at one rung does not say how it divides into parts: that shows as uncertainty about the
-other rungs, which is what a visit to them is worth.
+each part takes at each rung, of which only the proportions between rungs are kept; what
+is learned is how long each takes really, by Bayesian linear regression that forgets (a
+Kalman filter of four numbers). One time at one rung does not say how it divides into
+parts: that shows as uncertainty about the other rungs, which is what a visit to them is
+worth.
 """
 
 from typing import NamedTuple

@@ -123,8 +123,14 @@ def scaled(networks, factor):
 NETWORKS = random_networks(128)
 
 
+@functools.cache
+def on_networks_that_stay():
+    """Of two tests."""
+    return driven(NETWORKS, steps=5000)
+
+
 def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
-    rungs, costs = driven(NETWORKS, steps=5000)
+    rungs, costs = on_networks_that_stay()
     found = regret(rungs, costs)
     assert np.median(found) < 0.02
     assert np.quantile(found, 0.95) < 0.05
@@ -156,7 +162,7 @@ def test_where_the_network_is_slow_it_climbs():
 
 
 def test_it_does_not_run_in_circles():
-    rungs, _ = driven(NETWORKS, steps=5000)
+    rungs, _ = on_networks_that_stay()
     # A visit is three steps in fifty at the most, and it goes home.
     moves = (np.diff(rungs[:, 1000:]) != 0).sum(1)
     assert moves.max() < 1.2 * 2 * 4000 / 50

@@ -87,13 +87,8 @@ def compile_step(bench: Bench, name: str) -> tuple[Any, Any]:
         sent, flat = compressed(mean), compressed(grads)
         dense = jax.lax.pmean(flat, "data")
         followed, dense_state = memory.follow(dense, dense_state)
-        sums = Sums(
-            *jax.tree.map(
-                lambda x, new: jnp.where(is_first, 0, x) + new,
-                sums,
-                Sums(sent, followed),
-            )
-        )
+        since = lambda x, new: jnp.where(is_first, 0, x) + new
+        sums = jax.tree.map(since, sums, Sums(sent, followed))
         updates, rest_state = rest.update(mean, rest_state, params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         info = optax.tree.get(own, "StepInfo")
@@ -161,12 +156,11 @@ def wait(squares: np.ndarray, k: int) -> float:
     return float(t * np.count_nonzero((squares < t) & (squares > 0)) / whole)
 
 
-def run(name: str, seed: int, rate: float, bench: Bench, journal: Journal) -> None:
-    """One run, whole."""
-    setting = bench.setting
-    trial = Trial("test", name, rate, seed, setting.steps)
-    init, step = bench.steps(name)
-    _, stream = bench.start(trial)
+def run(trial: Trial, bench: Bench, compiled: Any, journal: Journal) -> None:
+    """One run, whole; `compiled` is its start and step, and a gradient."""
+    setting, name, seed = bench.setting, trial.method, trial.seed
+    (init, step), gradient_of = compiled
+    stream = bench.batches(seed)
     state = init(bench.init(jax.random.key(seed)))
     every = setting.steps // setting.evaluations
     factor = arguments(name)["controller"].ladder[-1]
@@ -182,7 +176,7 @@ def run(name: str, seed: int, rate: float, bench: Bench, journal: Journal) -> No
         figures = jax.device_get(seen)
         means = {x: float(np.mean([y[x] for y in figures])) for x in metrics}
         one = jax.tree.map(lambda x: x[: len(x) // setting.replicas], batch)
-        gradient = np.asarray(bench.gradient(state[0], one))
+        gradient = np.asarray(gradient_of(state[0], one))
         line = {"method": name, "seed": seed, "step": i + 1, "factor": factor}
         line |= {"loss": bench.evaluate(state[0], "test"), **means, **window(state[2])}
         journal.append(rounded(line | curve(gradient, factor)))
@@ -198,9 +192,9 @@ def rounded(line: Line) -> Line:
 
 def main(args: Args) -> None:
     """Make the runs that are missing."""
-    bench: Any = Bench(args.setting, args.data_dir)
-    bench.steps = functools.cache(functools.partial(compile_step, bench))
-    bench.gradient = jax.jit(lambda p, x: compressed(jax.grad(bench.task.loss)(p, x)))
+    bench = Bench(args.setting, args.data_dir)
+    steps = functools.cache(functools.partial(compile_step, bench))
+    gradient = jax.jit(lambda p, x: compressed(jax.grad(bench.task.loss)(p, x)))
     rate = args.learning_rate or bench.task.learning_rate
     own = {"learning_rate": rate, "data": bench.digest()}
     journal = Journal(args.out, {**dataclasses.asdict(args.setting), **own})
@@ -210,7 +204,8 @@ def main(args: Args) -> None:
         if any(mine(x) and x["step"] == args.setting.steps for x in journal.lines):
             continue
         journal.drop(mine)
-        run(name, seed, rate, bench, journal)
+        trial = Trial("test", name, rate, seed, args.setting.steps)
+        run(trial, bench, (steps(name), gradient), journal)
         console.print(f"{name}, seed {seed}: {journal.lines[-1]['loss']}")
 
 

@@ -152,13 +152,14 @@ class Bench:
         tx, _ = self.compiled(trial.method)
         params = self.init(jax.random.key(trial.seed))
         state = gravac.place((params, tx.init(params)), self.setting.replicas)
-        stream = pipeline.batches(
-            self.task.train,
-            rows=self.task.rows,
-            replicas=self.setting.replicas,
-            seed=trial.seed,
+        return state, self.batches(trial.seed)
+
+    def batches(self, seed: int) -> Any:
+        """Those of all replicas, for ever."""
+        task, replicas = self.task, self.setting.replicas
+        return pipeline.batches(
+            task.train, rows=task.rows, replicas=replicas, seed=seed
         )
-        return state, stream
 
 
 def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:

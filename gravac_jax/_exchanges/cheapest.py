@@ -128,8 +128,9 @@ class Cheapest(Exchange):
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
         """Each rung's by the exchange that it has."""
-        given = [x.shares(gradient, ladder, key, comm) for x in self.exchanges]
         chosen = [self._choice(gradient.size, x, comm.replicas) for x in ladder]
+        shares = lambda i: self.exchanges[i].shares(gradient, ladder, key, comm)
+        given = {i: shares(i) for i in set(chosen)}
         return jnp.stack([given[i][rung] for rung, i in enumerate(chosen)])
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:

@@ -17,7 +17,6 @@ from jax.flatten_util import ravel_pytree
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from quality_run import Bench, Setting, Trial, learning_rate_at
-from tasks import pipeline
 
 B1, B2, EPS = 0.9, 0.999, 1e-8
 SEED = 1_000_000  # the harness's for tuning: validation loss
@@ -109,9 +108,7 @@ def run(bench: Bench, variant: str, rate: float, args: Args) -> float:
     zeros = jnp.zeros((3, args.replicas, x.size))
     many = lambda x: jnp.stack([x] * args.replicas)
     state = (*zeros, jnp.zeros(args.replicas), jax.tree.map(many, sender.init()))
-    stream = pipeline.batches(
-        bench.task.train, rows=bench.task.rows, replicas=args.replicas, seed=SEED
-    )
+    stream = bench.batches(SEED)
     trial = Trial("tune", "", rate, SEED, args.steps)
     for i in range(args.steps):
         split = lambda x: x.reshape(args.replicas, -1, *x.shape[1:])
@@ -122,7 +119,9 @@ def run(bench: Bench, variant: str, rate: float, args: Args) -> float:
 
 def main(args: Args) -> None:
     """Run each variant and print a line of JSON."""
-    setting = Setting(task="transformer-bytes", steps=args.steps)
+    setting = Setting(
+        task="transformer-bytes", steps=args.steps, replicas=args.replicas
+    )
     bench = Bench(setting, args.data_dir)
     for variant in args.variants:
         for rate in args.learning_rates:

@@ -17,7 +17,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from quality_run import Bench, Setting, Trial, learning_rate_at
-from tasks import pipeline
 
 import gravac_jax as gravac
 
@@ -135,9 +134,7 @@ def run(tx: Any, rate: float, bench: Bench) -> tuple[float, float]:
     step = gravac.simulate(train_step, setting.replicas)
     params = bench.init(jax.random.key(SEED))
     state = gravac.place((params, tx.init(params)), setting.replicas)
-    stream = pipeline.batches(
-        bench.task.train, rows=bench.task.rows, replicas=setting.replicas, seed=SEED
-    )
+    stream = bench.batches(SEED)
     trial = Trial("tune", "", rate, SEED, setting.steps)
     for i in range(setting.steps):
         now = jnp.float32(learning_rate_at(i, trial, setting.schedule))
