@@ -28,6 +28,8 @@ from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC
 from gravac_jax._controllers import Scheduled as Scheduled
 from gravac_jax._controllers import warm_up as warm_up
+from gravac_jax._delivery import flush as flush
+from gravac_jax._delivery import local_params as local_params
 from gravac_jax._encoding import BFloat16 as BFloat16
 from gravac_jax._encoding import Float16 as Float16
 from gravac_jax._encoding import Float32 as Float32
@@ -42,7 +44,6 @@ from gravac_jax._exchanges import LeaderIndices as LeaderIndices
 from gravac_jax._exchanges import LowRank as LowRank
 from gravac_jax._exchanges import SharedRandomK as SharedRandomK
 from gravac_jax._exchanges import by_rank as by_rank
-from gravac_jax._flush import flush as flush
 from gravac_jax._grad import value_and_grad as value_and_grad
 from gravac_jax._guard import guard as guard
 from gravac_jax._info import StepInfo as StepInfo
@@ -57,6 +58,7 @@ from gravac_jax._parallel import simulate as simulate
 from gravac_jax._placement import init as init
 from gravac_jax._placement import place as place
 from gravac_jax._placement import state_specs as state_specs
+from gravac_jax._recipes import adamw as adamw
 from gravac_jax._recipes import dgc as dgc
 from gravac_jax._throughput import WireCost as WireCost
 from gravac_jax._transform import transform as transform

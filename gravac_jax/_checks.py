@@ -92,8 +92,8 @@ def rising(minimum: float, maximum: float) -> None:
         )
 
 
-def one_of(value: Any, name: str, allowed: Sequence[str]) -> None:
-    """Refuse a word that is not among `allowed`."""
+def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
+    """Refuse what is not among `allowed`."""
     if value not in allowed:
         words = " or ".join(repr(word) for word in allowed)
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")

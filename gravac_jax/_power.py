@@ -6,13 +6,13 @@ P P^T M_i, and the next Q is the mean of M_i^T P.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _tree
-from gravac_jax._comm import Comm
 
 # On TPUs, and on GPUs that round to TF32, a mean of products would otherwise not be
 # the product of means.
@@ -39,7 +39,8 @@ def send(
     energies: list[jax.Array],
     is_low: list[bool],
     rank: int,
-    comm: Comm,
+    rounded: Callable[[jax.Array], jax.Array],
+    mean: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> tuple[list[jax.Array], list[jax.Array], list[PowerState]]:
     """Send all arrays of a bucket, in two collectives.
 
@@ -49,23 +50,26 @@ def send(
       energies: of each.
       is_low: which of them go as two thin matrices.
       rank: of these.
-      comm: the other replicas.
+      rounded: what others receive of an array.
+      mean: over replicas, of what was rounded.
 
     Returns:
       What this replica sent of each, the means of that, and the new states; of the
       arrays that are not low, the whole.
     """
     sketches = [
-        _multiply(x, s.right[:, :rank]) if low else x
+        rounded(_multiply(x, s.right[:, :rank]) if low else x)
         for x, s, low in zip(mine, state, is_low, strict=True)
     ]
-    means = comm.mean(sketches)
+    means = mean(sketches)
     lefts = [jnp.linalg.qr(x)[0] for x, low in zip(means, is_low, strict=True) if low]
     low = [i for i, is_mine in enumerate(is_low) if is_mine]
-    rights = [_multiply(mine[i].T, left) for i, left in zip(low, lefts, strict=True)]
-    sent, learned = list(mine), list(state)
+    rights = [
+        rounded(_multiply(mine[i].T, left)) for i, left in zip(low, lefts, strict=True)
+    ]
+    sent, learned = sketches, list(state)
     for i, left, right, right_mean in zip(
-        low, lefts, rights, comm.mean(rights), strict=True
+        low, lefts, rights, mean(rights), strict=True
     ):
         sent[i] = _multiply(left, right.T)
         means[i] = _multiply(left, right_mean.T)

@@ -9,7 +9,8 @@ from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import SampledTopK
 from gravac_jax._controllers import STAGES, Fixed, warm_up
-from gravac_jax._memory import Momentum
+from gravac_jax._exchanges import LowRank
+from gravac_jax._memory import Adam, Momentum
 from gravac_jax._transform import transform
 
 
@@ -73,3 +74,77 @@ def dgc(
     if others.get("exchange") is not None:
         del components["compressor"]
     return transform(axis_name, **{**components, **others})
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: AxisName = "data",
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    **others: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW on every replica, whose steps are exchanged at low rank.
+
+    The whole optimizer, in place of `optax.adamw`. Take gradients at each replica's own
+    params, `gravac.local_params`: without, most of what it brings is lost::
+
+        tx = gravac.adamw(1e-3)
+        ...
+        own = gravac.local_params(tx, params, opt_state)
+        loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    Decay is decoupled and acts on the params that all share, at every step alike.
+
+    Args:
+      learning_rate: a number, or a schedule of Optax. With N replicas the best one may
+        be up to sqrt(N) times that of a dense AdamW: see `gravac.Adam`.
+      axis_name: as for `gravac.transform`.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the square root.
+      weight_decay: decoupled, in units of the learning rate.
+      others: arguments of `gravac.transform`, which take precedence over `LowRank()`
+        at factor 25.
+
+    Returns:
+      `optax.chain(gravac.transform(memory=gravac.Adam(...), ...),
+      optax.add_decayed_weights(weight_decay),
+      optax.scale_by_learning_rate(learning_rate))`.
+
+    Raises:
+      TypeError: as `gravac.transform`.
+      ValueError: as the components.
+
+    Law:
+      With one replica, where everything is sent, it is `optax.adamw`.
+
+    Cost:
+      That of `gravac.Adam` and `gravac.local_params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> tx = gravac.adamw(0.5, axis_name=None, weight_decay=0.0)
+      >>> params = {"w": jnp.ones((256, 256))}
+      >>> opt_state = tx.init(params)
+      >>> own = gravac.local_params(tx, params, opt_state)
+      >>> updates, opt_state = tx.update(own, opt_state, params)
+      >>> updates["w"].shape
+      (256, 256)
+    """
+    components: dict[str, Any] = {
+        "memory": Adam(b1, b2, eps),
+        "exchange": LowRank(),
+        "controller": Fixed(25),
+    }
+    if others.get("compressor") is not None:
+        del components["exchange"]
+    return optax.chain(
+        transform(axis_name, **{**components, **others}),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -142,7 +142,11 @@ def credit(
 
 
 # What a memory keeps, and the state of Optax that keeps it too.
-_TWICE = {"velocity": optax.TraceState, "second_moment": optax.ScaleByAdamState}
+_TWICE = {
+    "velocity": optax.TraceState,
+    "first_moment": optax.TraceState,
+    "second_moment": optax.ScaleByAdamState,
+}
 
 
 def check_momentum(state: Any) -> None:
@@ -154,6 +158,21 @@ def check_momentum(state: Any) -> None:
         if owners and any(map(is_twice, jax.tree.leaves(state, is_leaf=is_twice))):
             what = name.replace("_", " ")
             _step_checks.single_momentum(owners[0].removesuffix("State"), what)
+
+
+# They make whole steps of parts.
+_NORMALIZED = (
+    optax.ScaleByAdamState,
+    optax.ScaleByLionState,
+    optax.ScaleByRmsState,
+)
+
+
+def check_linear(state: Any) -> None:
+    """Raise if what comes after the transform is known not to be linear."""
+    is_one = lambda x: isinstance(x, _NORMALIZED)
+    for x in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+        _step_checks.linear(type(x).__name__)
 
 
 def check_chains(tree: Any) -> None:

@@ -248,6 +248,16 @@ def has_transform(found: Sequence[Any], where: str) -> None:
         )
 
 
+def linear(kind: str) -> None:
+    """Refuse to ask an optimizer that is not linear for a part of a step."""
+    raise ValueError(
+        f"gravac.local_params needs an optimizer that is linear in the updates, found a"
+        f" {kind}: it would make a whole step of what is held back. Let each replica"
+        f" run its own before the exchange: optax.chain(gravac.transform("
+        f"memory=gravac.Adam()), optax.scale_by_learning_rate(1e-3))."
+    )
+
+
 def single_momentum(memory: str, other: str) -> None:
     """Refuse an optimizer that keeps what the memory keeps already."""
     raise ValueError(

@@ -53,9 +53,10 @@ def transform(
     `axis_name`, with gradients from `gravac.value_and_grad`.
 
     `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
-    flush=False)` ignores every other argument. `step_seconds` is the time that a step
+    deliver=None)` ignores every other argument. `step_seconds` is the time that a step
     took, `[]` float32, NaN if unknown; `measured_step`, `[]` int32, says which step
-    that was, counted from 0; by default the one before. `flush` is `gravac.flush`'s.
+    that was, counted from 0; by default the one before. `deliver` is for `gravac.flush`
+    and `gravac.local_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one

@@ -19,6 +19,7 @@ from gravac_jax import (
     _buckets,
     _checks,
     _comm,
+    _delivery,
     _evidence,
     _gain,
     _report,
@@ -126,20 +127,20 @@ class Wiring:
         *,
         step_seconds: Any = None,
         measured_step: Any = None,
-        flush: bool = False,
+        deliver: _delivery.Delivery | None = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
         """One step, from local gradients to their mean and the rung of the next."""
         del ignored
         comm, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
         both = Comm(_comm.join(self.axis_name, self.dense_axis_name))
-        buckets = self._plan(updates, params, both, fast, is_local=not flush)
+        buckets = self._plan(updates, params, both, fast, is_local=deliver is None)
         # Who owns a state, and who holds the same params: slices differ over both axes.
         owner, same = (both, comm) if self.is_sharded else (comm, both)
         expected = jax.eval_shape(lambda: self._initial(buckets))
         local = _state.enter(state, expected, owner)
-        if flush:
-            return self._flush(local, state, buckets, comm)
+        if deliver is not None:
+            return _delivery.deliver(deliver, self.memory, local, state, buckets, comm)
 
         ladder = self.controller.ladder
         flat, dense, bad = self._local_gradient(updates, buckets, fast, comm.replicas)
@@ -267,24 +268,6 @@ class Wiring:
         norm = functools.partial(global_norm, flat, dense, slices)
         *flat, dense = self.clip.clip((*flat, dense), norm, replicas)
         return tuple(flat), dense, bad
-
-    def _flush(
-        self, local: LocalState, state: TransformState, buckets: Buckets, comm: Comm
-    ) -> tuple[Any, TransformState]:
-        """Send all that is held, and nothing else."""
-        held = tuple(map(self.memory.held, local.memory, buckets.sizes))
-        memory = tuple(
-            self.memory.retain(jnp.zeros_like(x), x, s)
-            for x, s in zip(held, local.memory, strict=True)
-        )
-        local = local._replace(memory=memory)
-        updates = buckets.unpack(comm.mean(held), jnp.zeros(buckets.dense_size))
-        # gravac.guard must not take what is delivered for a step that is skipped.
-        is_finite = jnp.ones_like(state.info.is_finite)
-        return updates, state._replace(
-            local=_state.leave(local, state.local),
-            info=state.info._replace(is_finite=is_finite),
-        )
 
     def _plan(
         self, updates: Any, params: Any, both: Comm, fast: Comm, is_local: bool

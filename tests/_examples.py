@@ -42,7 +42,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"compressor": gravac.TopK()},
         {"compressor": gravac.TopK(), "leader": "energy"},
     ],
-    gravac.Adam: [{}, {"b1": 0.5, "b2": 0.9, "masking": "aged"}],
+    gravac.LowRank: [{}, {"values": gravac.BFloat16()}],
+    gravac.Adam: [{}, {"b1": 0.5, "b2": 0.9}],
     # Halves are exact.
     gravac.Momentum: [
         {"decay": 0.5, "nesterov": nesterov, "masking": masking}

@@ -279,6 +279,8 @@ def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
 
 def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """PowerSGD, in float64, from the first directions of the library."""
+    is_short = exchange.values == gravac.BFloat16()
+    rounded = lambda x: _to_bfloat16(x.astype(np.float32)) if is_short else x
     n = buckets.shape[1]
     parts = shapes(n)
     arrays = [(math.prod(x[:-1]), x[-1]) if len(x) > 1 else (x[0], 1) for x in parts]
@@ -289,13 +291,14 @@ def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
         return dense_mean(exchange, buckets, factor)
     begun = exchange.shaped(parts).init(n, (1.0, 1.0 + 1e-6))
     exact = buckets.astype(np.float64)
-    sent, start = exact.copy(), 0
+    sent, start = rounded(exact).astype(np.float64), 0
     for (a, b), state in zip(arrays, begun, strict=True):
         mine = exact[:, start : start + a * b].reshape(-1, a, b)
         if rank * (a + b) < a * b:
             right = np.asarray(state.right, np.float64)[:, :rank]
-            left = np.linalg.qr((mine @ right).mean(0))[0]
-            sent[:, start : start + a * b] = (left @ (left.T @ mine)).reshape(-1, a * b)
+            left = np.linalg.qr(rounded(rounded(mine @ right).mean(0)))[0]
+            projected = left @ rounded(left.T @ mine)
+            sent[:, start : start + a * b] = projected.reshape(-1, a * b)
         start += a * b
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
@@ -389,21 +392,21 @@ class Masks(Rememberer):
         self.residual = residual
 
 
-class Divides(Masks):
+class Divides(Rememberer):
     """Adam of one replica's gradients, in float64."""
 
     rtol = 1e-5
 
     def __init__(self, memory: Any, n: int) -> None:
         super().__init__(memory, n)
-        self.square, self.steps = np.zeros(n), 0
+        self.mean, self.square, self.steps = np.zeros(n), np.zeros(n), 0
 
     def add(self, gradient: np.ndarray) -> np.ndarray:
         b1, b2, self.steps = self.memory.b1, self.memory.b2, self.steps + 1
+        self.mean = b1 * self.mean + (1 - b1) * gradient.astype(np.float64)
         self.square = b2 * self.square + (1 - b2) * gradient.astype(np.float64) ** 2
         root = np.sqrt(self.square / (1 - b2**self.steps)) + self.memory.eps
-        self.velocity = b1 * self.velocity + (1 - b1) * gradient / root
-        return self.velocity / (1 - b1**self.steps)
+        return self.mean / (1 - b1**self.steps) / root
 
 
 MEMORIES: dict[type, type[Rememberer]] = {

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import assert_same
 
 import gravac_jax as gravac
 from gravac_jax._comm import Comm
@@ -131,6 +132,46 @@ def test_two_all_reduces_a_rung_and_nothing_else():
         assert len(mine) == (2 if rung else 1)
         expected = shaped.traffic(n, factor, N).payload_bytes
         assert sum(x.payload_bytes for x in mine) == expected
+
+
+def test_in_16_bits_only_half_of_the_bytes_travel():
+    exchange = gravac.LowRank(values=gravac.BFloat16())
+    ladder = gravac.by_rank(PARAMS, RANKS, **ALL)
+    tx = gravac.transform(
+        exchange=exchange, controller=_harness.Scripted(ladder), **ALL
+    )
+    run = _harness.trajectory(tx, PARAMS, "shard_map")
+    gradients = jax.tree.map(lambda x: jnp.ones((1, N, *x.shape)), PARAMS)
+    found, _ = _harness.collectives(run.text(gradients))
+    shapes = tuple(x.shape for x in PARAMS.values())
+    long, short = (x.shaped(shapes) for x in (gravac.LowRank(), exchange))
+    n = sum(x.size for x in PARAMS.values())
+    for rung, factor in enumerate(ladder[1:], start=1):
+        mine = [x for x in found if x.branches == (rung,)]
+        assert {x.dtype for x in mine} == {"u16"}
+        traffic = short.traffic(n, factor, N)
+        assert sum(x.payload_bytes for x in mine) == traffic.payload_bytes
+        half = long.traffic(n, factor, N).wire_bytes / 2
+        assert half <= traffic.wire_bytes < half + 2 * 2 * 2 * N
+
+
+def test_what_16_bits_drop_of_ones_own_stays_in_the_residual():
+    exchange = gravac.LowRank(((ROWS, COLUMNS), (50,)), values=gravac.BFloat16())
+    n, ladder = ROWS * COLUMNS + 50, (100.0,)
+    rng = np.random.default_rng(4)
+    bucket = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    step = stepper(exchange, ladder)
+    exchanged, _ = step(bucket, exchange.init(n, ladder), np.int32(0))
+    vector, sent = bucket[-50:], (bucket - exchanged.residual)[-50:]
+    assert exchanged.residual[-50:].any()
+    assert_same(sent, vector.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_low_rank_knows_two_encodings():
+    with pytest.raises(ValueError, match=r"`values` must be Float32\(\) or BFloat16"):
+        gravac.LowRank(values=gravac.Int8())
+    with pytest.raises(TypeError, match="`values` must be a ValueEncoding"):
+        gravac.LowRank(values=2)
 
 
 @pytest.mark.parametrize("how", ["shard_map", "pmap"])

@@ -82,8 +82,7 @@ def test_a_skipped_step_leaves_every_memory_as_it_was(memory):
         assert_same((after.local, after.dense), (before.local, before.dense))
 
 
-def test_adam_alone_and_dense_is_adam_where_its_divisor_does_not_change():
-    # Of one replica, with everything sent: but for the age of its divisors.
+def test_adam_alone_and_dense_is_that_of_optax():
     exchange = gravac.transform(
         axis_name=None,
         compress=COMPRESS,
@@ -94,11 +93,8 @@ def test_adam_alone_and_dense_is_adam_where_its_divisor_does_not_change():
     params = jax.tree.map(jnp.asarray, PARAMS)
     ours, theirs = exchange.init(params), adam.init(params)
     step = jax.jit(exchange.update)
-    sign = jax.tree.map(np.sign, at(GRADIENTS, (0, 0)))
     for i in range(STEPS):
-        # Of constant size, so that all divisors are the same.
-        turned = np.float32((-1) ** i)
-        grads = {name: x * turned for name, x in sign.items()}
+        grads = at(GRADIENTS, (i, 0))
         received, ours = step(grads, ours)
         with jax.numpy_dtype_promotion("standard"):
             expected, theirs = adam.update(grads, theirs)
@@ -261,74 +257,6 @@ def test_a_gradient_that_is_not_finite_is_not_clipped_away():
         assert not any(x.any() for x in jax.tree.leaves(updates))
 
 
-# Delivery
-
-
-def delivered(tx):
-    """Params after a run, and after all is delivered, and the state then."""
-
-    def step(params, opt_state, batch):
-        updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], batch), opt_state)
-        return optax.apply_updates(params, updates), opt_state
-
-    last = lambda params, opt_state, _: gravac.flush(tx, params, opt_state)
-    state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
-    run, end = gravac.data_parallel(step, MESH), gravac.data_parallel(last, MESH)
-    for i in range(STEPS):
-        state = run(*state, at(GRADIENTS, i))
-    before = jax.tree.map(np.asarray, state)
-    return before, end(*state, np.zeros(N, np.float32))
-
-
-@pytest.mark.parametrize("is_guarded", [False, True])
-def test_a_flush_delivers_the_mean_of_what_is_held(is_guarded):
-    exchange = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(16))
-    tx = optax.chain(exchange, optax.sgd(0.5))
-    (params, opt_state), after = delivered(gravac.guard(tx) if is_guarded else tx)
-    transform = opt_state[0]
-    residual = transform.local.memory[0].residual
-    assert np.abs(residual).sum() > 1
-    expected = params["w"] - 0.5 * residual.mean(0).reshape(8, 8)
-    np.testing.assert_allclose(after[0]["w"], expected, atol=1e-6)
-    np.testing.assert_array_equal(after[0]["b"], params["b"])
-    left = after[1][0]
-    assert not np.asarray(left.local.memory[0].residual).any()
-    for name in ("steps", "rung", "past_rungs"):
-        assert_same(getattr(left, name), getattr(transform, name))
-
-
-def test_all_gradients_arrive_by_the_last_delivery():
-    exchange = gravac.transform(compress=True, controller=gravac.Fixed(16))
-    _, (params, _) = delivered(optax.chain(exchange, optax.sgd(1.0)))
-    for name, x in GRADIENTS.items():
-        np.testing.assert_allclose(params[name], -x.sum(0).mean(0), atol=1e-4)
-
-
-def test_momentum_outlives_a_delivery():
-    memory = gravac.Momentum(0.9, masking="none")
-    exchange = gravac.transform(
-        compress=COMPRESS, memory=memory, controller=gravac.Fixed(16)
-    )
-    (_, before), (_, after) = delivered(optax.chain(exchange, optax.sgd(0.1)))
-    had, has = (x[0].local.memory[0].velocity for x in (before, after))
-    assert had.any()
-    assert_same(np.asarray(has), had)
-
-
-def test_a_delivery_hands_on_what_others_need():
-    exchange = gravac.transform(axis_name=None, compress=COMPRESS)
-    tx = optax.chain(exchange, optax.contrib.reduce_on_plateau())
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    with jax.numpy_dtype_promotion("standard"):
-        gravac.flush(tx, params, tx.init(params), value=1.0)
-
-
-def test_a_flush_needs_a_transform():
-    tx = optax.sgd(0.1)
-    with pytest.raises(ValueError, match=r"gravac.flush needs exactly one"):
-        gravac.flush(tx, PARAMS, tx.init(PARAMS))
-
-
 # The recipe
 
 
@@ -372,6 +300,51 @@ def test_what_the_recipe_is_given_takes_precedence():
     state = tx.init({"w": jnp.zeros((256, 256))})
     assert optax.tree.get(state, "agreement") == 1
     assert state.info.gains.shape == (len(gravac.GraVAC().ladder),)
+
+
+def test_adamw_alone_and_dense_is_that_of_optax():
+    rate = optax.linear_schedule(0.1, 0.01, STEPS)
+    settings = {"b1": 0.8, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+    theirs = optax.adamw(rate, **settings)
+    ours = gravac.adamw(
+        rate,
+        axis_name=None,
+        compress=COMPRESS,
+        exchange=gravac.AllGather(),
+        controller=gravac.Fixed(1),
+        **settings,
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        runs = [descent(tx) for tx in (ours, theirs)]
+    assert_near(*runs, scale=100)
+
+
+def descent(tx):
+    """Params step by step, from ones, with the gradients of one replica."""
+    params = jax.tree.map(lambda x: jnp.ones_like(x), PARAMS)
+    state, step, story = tx.init(params), jax.jit(tx.update), []
+    for i in range(STEPS):
+        updates, state = step(at(GRADIENTS, (i, 0)), state, params)
+        params = optax.apply_updates(params, updates)
+        story.append(params)
+    return story
+
+
+def test_adamw_takes_a_compressor_in_place_of_low_rank():
+    matrix = {"w": jnp.zeros((256, 256))}
+
+    def payload_bytes(tx):
+        _, state = tx.update(matrix, tx.init(matrix), matrix)
+        return float(optax.tree.get(state, "payload_bytes"))
+
+    fixed = {"axis_name": None, "controller": gravac.Fixed(25)}
+    for given, exchange in (
+        ({"compressor": gravac.TopK()}, gravac.AllGather(gravac.TopK())),
+        ({}, gravac.LowRank()),
+    ):
+        plain = gravac.transform(exchange=exchange, **fixed)
+        tx = gravac.adamw(1e-3, axis_name=None, **given)
+        assert payload_bytes(tx) == payload_bytes(plain)
 
 
 # What is wrong

@@ -5,7 +5,8 @@ with, and `fixed10` the static factor 10; any factor will do. The other families
 from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`, and
 `leaves10` with a bucket for each leaf), or in their memory: `momentum10` and the like
 have momentum correction and a local clip in place of an optimizer's momentum and a clip
-after the exchange, `adam10` has Adam before the exchange.
+after the exchange, `adam10` has Adam before the exchange. With `local` before its name
+a method takes its gradients at each replica's own params.
 """
 
 import re
@@ -15,6 +16,9 @@ from typing import Any
 import gravac_jax as gravac
 
 ALL = gravac.Fixed(factor=1)
+CLIP = gravac.ClipByGlobalNorm(1.0)
+LOW_RANK = gravac.LowRank()
+SHORT_LOW_RANK = gravac.LowRank(values=gravac.BFloat16())
 METHODS = {
     "dense": {"controller": ALL},
     "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
@@ -25,7 +29,7 @@ METHODS = {
 def corrected(masking: str) -> dict[str, Any]:
     """Momentum correction: as the harness's optimizer, but before the exchange."""
     memory = gravac.Momentum(0.9, nesterov=True, masking=masking)
-    return {"memory": memory, "clip": gravac.ClipByGlobalNorm(1.0)}
+    return {"memory": memory, "clip": CLIP}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -35,16 +39,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "leader": {"exchange": gravac.LeaderIndices()},
     "random": {"exchange": gravac.SharedRandomK()},
-    "lowrank": {"exchange": gravac.LowRank()},
+    "lowrank": {"exchange": LOW_RANK},
+    "lowrankshort": {"exchange": SHORT_LOW_RANK},
     "leaves": {"bucket_bytes": 1},
     "momentum": corrected("aged"),
     "literal": corrected("literal"),
     "unmasked": corrected("none"),
-    "adam": {"memory": gravac.Adam()},
-    "lowrankadam": {"memory": gravac.Adam(), "exchange": gravac.LowRank()},
-    "adamaged": {"memory": gravac.Adam(masking="aged")},
+    "adam": {"memory": gravac.Adam(), "clip": CLIP},
+    "lowrankadam": {"memory": gravac.Adam(), "clip": CLIP, "exchange": LOW_RANK},
+    "lowrankshortadam": {
+        "memory": gravac.Adam(),
+        "clip": CLIP,
+        "exchange": SHORT_LOW_RANK,
+    },
     "precondition": {"memory": gravac.Adam(b1=0.0)},
 }
+
+
+def is_local(name: str) -> bool:
+    """Whether a method takes its gradients at each replica's own params."""
+    return name.startswith("local")
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
@@ -59,12 +73,13 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     """
     if name in METHODS:
         return METHODS[name]
+    whole, name = name, name.removeprefix("local")
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
     if match and match[1] in FAMILIES:
         try:
             fixed = gravac.Fixed(factor=float(match[2]))
         except ValueError as error:
-            raise SystemExit(f"{name}: {error}") from None
+            raise SystemExit(f"{whole}: {error}") from None
         return {"controller": fixed, **FAMILIES[match[1]]}
     known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])
-    raise SystemExit(f"no method is called {name!r}; there are: {', '.join(known)}")
+    raise SystemExit(f"no method is called {whole!r}; there are: {', '.join(known)}")

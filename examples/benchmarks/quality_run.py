@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from journal import Journal, Line
-from methods import arguments
+from methods import arguments, is_local
 from tasks import PRESETS, TASKS, Task, load, pipeline
 
 import gravac_jax as gravac
@@ -120,7 +120,14 @@ class Bench:
         def train_step(
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
-            loss, grads = gravac.value_and_grad(self.task.loss)(params, batch)
+            where = params
+            if is_local(name):
+                # What follows in the chain has no learning rate: it is applied here.
+                own = gravac.local_params(tx, params, opt_state)
+                where = jax.tree.map(
+                    lambda p, x: p - learning_rate * (x - p), params, own
+                )
+            loss, grads = gravac.value_and_grad(self.task.loss)(where, batch)
             updates, opt_state = tx.update(grads, opt_state, params)
             params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
             return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _comm, _tree
+from gravac_jax import _comm, _mean16, _tree
 from gravac_jax._comm import Comm
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
 
@@ -33,6 +33,17 @@ def dense_traffic(entries: int, replicas: int) -> Traffic:
     payload_bytes = VALUE_BYTES * entries
     wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
     return Traffic(entries, payload_bytes, wire_bytes, _comm.mean_messages(replicas))
+
+
+def mean16_traffic(entries: int, replicas: int) -> Traffic:
+    """The cost of a mean of `entries` in 16 bits, once whole and once a shard."""
+    shard_bytes = _mean16.shard_bytes(entries, replicas)
+    return Traffic(
+        entries=entries,
+        payload_bytes=(replicas + 1) * shard_bytes,
+        wire_bytes=2 * _comm.gather_wire_bytes(shard_bytes, replicas),
+        messages=2 * _comm.gather_messages(replicas),
+    )
 
 
 def cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:

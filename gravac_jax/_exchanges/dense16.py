@@ -6,12 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _comm, _tree
+from gravac_jax import _mean16, _tree
 from gravac_jax._comm import Comm
-from gravac_jax._encoding import BFloat16
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
-
-VALUE_BYTES = 2
+from gravac_jax._exchanges.dense import mean16_traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +51,15 @@ class DenseMean16(Exchange):
     ) -> tuple[Exchanged, Any]:
         """Shards of all buckets, added up; then shards of the mean."""
         del key
-        values, n = BFloat16(), bucket.size
-        none = jnp.int32(0)  # bfloat16 has no use for exponents
-        sent = values.rounded(bucket, none)
-
-        def mean() -> jax.Array:
-            padded = jnp.pad(sent, (0, -n % comm.replicas)).reshape(comm.replicas, -1)
-            swapped = comm.swap(values.encode(padded, none))
-            total = jnp.sum(values.decode(swapped, none), axis=0)
-            mine = values.rounded(total / comm.replicas, none)
-            shards = comm.gather(values.encode(mine, none))
-            return values.decode(shards, none).reshape(-1)[:n]
-
+        sent = _mean16.rounded(bucket)
         is_skipped = rung == len(ladder)
         energies = jnp.broadcast_to(_tree.energy(sent), (len(ladder),))
         return Exchanged(
-            mean=jax.lax.cond(is_skipped, lambda: comm.zeros(bucket), mean),
+            mean=jax.lax.cond(
+                is_skipped,
+                lambda: comm.zeros(bucket),
+                lambda: _mean16.mean([sent], comm)[0],
+            ),
             residual=jnp.where(is_skipped, bucket, bucket - sent),
             energies=energies,
             energy=_tree.energy(bucket),
@@ -77,10 +68,4 @@ class DenseMean16(Exchange):
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """2 bytes an entry, once whole and once a shard."""
         del factor
-        shard_bytes = VALUE_BYTES * -(-n // replicas)
-        return Traffic(
-            entries=n,
-            payload_bytes=(replicas + 1) * shard_bytes,
-            wire_bytes=2 * _comm.gather_wire_bytes(shard_bytes, replicas),
-            messages=2 * _comm.gather_messages(replicas),
-        )
+        return mean16_traffic(n, replicas)

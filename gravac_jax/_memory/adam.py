@@ -1,4 +1,4 @@
-"""Adam before the exchange: what is delayed was divided when it was new."""
+"""Adam before the exchange: what is delayed is a part of a step."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import MASKINGS, Accelerated
+from gravac_jax._memory.base import Memory
 
 LARGEST = 1e18  # of what is squared, so that no square is infinite
 
@@ -16,13 +16,13 @@ class AdamState(NamedTuple):
     """What one replica remembers.
 
     Attributes:
-      velocity: `[n]` float32, the mean of its own preconditioned gradients.
-      second_moment: `[n]` float32, the mean square of its own gradients.
+      first_moment: `[n]` float32, the mean of its own gradients.
+      second_moment: `[n]` float32, their mean square.
       residual: `[n]` float32, what it still has to deliver.
       fed_steps: `[]` int32, gradients so far.
     """
 
-    velocity: jax.Array
+    first_moment: jax.Array
     second_moment: jax.Array
     residual: jax.Array
     fed_steps: jax.Array
@@ -32,48 +32,48 @@ class DenseAdamState(NamedTuple):
     """That of the leaves that go dense.
 
     Attributes:
-      dense_velocity: `[m]` float32.
+      dense_first_moment: `[m]` float32.
       dense_second_moment: `[m]` float32.
       followed_steps: `[]` int32.
     """
 
-    dense_velocity: jax.Array
+    dense_first_moment: jax.Array
     dense_second_moment: jax.Array
     followed_steps: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Accelerated):
-    """Adam's update of each replica's own gradients, with error feedback.
+class Adam(Memory):
+    """Adam of each replica's own gradients, whose steps are exchanged.
 
     Adam after a sparse exchange divides rare, late entries by a second moment that is
-    not that of the gradients. Here every replica divides its own gradient when it is
-    new, and what waits is a part of an update: s = b2 s + (1 - b2) g^2,
-    u = b1 u + (1 - b1) g / sqrt(s), and v + u is selected from. Both means begin
-    without bias, as Adam's.
+    not that of the gradients. Here every replica runs an Adam of its own, and what
+    waits is a part of a step: with m and s the moments of its gradients without bias,
+    m / (sqrt(s) + eps) is added to what it holds, and that is selected from.
 
-    It takes the place of the optimizer: `optax.chain(gravac.transform(
-    memory=gravac.Adam()), optax.add_decayed_weights(1e-4),
-    optax.scale_by_learning_rate(1e-3))`, with decay as AdamW has it.
+    It takes the place of the optimizer; `gravac.adamw` is the whole chain. It needs
+    gradients that are taken at `gravac.local_params`: at the params that all share a
+    replica would ask again and again for the steps that it holds back, and lose most of
+    what is to be won.
 
     Law:
-      Of what was fed, sent + kept is the sum of u, in which an entry of a gradient
+      With one replica, where everything is sent, it is `optax.scale_by_adam`. Of what
+      was fed, sent + kept is the sum of the steps, in which an entry of a gradient
       counts for at most 1e18. A replica's gradients are noisier than their mean, so
       that its steps are shorter than Adam's, up to sqrt(N) times; leaves that go dense
-      get Adam's update of their mean, which are not.
+      get Adam's step of their mean, which are not.
 
     Cost:
       12 bytes of state per compressed parameter and replica, where Adam after the
       exchange has 8 and the residual 4; 8 per other parameter.
 
     Args:
-      b1: decay of the mean.
-      b2: decay of the mean square.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
       eps: added to the square root.
-      masking: as for `gravac.Momentum`.
 
     Raises:
-      ValueError: if a decay is not in [0, 1), `eps` not above 0, or `masking` unknown.
+      ValueError: if a decay is not in [0, 1), or `eps` not above 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,55 +91,64 @@ class Adam(Accelerated):
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-    masking: str = "none"
 
     def __post_init__(self) -> None:
         _checks.decay(self.b1, "b1")
         _checks.decay(self.b2, "b2")
         why = "It is added to a root mean square that may be 0."
         _checks.above_zero(self.eps, "eps", why)
-        _checks.one_of(self.masking, "masking", MASKINGS)
 
     def init(self, n: int) -> AdamState:
         """At rest, with nothing held back."""
         # An array each: a buffer that stands twice in a state cannot be donated.
         return AdamState(
-            velocity=jnp.zeros(n, jnp.float32),
+            first_moment=jnp.zeros(n, jnp.float32),
             second_moment=jnp.zeros(n, jnp.float32),
             residual=jnp.zeros(n, jnp.float32),
             fed_steps=jnp.zeros((), jnp.int32),
         )
 
-    def _update(
+    def _step(
         self,
         gradient: jax.Array,
-        velocity: jax.Array,
-        second_moment: jax.Array,
+        first: jax.Array,
+        second: jax.Array,
         steps: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What a gradient adds, the new velocity and second moment."""
+        """Adam's step, and both moments after it."""
         t = steps.astype(jnp.float32)
         gradient = jnp.clip(gradient, -LARGEST, LARGEST)
-        square = self.b2 * second_moment + (1 - self.b2) * jnp.square(gradient)
-        root = jnp.sqrt(square / (1 - self.b2**t))
-        velocity = self.b1 * velocity + (1 - self.b1) * gradient / (root + self.eps)
-        return velocity / (1 - self.b1**t), velocity, square
+        first = self.b1 * first + (1 - self.b1) * gradient
+        second = self.b2 * second + (1 - self.b2) * jnp.square(gradient)
+        root = jnp.sqrt(second / (1 - self.b2**t))
+        return first / (1 - self.b1**t) / (root + self.eps), first, second
 
     def compensate(
         self, gradient: jax.Array, state: AdamState
     ) -> tuple[jax.Array, AdamState]:
-        """The residual and this replica's own update."""
+        """The residual and this replica's own step."""
         steps = state.fed_steps + 1
-        added, velocity, square = self._update(
-            gradient, state.velocity, state.second_moment, steps
+        step, first, second = self._step(
+            gradient, state.first_moment, state.second_moment, steps
         )
-        after = AdamState(velocity, square, state.residual, steps)
-        return state.residual + added, after
+        return state.residual + step, AdamState(first, second, state.residual, steps)
+
+    def held(self, state: AdamState, n: int) -> jax.Array:
+        """The residual."""
+        del n
+        return state.residual
+
+    def retain(
+        self, residual: jax.Array, compensated: jax.Array, state: AdamState
+    ) -> AdamState:
+        """The new residual; the moments know nothing of what was sent."""
+        del compensated
+        return state._replace(residual=residual)
 
     def init_dense(self, n: int) -> DenseAdamState:
         """At rest."""
         return DenseAdamState(
-            dense_velocity=jnp.zeros(n, jnp.float32),
+            dense_first_moment=jnp.zeros(n, jnp.float32),
             dense_second_moment=jnp.zeros(n, jnp.float32),
             followed_steps=jnp.zeros((), jnp.int32),
         )
@@ -147,9 +156,9 @@ class Adam(Accelerated):
     def follow(
         self, mean: jax.Array, state: DenseAdamState
     ) -> tuple[jax.Array, DenseAdamState]:
-        """Adam's update of the mean."""
+        """Adam's step of the mean."""
         steps = state.followed_steps + 1
-        added, velocity, square = self._update(
-            mean, state.dense_velocity, state.dense_second_moment, steps
+        step, first, second = self._step(
+            mean, state.dense_first_moment, state.dense_second_moment, steps
         )
-        return added, DenseAdamState(velocity, square, steps)
+        return step, DenseAdamState(first, second, steps)

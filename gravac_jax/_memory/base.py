@@ -7,9 +7,6 @@ import abc
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-MASKINGS = ("aged", "literal", "none")
 
 
 class Memory(abc.ABC):
@@ -86,70 +83,3 @@ class Memory(abc.ABC):
           `[n]` float32, here the mean as it is, and the new state.
         """
         return mean, state
-
-
-def masked(
-    velocity: jax.Array,
-    residual: jax.Array,
-    compensated: jax.Array,
-    before: jax.Array,
-    masking: str,
-) -> jax.Array:
-    """Momentum factor masking: less momentum where old gradients were sent.
-
-    The paper's rule zeroes the momentum of every entry that is sent. A step that sends
-    everything would leave none, and is not what the rule was made for: there it is not
-    applied. What it is meant against is stale momentum, of entries that had to wait;
-    "aged" keeps of it as much as the entry was new, at any factor.
-
-    Args:
-      velocity: `[n]` float32.
-      residual: `[n]` float32, what was not sent of `compensated`.
-      compensated: `[n]` float32.
-      before: `[n]` float32, the residual of the step before.
-      masking: one of `MASKINGS`.
-
-    Returns:
-      `[n]` float32, the new velocity. With "aged", |velocity| / (|velocity| + |before|)
-      of it where the entry was sent: all of it where nothing had waited.
-
-    References:
-      Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
-    """
-    if masking == "none":
-        return velocity
-    if masking == "literal":
-        kept = jnp.where(jnp.any(residual != 0), 0, velocity)
-    else:
-        size = jnp.abs(velocity)
-        all_of_it = size + jnp.abs(before)
-        aged = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
-        kept = jnp.where(before == 0, velocity, aged)  # to the last bit
-    return jnp.where(residual == compensated, velocity, kept)
-
-
-class Accelerated(Memory):
-    """What memories share whose state has a `velocity` and a `residual`.
-
-    Attributes:
-      masking: one of `MASKINGS`.
-    """
-
-    masking: str
-
-    @property
-    def masks(self) -> bool:
-        """Unless it is "none"."""
-        return self.masking != "none"
-
-    def held(self, state: Any, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
-
-    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
-        """The new residual, and the velocity as masking leaves it."""
-        velocity = masked(
-            state.velocity, residual, compensated, state.residual, self.masking
-        )
-        return state._replace(velocity=velocity, residual=residual)

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import MASKINGS, Accelerated
+from gravac_jax._memory.base import Memory
+
+MASKINGS = ("aged", "literal", "none")
 
 
 class MomentumState(NamedTuple):
@@ -32,8 +34,48 @@ class DenseMomentumState(NamedTuple):
     dense_velocity: jax.Array
 
 
+def masked(
+    velocity: jax.Array,
+    residual: jax.Array,
+    compensated: jax.Array,
+    before: jax.Array,
+    masking: str,
+) -> jax.Array:
+    """Momentum factor masking: less momentum where old gradients were sent.
+
+    The paper's rule zeroes the momentum of every entry that is sent. A step that sends
+    everything would leave none, and is not what the rule was made for: there it is not
+    applied. What it is meant against is stale momentum, of entries that had to wait;
+    "aged" keeps of it as much as the entry was new, at any factor.
+
+    Args:
+      velocity: `[n]` float32.
+      residual: `[n]` float32, what was not sent of `compensated`.
+      compensated: `[n]` float32.
+      before: `[n]` float32, the residual of the step before.
+      masking: one of `MASKINGS`.
+
+    Returns:
+      `[n]` float32, the new velocity. With "aged", |velocity| / (|velocity| + |before|)
+      of it where the entry was sent: all of it where nothing had waited.
+
+    References:
+      Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
+    """
+    if masking == "none":
+        return velocity
+    if masking == "literal":
+        kept = jnp.where(jnp.any(residual != 0), 0, velocity)
+    else:
+        size = jnp.abs(velocity)
+        all_of_it = size + jnp.abs(before)
+        aged = velocity * (size / jnp.where(all_of_it > 0, all_of_it, 1))
+        kept = jnp.where(before == 0, velocity, aged)  # to the last bit
+    return jnp.where(residual == compensated, velocity, kept)
+
+
 @dataclasses.dataclass(frozen=True)
-class Momentum(Accelerated):
+class Momentum(Memory):
     """Deep Gradient Compression: each replica accumulates its own momentum.
 
     With u the velocity, v the residual and g the gradient, u = m u + g and v + u is
@@ -88,6 +130,11 @@ class Momentum(Accelerated):
         _checks.flag(self.nesterov, "nesterov")
         _checks.one_of(self.masking, "masking", MASKINGS)
 
+    @property
+    def masks(self) -> bool:
+        """Unless it is "none"."""
+        return self.masking != "none"
+
     def init(self, n: int) -> MomentumState:
         """At rest, with nothing held back."""
         return MomentumState(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.float32))
@@ -108,6 +155,20 @@ class Momentum(Accelerated):
         """The residual and what the gradient adds with its momentum."""
         added, velocity = self._accelerate(gradient, state.velocity)
         return state.residual + added, state._replace(velocity=velocity)
+
+    def held(self, state: MomentumState, n: int) -> jax.Array:
+        """The residual."""
+        del n
+        return state.residual
+
+    def retain(
+        self, residual: jax.Array, compensated: jax.Array, state: MomentumState
+    ) -> MomentumState:
+        """The new residual, and the velocity as masking leaves it."""
+        velocity = masked(
+            state.velocity, residual, compensated, state.residual, self.masking
+        )
+        return state._replace(velocity=velocity, residual=residual)
 
     def init_dense(self, n: int) -> DenseMomentumState:
         """At rest."""
