@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 
-def test_means_of_three_begin_with_the_first():
-    assert closed_loop.smooth([3.0, 6.0, 9.0, 0.0]) == [3.0, 4.0, 6.0, 5.0]
+def test_a_target_is_reached_between_two_evaluations():
+    losses, at = [3.0, 2.0, 2.5, 1.0], [20.0, 40.0, 60.0, 80.0]
+    assert closed_loop.reached(losses, at, 2.25) == 35
+    assert closed_loop.reached(losses, at, 2.0) == 40
+    assert closed_loop.reached(losses, at, 1.0) == 80
+    assert closed_loop.reached(losses, at, 3.5) == 20
+    assert closed_loop.reached(losses, at, 0.5) is None
 
 
 def test_seconds_are_those_of_the_all_gather_that_is_run():

@@ -29,8 +29,9 @@ from tasks.files import find
 
 import gravac_jax as gravac
 
-CONTEXT, WIDTH, ROWS = 8, 128, 16  # bytes, hidden units, examples a replica and step
+CONTEXT, EMBED, WIDTH, ROWS = 8, 16, 64, 16  # the last a replica and step
 EVERY = 20  # steps from one evaluation to the next
+AVERAGED = 0.02  # weight of the newest params in those that are evaluated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +70,14 @@ class Bench:
     def params(self) -> dict[str, jax.Array]:
         """Of a network with two hidden layers."""
         keys = jax.random.split(jax.random.key(0), 4)
-        shapes = {"embed": (256, 32), "in": (CONTEXT * 32, WIDTH)}
+        shapes = {"embed": (256, EMBED), "in": (CONTEXT * EMBED, WIDTH)}
         shapes |= {"hidden": (WIDTH, WIDTH), "out": (WIDTH, 256)}
         draw = lambda key, shape: jax.random.normal(key, shape) / shape[0] ** 0.5
         return dict(zip(shapes, map(draw, keys, shapes.values()), strict=True))
 
     def loss(self, params: Any, batch: jax.Array) -> jax.Array:
         """Mean nats a byte of `[rows, CONTEXT + 1]` bytes."""
-        x = params["embed"][batch[:, :-1]] * 16
+        x = params["embed"][batch[:, :-1]] * 256**0.5
         x = jax.nn.relu(x.reshape(len(x), -1) @ params["in"])
         x = jax.nn.relu(x @ params["hidden"])
         logits = x @ params["out"]
@@ -104,15 +105,17 @@ class Bench:
         def train_step(
             params: Any, opt_state: Any, clock: Any, batch: Any, *, table: jax.Array
         ) -> Any:
-            last, total, key = clock
+            last, total, key, average = clock
             _, grads = gravac.value_and_grad(self.loss)(params, batch)
             rung = opt_state[0].rung
             updates, opt_state = tx.update(grads, opt_state, step_seconds=last)
             key, now = jax.random.split(key)
             seconds = table[rung]
             last = seconds * jnp.exp(self.args.noise * jax.random.normal(now))
-            clock = last, total + seconds, key
-            return optax.apply_updates(params, updates), opt_state, clock, rung
+            params = optax.apply_updates(params, updates)
+            mix = lambda x, y: x + AVERAGED * (y - x)
+            clock = last, total + seconds, key, jax.tree.map(mix, average, params)
+            return params, opt_state, clock, rung
 
         step = gravac.simulate(train_step, replicas)
         held_out = self.draw(self.held_out, jax.random.key(7), 4096)
@@ -125,7 +128,7 @@ class Bench:
                 return tuple(state), rung
 
             state, rungs = jax.lax.scan(one, state, jax.random.split(key, EVERY))
-            return state, self.loss(state[0], held_out), rungs
+            return state, self.loss(state[2][3], held_out), rungs
 
         return run
 
@@ -134,7 +137,9 @@ class Bench:
     ) -> Any:
         """Held-out losses, the clock, and the rungs, stretch by stretch."""
         tx, params = self.transform(controller), self.params()
-        clock = jnp.float32(jnp.nan), jnp.float32(0), jax.random.key(noise)
+        # Averaged params, or when the target is reached would be a matter of luck.
+        now = jnp.float32(jnp.nan), jnp.float32(0)
+        clock = (*now, jax.random.key(noise), jax.tree.map(jnp.copy, params))
         params, opt_state = gravac.place((params, tx.init(params)), replicas)
         state = params, opt_state, clock
         for i in range(steps // EVERY):
@@ -145,10 +150,13 @@ class Bench:
             yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
 
 
-def smooth(losses: list[float]) -> list[float]:
-    """Means of three."""
-    padded = [losses[0], losses[0], *losses]
-    return [float(np.mean(padded[i : i + 3])) for i in range(len(losses))]
+def reached(losses: list[float], at: list[float], target: float) -> float | None:
+    """Where between two of `at` the losses first reach the target; None if nowhere."""
+    below = [i for i, x in enumerate(losses) if x <= target]
+    if not below or not below[0]:
+        return at[0] if below else None
+    (x, y), (high, low) = ([z[below[0] - 1], z[below[0]]] for z in (at, losses))
+    return x + (y - x) * (high - target) / (high - low)
 
 
 def tables(replicas: int, entries: int, seed: int) -> np.ndarray:
@@ -188,14 +196,13 @@ def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
         controller = gravac.Fixed(factor)
         for loss, *_ in bench.losses(controller, replicas, [1.0], steps):
             losses.append(loss)
-            if dense and smooth(losses)[-1] <= dense[0]["target"]:
+            if dense and loss <= dense[0]["target"]:
                 break
-        found = smooth(losses)
-        target = dense[0]["target"] if dense else found[len(found) * 4 // 5 - 1]
-        reached = [i for i, x in enumerate(found) if x <= target]
-        taken = EVERY * (reached[0] + 1) if reached else None
+        target = dense[0]["target"] if dense else losses[len(losses) * 4 // 5 - 1]
+        steps = [EVERY * (i + 1.0) for i in range(len(losses))]
         own = {"kind": "fixed", "n": replicas, "factor": factor}
-        journal.append({**own, "target": round(target, 5), "steps": taken})
+        taken = reached(losses, steps, target)
+        journal.append({**own, "target": target, "steps": taken})
     return mine()
 
 
@@ -205,26 +212,27 @@ def compared(bench: Bench, seed: int, replicas: int, fixed: list[Line]) -> Line:
     entries = sum(x.size for x in jax.tree.leaves(bench.params()))
     table = tables(replicas, entries, seed)
     times = np.array([x["steps"] or np.inf for x in fixed]) * table
-    longest = round(args.longest * args.steps)
-    losses, seen, clock = [], [], np.inf
+    target, longest = fixed[0]["target"], round(args.longest * args.steps)
+    losses, clock, seen = [], [], []
     noise = 1000 + seed  # of the clock; data and params are those of all runs
     for loss, now, rungs in bench.losses(
         gravac.Fastest(), replicas, table, longest, noise
     ):
         losses.append(loss)
+        clock.append(now)
         seen += rungs.tolist()
-        if smooth(losses)[-1] <= fixed[0]["target"]:
-            clock = now
+        if loss <= target:
             break
-    best = int(np.argmin(times))
+    seconds, best = reached(losses, clock, target), int(np.argmin(times))
+    over = lambda other: round(seconds / other, 4) if seconds else None
     return {
         "kind": "network",
         "seed": seed,
         "n": replicas,
         "seconds": table.round(6).tolist(),
         "best": best,
-        "over_best": round(clock / times[best], 4),
-        "over_dense": round(clock / times[0], 4),
+        "over_best": over(times[best]),
+        "over_dense": over(times[0]),
         "taken": np.bincount(seen, minlength=len(table)).tolist(),
     }
 
@@ -247,11 +255,12 @@ def main(args: Args) -> None:
 def report(lines: list[Line], console: Console) -> None:
     """How much longer than the best fixed factor, and than dense steps."""
     found = [x for x in lines if x["kind"] == "network"]
-    over = np.array([x["over_best"] for x in found])
-    dense = np.array([x["over_dense"] for x in found])
+    column = lambda name: np.array([x[name] or np.inf for x in found])
+    over, dense = column("over_best"), column("over_dense")
     for x in lines:
         if x["kind"] == "fixed":
-            console.print(f"N = {x['n']}, factor {x['factor']:g}: {x['steps']} steps")
+            steps = x["steps"] or np.inf
+            console.print(f"N = {x['n']}, factor {x['factor']:g}: {steps:.0f} steps")
     console.print(
         f"{len(over)} networks: time to the loss over that of the best fixed factor:"
         f" median {np.median(over):.3f}, 95% {np.quantile(over, 0.95):.3f},"
