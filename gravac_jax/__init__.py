@@ -23,10 +23,13 @@ from gravac_jax._compressors import SampledTopK as SampledTopK
 from gravac_jax._compressors import SIDCo as SIDCo
 from gravac_jax._compressors import Threshold as Threshold
 from gravac_jax._compressors import TopK as TopK
+from gravac_jax._controllers import Accordion as Accordion
+from gravac_jax._controllers import Capped as Capped
 from gravac_jax._controllers import Fastest as Fastest
 from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC
 from gravac_jax._controllers import Scheduled as Scheduled
+from gravac_jax._controllers import low_after_drops as low_after_drops
 from gravac_jax._controllers import warm_up as warm_up
 from gravac_jax._delivery import flush as flush
 from gravac_jax._delivery import local_params as local_params

@@ -232,12 +232,13 @@ def knows_entries(memory: Any, exchange: Any) -> None:
     )
 
 
-def schedule(value: Any) -> None:
+def schedule(value: Any, name: str = "schedule") -> None:
     """Refuse what is no schedule."""
     if not callable(value):
         raise TypeError(
-            f"`schedule` must be a function from the step to a factor, got {value!r}."
-            f" For always the same use gravac.Fixed(factor=100)."
+            f"`{name}` must be a function of the step, as Optax's schedules are, got"
+            f" {value!r}. For one that does not change use"
+            f" optax.constant_schedule(...)."
         )
 
 

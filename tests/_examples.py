@@ -50,6 +50,22 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         for nesterov in (False, True)
         for masking in ("aged", "literal", "none")
     ],
+    gravac.Accordion: [
+        {"interval": 20, "threshold": 0.04},
+        {
+            "low": 4,
+            "interval": 7,
+            "threshold": 0.1,
+            "learning_rate": Slope(0.1, 0.94),
+        },
+        {"interval": 13, "threshold": 0.05, "learning_rate": Slope(0.1, 0.98)},
+    ],
+    gravac.Capped: [
+        {
+            "controller": gravac.GraVAC(epsilon=0.7, window=10, ladder=(1, 4, 16, 64)),
+            "cap": Slope(2.5, 1.02),
+        }
+    ],
     gravac.Fastest: [{"ladder": (1, 4, 16, 64)}],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [

@@ -435,13 +435,58 @@ def fixed(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         yield Decision(0, (), math.inf)
 
 
+def allowed_rung(ladder: Any, allowed: float) -> tuple[int, float]:
+    """The highest rung below a factor, and how narrowly."""
+    rungs = [r for r, factor in enumerate(ladder) if factor <= allowed]
+    margin = min(abs(factor / allowed - 1) for factor in ladder) - 1e-5
+    return max(rungs, default=0), margin
+
+
 def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """The highest factor that the schedule allows in the next step."""
     for e in evidence:
         allowed = float(controller.schedule(int(e.step) + 1))
-        rungs = [r for r, factor in enumerate(controller.ladder) if factor <= allowed]
-        margin = min(abs(factor / allowed - 1) for factor in controller.ladder) - 1e-5
-        yield Decision(max(rungs, default=0), (), margin)
+        rung, margin = allowed_rung(controller.ladder, allowed)
+        yield Decision(rung, (), margin)
+
+
+def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """The other one's decision, or the cap of the next step."""
+    evidence, other = list(evidence), controller.controller
+    decisions = look_up(CONTROLLERS, other).decisions(other, evidence)
+    for e, decision in zip(evidence, decisions, strict=True):
+        cap, margin = allowed_rung(
+            controller.ladder, float(controller.cap(int(e.step) + 1))
+        )
+        yield decision._replace(
+            rung=min(cap, decision.rung), margin=min(margin, decision.margin)
+        )
+
+
+def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """Low where the norm over an interval is far from that of the one before."""
+    norms: list[float] = []
+    totals: list[float] = []
+    regime = 0
+    for e in evidence:
+        norms.append(math.sqrt(float(e.gradient_energy)))
+        margin = math.inf
+        if len(norms) % controller.interval == 0:
+            totals.append(sum(norms[-controller.interval :]))
+            if len(totals) > 1:
+                change = abs(totals[-2] - totals[-1]) / totals[-2]
+                margin = abs(change / controller.threshold - 1)
+                regime = int(change < controller.threshold)
+        rung = regime
+        if controller.learning_rate:
+            step = int(e.step) + 1
+            now, then = (
+                float(controller.learning_rate(x))
+                for x in (step, max(step - controller.interval, 0))
+            )
+            margin = min(margin, abs(now / then / 0.7 - 1))
+            rung = 0 if now < 0.7 * then else regime
+        yield Decision(rung, (regime,), margin)
 
 
 def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
@@ -659,6 +704,8 @@ class Decider(NamedTuple):
 
 
 CONTROLLERS = {
+    gravac.Accordion: Decider(accordion, lambda state: (state.rung,)),
+    gravac.Capped: Decider(capped, lambda state: (state.minimum, state.candidate)),
     gravac.Fastest: Decider(fastest, lambda state: (state.home, state.current)),
     gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.Scheduled: Decider(scheduled, lambda state: ()),

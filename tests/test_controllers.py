@@ -6,6 +6,7 @@ import pathlib
 
 import _examples
 import _laws
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -207,3 +208,77 @@ def test_decisions_are_those_of_the_golden_trace(path):
         path.write_text(text)
     assert text == path.read_text(), "WRITE_GOLDEN=1 rewrites the golden traces"
     assert len(starts) > 3
+
+
+# What caps others
+
+
+def test_a_cap_of_the_top_changes_nothing():
+    other = gravac.GraVAC(**UNTIL_THE_TOP)
+    evidence = _examples.evidence(len(LADDER), seed=3)
+    expected = _laws.decided(other, evidence)
+    received = _laws.decided(gravac.Capped(other, cap=64), evidence)
+    _laws.assert_same(received, expected)
+
+
+def test_a_cap_bounds_the_first_step_too():
+    rising = gravac.Capped(gravac.Fixed(100), cap=2)
+    assert int(rising.init()[0]) == 0
+    stages = gravac.Capped(gravac.Fastest(), cap=gravac.warm_up(100).schedule)
+    assert stages.foresees
+    assert int(stages.init()[0]) == 0
+
+
+def test_a_drop_of_the_learning_rate_returns_to_low_factors_for_a_while():
+    rate = lambda step: jnp.where(step < 30, 0.1, 0.01)
+    cap = gravac.low_after_drops(rate, factor=4, steps=10)
+    controller = gravac.Capped(gravac.Scheduled(lambda step: 64, LADDER), cap)
+    rungs, _ = _laws.decided(controller, steady(1.0))
+    # A decision is for the next step.
+    assert rungs.tolist() == [3] * 29 + [1] * 10 + [3] * 21
+
+
+def test_accordion_is_high_where_norms_stay_and_low_after_a_drop():
+    rate = lambda step: jnp.where(step < 40, 0.1, 0.01)
+    controller = gravac.Accordion(interval=5, learning_rate=rate)
+    rungs, _ = _laws.decided(controller, steady(1.0))
+    assert rungs.tolist() == [0] * 9 + [1] * 30 + [0] * 5 + [1] * 16
+
+
+def test_accordion_is_low_where_the_norm_has_halved():
+    evidence = steady(1.0)
+    energy = np.where(np.arange(60) < 33, 1, 0.2).astype(np.float32)
+    changed = evidence._replace(gradient_energy=energy)
+    rungs, _ = _laws.decided(gravac.Accordion(interval=10), changed)
+    # 0.2 has a norm of 0.45: over the fourth interval 0.61 of the third's, then 0.73.
+    assert rungs.tolist() == [0] * 19 + [1] * 41
+    low = gravac.Accordion(interval=10, threshold=0.3)
+    rungs, _ = _laws.decided(low, changed)
+    assert rungs.tolist() == [0] * 19 + [1] * 20 + [0] * 10 + [1] * 11
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: gravac.Accordion(100, 10), ValueError, "rise"),
+        (lambda: gravac.Accordion(interval=0), ValueError, "`interval` must be"),
+        (lambda: gravac.Accordion(threshold=0), ValueError, "`threshold` must be"),
+        (
+            lambda: gravac.Accordion(learning_rate=0.1),
+            TypeError,
+            "`learning_rate` must be a function of the step",
+        ),
+        (lambda: gravac.Capped(100, 10), TypeError, "`controller` must be"),
+        (lambda: gravac.Capped(gravac.GraVAC(), 0.1), ValueError, "`cap` must be"),
+        (lambda: gravac.Capped(gravac.GraVAC(), "10"), TypeError, "`cap` must be"),
+        (lambda: gravac.low_after_drops(0.1, 10, 9), TypeError, "`learning_rate` must"),
+        (
+            lambda: gravac.low_after_drops(abs, 10, 0),
+            ValueError,
+            "`steps` must be",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

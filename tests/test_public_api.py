@@ -10,11 +10,13 @@ import gravac_jax as gravac
 
 # All of them; a name that comes or goes is a decision, and belongs in the changelog.
 PUBLIC = [
+    "Accordion",
     "Adam",
     "AllGather",
     "ApproxTopK",
     "BFloat16",
     "BlockTopK",
+    "Capped",
     "Cheapest",
     "ClipByGlobalNorm",
     "ClipByValue",
@@ -57,6 +59,7 @@ PUBLIC = [
     "guard",
     "init",
     "local_params",
+    "low_after_drops",
     "matrices",
     "place",
     "resync",

@@ -4,6 +4,9 @@ A new one is a file here, a line in `CONTROLLERS` and a name in the package's fr
 door.
 """
 
+from gravac_jax._controllers.accordion import Accordion
+from gravac_jax._controllers.capped import Capped
+from gravac_jax._controllers.capped import low_after_drops as low_after_drops
 from gravac_jax._controllers.fastest import Fastest
 from gravac_jax._controllers.fixed import Fixed
 from gravac_jax._controllers.gravac import GraVAC
@@ -11,4 +14,4 @@ from gravac_jax._controllers.scheduled import STAGES as STAGES
 from gravac_jax._controllers.scheduled import Scheduled
 from gravac_jax._controllers.scheduled import warm_up as warm_up
 
-CONTROLLERS = (Fastest, Fixed, GraVAC, Scheduled)
+CONTROLLERS = (Accordion, Capped, Fastest, Fixed, GraVAC, Scheduled)

@@ -5,9 +5,13 @@ of them decide alike, because a predicate that differs between devices hangs the
 """
 
 import abc
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+DROP = 0.7  # of a learning rate, arbitrary: below what smooth schedules do meanwhile
 
 
 class Evidence(NamedTuple):
@@ -83,3 +87,28 @@ class Controller(abc.ABC):
           rung: `[]` int32.
           state: the new state.
         """
+
+
+class OwnLadder(Controller):
+    """A controller whose ladder follows from its other arguments."""
+
+    @property
+    @abc.abstractmethod
+    def ladder(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The factors it may choose from, rising."""
+
+
+def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
+    """`[]` int32, the highest rung that the factor `allowed` lets in, or the lowest."""
+    # A schedule that multiplies its way to a factor may miss it by a rounding.
+    limit = jnp.asarray(allowed, jnp.float32) * (1 + 1e-5)
+    reached = jnp.asarray(ladder, jnp.float32) <= limit
+    return jnp.maximum(jnp.sum(reached.astype(jnp.int32)) - 1, 0)
+
+
+def has_dropped(
+    learning_rate: Callable[[Any], Any], step: jax.Array, steps: int
+) -> jax.Array:
+    """`[]` bool, whether it has dropped in the last `steps` steps."""
+    at = lambda step: jnp.asarray(learning_rate(step), jnp.float32)
+    return at(step) < DROP * at(jnp.maximum(step - steps, 0))

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Evidence, OwnLadder
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(Controller):
+class Fixed(OwnLadder):
     """Sends one entry in `factor` at every step.
 
     Args:
@@ -32,7 +32,7 @@ class Fixed(Controller):
         _checks.factor(self.factor)
 
     @property
-    def ladder(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def ladder(self) -> tuple[float, ...]:
         """One rung."""
         return (self.factor,)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller, Evidence, highest
 
 STAGES = (4, 16, 64, 250, 1000)  # of Deep Gradient Compression's warm-up
 
@@ -44,10 +44,7 @@ class Scheduled(Controller):
         _checks.ladder(self.ladder)
 
     def _rung(self, step: jax.Array) -> jax.Array:
-        allowed = jnp.asarray(self.schedule(step), jnp.float32)
-        # A schedule that multiplies its way to a factor may miss it by a rounding.
-        reached = jnp.asarray(self.ladder, jnp.float32) <= allowed * (1 + 1e-5)
-        return jnp.maximum(jnp.sum(reached.astype(jnp.int32)) - 1, 0)
+        return highest(self.ladder, self.schedule(step))
 
     def init(self) -> tuple[jax.Array, Any]:
         """The rung of step 0, and no state."""

@@ -1,0 +1,118 @@
+"""Two factors: the low one while the gradient's norm changes fast."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks
+from gravac_jax._controllers.base import Evidence, OwnLadder, has_dropped
+
+
+class AccordionState(NamedTuple):
+    """What Accordion carries from step to step.
+
+    Attributes:
+      seen: `[]` int32, steps of this interval so far.
+      total: `[]` float32, their gradients' norms, added up.
+      last_total: `[]` float32, that of the interval before; 0 if there was none.
+      rung: `[]` int32, that of this interval, but for drops of the learning rate.
+    """
+
+    seen: jax.Array
+    total: jax.Array
+    last_total: jax.Array
+    rung: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Accordion(OwnLadder):
+    """Sends more in critical regimes: where the norm of the gradient changes fast.
+
+    After each interval, with the norm of the gradient over it and over the one before::
+
+        |norm before - norm now| / norm before >= threshold:  the low factor
+        otherwise:                                            the high one
+
+    The first two intervals have the low factor, and so has one interval of steps after
+    the learning rate drops. It asks for neither times nor gains.
+
+    The norm is the mean over replicas and steps of single gradients' norms, of the
+    whole model, which has one factor; the paper takes that of a sum of gradients, for
+    each layer. With `LowRank` the two factors are two ranks.
+
+    Args:
+      low: the factor of critical regimes.
+      high: that of all others.
+      interval: steps; ten epochs in the paper.
+      threshold: of the relative change.
+      learning_rate: a schedule of Optax, whose drops are critical: to less than 0.7
+        of what it was an interval before. None if it does not drop.
+
+    Raises:
+      TypeError: if `learning_rate` is no schedule.
+      ValueError: if factors do not rise, `interval` is no positive number, or
+        `threshold` not above 0.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> controller = gravac.Accordion(low=10, high=100, interval=1000)
+      >>> controller.ladder
+      (10, 100)
+
+    References:
+      Agarwal et al., Accordion, MLSys 2021, section 4. GraVAC's code has another rule
+      by this name, from one step to the next.
+    """
+
+    low: float = 10
+    high: float = 100
+    interval: int = 1000
+    threshold: float = 0.5
+    learning_rate: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        _checks.ladder(self.ladder)
+        _checks.count(self.interval, "interval", "steps between two decisions")
+        why = "It is the relative change of the norm that makes a regime critical."
+        _checks.above_zero(self.threshold, "threshold", why)
+        if self.learning_rate is not None:
+            _checks.schedule(self.learning_rate, "learning_rate")
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """The low factor and the high one."""
+        return (self.low, self.high)
+
+    def init(self) -> tuple[jax.Array, AccordionState]:
+        """Start with the low factor."""
+        return jnp.zeros((), jnp.int32), AccordionState(
+            seen=jnp.zeros((), jnp.int32),
+            total=jnp.zeros((), jnp.float32),
+            last_total=jnp.zeros((), jnp.float32),
+            rung=jnp.zeros((), jnp.int32),
+        )
+
+    def decide(
+        self, evidence: Evidence, state: AccordionState
+    ) -> tuple[jax.Array, AccordionState]:
+        """Compare at the end of an interval."""
+        norm = jnp.sqrt(evidence.gradient_energy)
+        total = state.total + jnp.where(jnp.isfinite(norm), norm, 0)
+        seen = state.seen + 1
+        is_over = seen == self.interval
+        change = jnp.abs(state.last_total - total)
+        is_calm = change < self.threshold * state.last_total
+        rung = jnp.where(is_over, is_calm.astype(jnp.int32), state.rung)
+        after = AccordionState(
+            seen=jnp.where(is_over, 0, seen),
+            total=jnp.where(is_over, 0.0, total),
+            last_total=jnp.where(is_over, total, state.last_total),
+            rung=rung,
+        )
+        if self.learning_rate is None:
+            return rung, after
+        dropped = has_dropped(self.learning_rate, evidence.step + 1, self.interval)
+        return jnp.where(dropped, 0, rung), after

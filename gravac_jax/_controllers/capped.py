@@ -1,0 +1,117 @@
+"""Another controller, up to a factor that may change with the step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _checks
+from gravac_jax._controllers.base import (
+    Controller,
+    Evidence,
+    OwnLadder,
+    has_dropped,
+    highest,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capped(OwnLadder):
+    """What another controller decides, but no factor above a cap.
+
+    The other one sees all evidence and decides as always. Below the lowest rung the cap
+    means that one. A warm-up is a cap that rises, `gravac.warm_up(1000).schedule` or
+    any schedule of Optax; for drops of the learning rate there is
+    `gravac.low_after_drops`.
+
+    Args:
+      controller: the other one.
+      cap: a factor, or a function from the step (`[]` int32, counted from 0) to one.
+
+    Raises:
+      TypeError: if `controller` is none, or `cap` neither a number nor a function.
+      ValueError: if `cap` is below 1.
+
+    Example:
+      >>> import optax
+      >>> import gravac_jax as gravac
+      >>> rising = optax.linear_schedule(1, 1000, transition_steps=2000)
+      >>> controller = gravac.Capped(gravac.GraVAC(), cap=rising)
+      >>> int(controller.init()[0])
+      0
+    """
+
+    controller: Controller
+    cap: float | Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        _checks.component(self.controller, Controller, "controller", "gravac.GraVAC()")
+        if not callable(self.cap):
+            _checks.factor(self.cap, "cap")
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """That of the other one."""
+        return self.controller.ladder
+
+    @property
+    def foresees(self) -> bool:
+        """If the other one does."""
+        return self.controller.foresees
+
+    def _capped(self, rung: jax.Array, step: jax.Array) -> jax.Array:
+        cap = self.cap(step) if callable(self.cap) else self.cap
+        return jnp.minimum(rung, highest(self.ladder, cap))
+
+    def init(self) -> tuple[jax.Array, Any]:
+        """The other one's, capped."""
+        rung, state = self.controller.init()
+        return self._capped(rung, jnp.zeros((), jnp.int32)), state
+
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """The other one's, capped."""
+        rung, state = self.controller.decide(evidence, state)
+        return self._capped(rung, evidence.step + 1), state
+
+
+def low_after_drops(
+    learning_rate: Callable[[Any], Any], factor: float, steps: int
+) -> Callable[[Any], jax.Array]:
+    """A cap for `gravac.Capped`: low for a while after the learning rate drops.
+
+    Args:
+      learning_rate: a schedule of Optax. To less than 0.7 of what it was `steps` steps
+        before is a drop.
+      factor: the cap then; otherwise there is none.
+      steps: for how many.
+
+    Returns:
+      A function from the step to a factor.
+
+    Raises:
+      TypeError: if `learning_rate` is no schedule.
+      ValueError: if `factor` is below 1, or `steps` no positive number.
+
+    Example:
+      >>> import optax
+      >>> import gravac_jax as gravac
+      >>> rate = optax.piecewise_constant_schedule(0.1, {1000: 0.1})
+      >>> cap = gravac.low_after_drops(rate, factor=10, steps=200)
+      >>> [float(cap(step)) for step in (900, 1000, 1100, 1300)]
+      [inf, 10.0, 10.0, inf]
+
+    References:
+      Agarwal et al., Accordion, MLSys 2021: a learning rate that drops begins a
+      critical regime.
+    """
+    _checks.schedule(learning_rate, "learning_rate")
+    _checks.factor(factor)
+    _checks.count(steps, "steps", "those that a drop is remembered")
+
+    def cap(step: Any) -> jax.Array:
+        dropped = has_dropped(learning_rate, step, steps)
+        return jnp.where(dropped, jnp.float32(factor), jnp.inf)
+
+    return cap
