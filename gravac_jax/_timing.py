@@ -19,6 +19,7 @@ PARTS = ("compute", "selection", "messages", "bytes")
 
 # All arbitrary, and the networks' are larger: they change more than chips do.
 DRIFT = (0.002, 0.002, 0.03, 0.03)  # how far a part wanders in a step, of itself
+LEAST_PART = 0.3  # of a step, as which a part wanders at the least
 JUMP = (0.3, 0.3, 1.0, 1.0)  # how much of a step it may be after a surprise
 
 NOISE = 0.2  # standard deviation of a measured time, of itself, before any is known
@@ -135,11 +136,14 @@ def observe(
     guessed = at @ start
     ratio = jnp.where(guessed > 0, seconds / guessed, 1.0)
     scale = start * jnp.where(is_first, ratio, 1.0)
-    scale = scale.at[0].add(jnp.where(guessed > 0, 0.0, seconds))
+    nothing_guessed = is_first & ~(guessed > 0)
+    scale = scale.at[0].add(jnp.where(nothing_guessed, seconds, 0.0))
     # Any part may be all of a step, unless there is none of it at any rung.
     whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
     limit = jnp.where(at > 0, seconds / jnp.where(at > 0, at, 1), jnp.inf)
-    drift = _each(DRIFT) * jnp.clip(scale, 0, jnp.maximum(limit, 0))
+    likely = jnp.clip(scale, 0, jnp.maximum(limit, 0))
+    # A part that was once thought to be nothing may be something.
+    drift = _each(DRIFT) * jnp.maximum(likely, LEAST_PART * whole)
     covariance = timing.covariance + _diagonal(drift)
     covariance += jnp.where(is_first, _diagonal(whole), 0.0)
 

@@ -638,7 +638,8 @@ class SecondsFilter:
             self.scale *= seconds / (at @ self.scale)
         for i, share in enumerate((0.002, 0.002, 0.03, 0.03)):
             most = seconds / at[i] if at[i] else math.inf
-            self.covariance[i, i] += (share * min(max(self.scale[i], 0), most)) ** 2
+            likely = max(min(max(self.scale[i], 0), most), 0.3 * whole[i])
+            self.covariance[i, i] += (share * likely) ** 2
             self.covariance[i, i] += whole[i] ** 2 if is_first else 0
         expected = max(float(at @ self.scale), 0.02 * seconds)
         share = at / expected

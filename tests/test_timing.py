@@ -143,3 +143,26 @@ def test_the_guess_is_that_of_the_wire():
     wire = gravac.WireCost(100, 0.5, compute_seconds=2, selection_seconds=0.25)
     assert wire.parts(300, 4, is_dense=True) == (2, 0, 2, 3)
     assert wire.parts(300, 4, is_dense=False) == (2, 0.25, 2, 3)
+
+
+def test_a_time_where_less_than_nothing_was_predicted_is_shared_out():
+    timing = _timing.no_times()._replace(
+        scale=jnp.float32([0.0, 0.1, 0.0, -0.2]),
+        covariance=jnp.diag(jnp.float32([1e-6, 1e-4, 1e-4, 0.3])),
+        times=jnp.int32(10),
+    )
+    after = last(observed([0], [2.0], timing)[0])
+    assert after.scale[0] < 0.1
+    assert after.scale[3] > 1
+
+
+def test_no_part_is_thought_to_be_nothing_for_good():
+    timing = _timing.no_times()._replace(
+        scale=jnp.float32([0.1, 0.0, 0.0, 0.0]), times=jnp.int32(10)
+    )
+    _, before = predicted(timing)
+    assert not before.any()
+    _, after = predicted(last(observed([0] * 200, [0.1] * 200, timing)[0]))
+    top = RUNGS - 1
+    difference = after[0, 0] + after[top, top] - 2 * after[0, top]
+    assert np.sqrt(difference) > 0.03 * 0.1
