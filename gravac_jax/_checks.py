@@ -238,8 +238,19 @@ def schedule(value: Any, name: str = "schedule") -> None:
         raise TypeError(
             f"`{name}` must be a function of the step, as Optax's schedules are, got"
             f" {value!r}. For one that does not change use"
-            f" optax.constant_schedule(...)."
+            f" optax.constant_schedule({value!r}); for always the same factor,"
+            f" gravac.Fixed(factor=100)."
         )
+
+
+def adam_is_the_memory(others: dict[str, Any]) -> None:
+    """Refuse another memory where Adam is the one."""
+    for name in ("memory", "momentum"):
+        if others.get(name) is not None:
+            raise TypeError(
+                f"gravac.adamw has Adam for its memory, got {name}={others[name]!r}"
+                f" beside. For another memory use gravac.transform({name}=...)."
+            )
 
 
 def listed(values: Any, name: str) -> tuple[Any, ...]:

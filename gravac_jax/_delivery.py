@@ -1,6 +1,5 @@
 """Deliver what the residuals still hold: to all replicas, or to each its own."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -34,7 +33,7 @@ def deliver(
       buckets: where it belongs.
       comm: the other replicas.
     """
-    held: Sequence[jax.Array] = tuple(map(memory.held, local.memory, buckets.sizes))
+    held = tuple(map(memory.held, local.memory, buckets.sizes))
     if delivery == "mean":
         emptied = tuple(
             memory.retain(jnp.zeros_like(x), x, s)
@@ -46,7 +45,7 @@ def deliver(
     # gravac.guard must not take what is delivered for a step that is skipped.
     is_finite = jnp.ones_like(state.info.is_finite)
     dense = jnp.zeros(buckets.dense_size)
-    return buckets.unpack(tuple(held), dense), state._replace(
+    return buckets.unpack(held, dense), state._replace(
         local=_state.leave(local, state.local),
         info=state.info._replace(is_finite=is_finite),
     )
@@ -122,8 +121,9 @@ def local_params(
 
     Args:
       tx: the optimizer, with exactly one `gravac.transform` in it. What comes after it
-        must be linear in the updates, as learning rates, decay and momentum are: with
-        Adam give the transform `memory=gravac.Adam()`.
+        must be linear in the updates, as learning rates, decay and momentum are. A clip
+        is not, and would clip all that is held back: give the transform its `clip`; in
+        place of Adam, give it `memory=gravac.Adam()`.
       params: the params that all share.
       opt_state: its state, which stays as it is.
       extra: what else `tx.update` takes, such as a loss.
@@ -132,8 +132,8 @@ def local_params(
       The params of this replica, in the same shapes and dtypes.
 
     Raises:
-      ValueError: if there is no `gravac.transform` in `tx`, or more than one; if an
-        Adam, RMSProp or Lion of Optax comes after it.
+      ValueError: if there is no `gravac.transform` in `tx`, or more than one; if `tx`
+        has an optimizer of Optax that makes whole steps of parts, such as Adam's.
 
     Cost:
       No collective; one pass over the params, and the memory of another copy.
@@ -166,8 +166,10 @@ def local_params(
     _step_checks.has_transform(_state.find(opt_state), "gravac.local_params")
     _state.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)
+    # Nothing but the shapes counts; a narrower dtype would round what is held.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     look = lambda delivery: tx.update(
-        params, opt_state, params, deliver=delivery, **extra
+        zeros, opt_state, params, deliver=delivery, **extra
     )[0]
     # The difference is the residual's part: decay and momentum act on nothing, too.
     own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))

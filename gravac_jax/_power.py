@@ -67,7 +67,7 @@ def send(
     rights = [
         rounded(_multiply(mine[i].T, left)) for i, left in zip(low, lefts, strict=True)
     ]
-    sent, learned = sketches, list(state)
+    sent, learned = list(sketches), list(state)
     for i, left, right, right_mean in zip(
         low, lefts, rights, mean(rights), strict=True
     ):

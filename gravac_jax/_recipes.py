@@ -9,6 +9,7 @@ from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import SampledTopK
 from gravac_jax._controllers import STAGES, Fixed, warm_up
+from gravac_jax._encoding import BFloat16
 from gravac_jax._exchanges import LowRank
 from gravac_jax._memory import Adam, Momentum
 from gravac_jax._transform import transform
@@ -84,6 +85,7 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
+    mask: Any = None,
     **others: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW on every replica, whose steps are exchanged at low rank.
@@ -100,23 +102,25 @@ def adamw(
     Decay is decoupled and acts on the params that all share, at every step alike.
 
     Args:
-      learning_rate: a number, or a schedule of Optax. With N replicas the best one may
-        be up to sqrt(N) times that of a dense AdamW: see `gravac.Adam`.
+      learning_rate: a number, or a schedule of Optax. With N replicas the steps of
+        compressed leaves are shorter, up to sqrt(N) times: see `gravac.Adam`.
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the square root.
       weight_decay: decoupled, in units of the learning rate.
-      others: arguments of `gravac.transform`, which take precedence over `LowRank()`
-        at factor 25.
+      mask: which leaves decay, as for `optax.adamw`; None for all.
+      others: arguments of `gravac.transform`, but its memory; they take precedence over
+        `LowRank(values=BFloat16())` at factor 12.5. A clip belongs here:
+        `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
       `optax.chain(gravac.transform(memory=gravac.Adam(...), ...),
-      optax.add_decayed_weights(weight_decay),
+      optax.add_decayed_weights(weight_decay, mask),
       optax.scale_by_learning_rate(learning_rate))`.
 
     Raises:
-      TypeError: as `gravac.transform`.
+      TypeError: as `gravac.transform`, and for a `memory` or `momentum`.
       ValueError: as the components.
 
     Law:
@@ -132,19 +136,21 @@ def adamw(
       >>> params = {"w": jnp.ones((256, 256))}
       >>> opt_state = tx.init(params)
       >>> own = gravac.local_params(tx, params, opt_state)
-      >>> updates, opt_state = tx.update(own, opt_state, params)
+      >>> grads = own  # of a loss of their squares, halved
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
       >>> updates["w"].shape
       (256, 256)
     """
+    _checks.adam_is_the_memory(others)
     components: dict[str, Any] = {
         "memory": Adam(b1, b2, eps),
-        "exchange": LowRank(),
-        "controller": Fixed(25),
+        "exchange": LowRank(values=BFloat16()),
+        "controller": Fixed(12.5),
     }
     if others.get("compressor") is not None:
         del components["exchange"]
     return optax.chain(
         transform(axis_name, **{**components, **others}),
-        optax.add_decayed_weights(weight_decay),
+        optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

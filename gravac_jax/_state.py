@@ -162,14 +162,21 @@ def check_momentum(state: Any) -> None:
 
 # They make whole steps of parts.
 _NORMALIZED = (
+    optax.FactoredState,  # Adafactor
     optax.ScaleByAdamState,
+    optax.ScaleByAdanState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
     optax.ScaleByLionState,
+    optax.ScaleByNovogradState,
     optax.ScaleByRmsState,
+    optax.ScaleByRssState,  # Adagrad
+    optax.ScaleByRStdDevState,
 )
 
 
 def check_linear(state: Any) -> None:
-    """Raise if what comes after the transform is known not to be linear."""
+    """Raise if an optimizer is known not to be linear in its updates."""
     is_one = lambda x: isinstance(x, _NORMALIZED)
     for x in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
         _step_checks.linear(type(x).__name__)

@@ -23,6 +23,17 @@ class Slope:
         return self.begin * jnp.exp(jnp.float32(step) * math.log(self.rate))
 
 
+@dataclasses.dataclass(frozen=True)
+class Stairs:
+    """A schedule that drops."""
+
+    every: int
+    share: float
+
+    def __call__(self, step: Any) -> Any:
+        return jnp.float32(self.share) ** jnp.float32(step // self.every)
+
+
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.BlockTopK: [{"block": 32}],
@@ -56,7 +67,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
             "low": 4,
             "interval": 7,
             "threshold": 0.1,
-            "learning_rate": Slope(0.1, 0.94),
+            "learning_rate": Stairs(60, 0.5),
         },
         {"interval": 13, "threshold": 0.05, "learning_rate": Slope(0.1, 0.98)},
     ],

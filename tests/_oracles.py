@@ -6,6 +6,7 @@ the class of the component, so that a new member of a registry fails until it ha
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -479,13 +480,14 @@ def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
                 regime = int(change < controller.threshold)
         rung = regime
         if controller.learning_rate:
-            step = int(e.step) + 1
-            now, then = (
+            first = max(int(e.step) + 2 - controller.interval, 0)
+            rates = [
                 float(controller.learning_rate(x))
-                for x in (step, max(step - controller.interval, 0))
-            )
-            margin = min(margin, abs(now / then / 0.7 - 1))
-            rung = 0 if now < 0.7 * then else regime
+                for x in range(max(first - 1, 0), int(e.step) + 2)
+            ]
+            falls = [now / then for then, now in itertools.pairwise(rates)]
+            margin = min([margin, *(abs(x / 0.7 - 1) for x in falls)])
+            rung = 0 if min(falls, default=1) < 0.7 else regime
         yield Decision(rung, (regime,), margin)
 
 

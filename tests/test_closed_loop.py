@@ -4,6 +4,7 @@ import closed_loop
 import journal
 import numpy as np
 import pytest
+import traces
 
 
 def test_a_target_is_reached_between_two_evaluations():
@@ -33,4 +34,29 @@ def test_the_loop_runs_and_goes_on_where_it_was(tmp_path):
     assert sum(first[-1]["taken"]) % closed_loop.EVERY == 0
     before = out.read_text()
     closed_loop.main(closed_loop.Args(tmp_path, out, networks=1, **few))
+    assert out.read_text() == before
+
+
+def test_the_network_is_slower_in_the_second_third(tmp_path):
+    args = traces.Args(tmp_path, tmp_path, tmp_path, steps=9 * closed_loop.EVERY)
+    table = traces.table_of(args, 30_000, traces.CONTROLLERS["Fastest"])
+    dense = [float(table(i)[0]) for i in range(9)]
+    assert dense[:3] == dense[6:]
+    assert min(dense[3:6]) > 2 * max(dense[:3])
+
+
+@pytest.mark.slow
+def test_traces_are_drawn_and_not_made_again(tmp_path):
+    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
+    out, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+    args = traces.Args(tmp_path, out, picture, steps=6 * closed_loop.EVERY)
+    traces.main(args)
+    _, lines = journal.read(out)
+    assert [
+        len([x for x in lines if x["controller"] == name])
+        for name in traces.CONTROLLERS
+    ] == [6] * len(traces.CONTROLLERS)
+    assert picture.stat().st_size > 10_000
+    before = out.read_text()
+    traces.main(args)
     assert out.read_text() == before

@@ -6,6 +6,7 @@ import pathlib
 
 import _examples
 import _laws
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -236,6 +237,14 @@ def test_a_drop_of_the_learning_rate_returns_to_low_factors_for_a_while():
     rungs, _ = _laws.decided(controller, steady(1.0))
     # A decision is for the next step.
     assert rungs.tolist() == [3] * 29 + [1] * 10 + [3] * 21
+
+
+def test_a_smooth_schedule_does_not_drop():
+    # But for the last few steps, on its way to 0.
+    cosine = lambda step: 1 + jnp.cos(jnp.pi * jnp.float32(step) / 1000)
+    cap = gravac.low_after_drops(cosine, factor=4, steps=500)
+    steps = jnp.arange(0, 990, 30, dtype=jnp.int32)
+    assert np.isinf(jax.vmap(cap)(steps)).all()
 
 
 def test_accordion_is_high_where_norms_stay_and_low_after_a_drop():

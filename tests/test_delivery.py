@@ -1,5 +1,7 @@
 """What is delivered out of turn: to all replicas, or to each its own."""
 
+import copy
+
 import _harness
 import jax
 import jax.numpy as jnp
@@ -149,14 +151,43 @@ def test_where_nothing_is_held_back_all_params_are_ones_own():
         np.testing.assert_array_equal(x, np.stack([params[name]] * N))
 
 
+class Steps:
+    """Adam's steps of every replica, in NumPy, with eps of 1."""
+
+    def __init__(self, b1, b2):
+        self.b1, self.b2, self.t = b1, b2, 0
+        self.mean, self.square = np.zeros((2, N, 64))
+
+    def __call__(self, gradients):
+        self.t += 1
+        self.mean = self.b1 * self.mean + (1 - self.b1) * gradients
+        self.square = self.b2 * self.square + (1 - self.b2) * gradients**2
+        root = np.sqrt(self.square / (1 - self.b2**self.t))
+        return self.mean / (1 - self.b1**self.t) / (root + 1)
+
+
+SPARSE_TOP = {
+    "compress": True,
+    "compressor": gravac.TopK(),
+    "controller": SPARSE,
+}
+TRAININGS = {
+    "sgd": (optax.chain(gravac.transform(**SPARSE_TOP), optax.sgd(0.1)), lambda x: x),
+    "adamw": (
+        # eps of 1, or all first steps would be of one size.
+        gravac.adamw(0.1, b1=0.8, b2=0.9, eps=1.0, weight_decay=0.0, **SPARSE_TOP),
+        Steps(0.8, 0.9),
+    ),
+}
+
+
 @pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "pmap", "vmap"])
-def test_training_at_own_params_is_that_of_its_oracle(how):
-    """Each replica minimizes |x - its own target|^2 / 2 by SGD, top 4 of 64."""
+@pytest.mark.parametrize("training", TRAININGS)
+def test_training_at_own_params_is_that_of_its_oracle(training, how):
+    """Each replica minimizes |x - its own target|^2 / 2, sending the top 4 of 64."""
     targets = GRADIENTS["w"][0]
-    exchange = gravac.transform(
-        compress=True, compressor=gravac.TopK(), controller=SPARSE
-    )
-    tx = optax.chain(exchange, optax.sgd(0.1))
+    tx, steps_of = TRAININGS[training]
+    steps_of = copy.deepcopy(steps_of)
 
     def update(targets, state):
         params, opt_state = state
@@ -167,21 +198,35 @@ def test_training_at_own_params_is_that_of_its_oracle(how):
 
     init = lambda params: (params, tx.init(params))
     looking = optax.GradientTransformation(init, update)
-    run = _harness.trajectory(looking, {"w": PARAMS["w"]}, how)
     repeated = {"w": np.broadcast_to(targets, (STEPS, *targets.shape))}
-    received, _ = run(repeated)
+    # Optax's decay needs implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        received, _ = _harness.trajectory(looking, {"w": PARAMS["w"]}, how)(repeated)
 
     params, held = np.zeros(64, np.float32), np.zeros((N, 64), np.float32)
     for i in range(STEPS):
         own = params - np.float32(0.1) * held
-        held += own - targets.reshape(N, 64)
+        held += np.float32(steps_of(own - targets.reshape(N, 64)))
         sent = np.zeros_like(held)
         for row, kept in zip(sent, held, strict=True):
             largest = np.argsort(-np.abs(kept), kind="stable")[:4]
             row[largest], kept[largest] = kept[largest], 0
         step = np.float32(-0.1) * sent.mean(0)
-        np.testing.assert_allclose(received["w"][i].ravel(), step, atol=1e-6)
+        np.testing.assert_allclose(received["w"][i].ravel(), step, atol=1e-5)
         params = params + step
+
+
+def test_own_params_of_narrow_ones_are_narrow_and_not_rounded_before():
+    exchange = gravac.transform(axis_name=None, compress=True, controller=SPARSE)
+    tx = optax.chain(exchange, optax.sgd(1.0, momentum=0.9))
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    grads = {"w": jnp.asarray(GRADIENTS["w"][0, 0], jnp.bfloat16)}
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = tx.update(grads, tx.init(params), params)
+        own = gravac.local_params(tx, params, state)["w"]
+    residual = state[0].local.memory[0].residual.reshape(8, 8)
+    assert own.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(own, (1 - residual).astype(jnp.bfloat16))
 
 
 def test_to_look_at_own_params_exchanges_nothing():
@@ -199,7 +244,15 @@ def test_to_look_at_own_params_exchanges_nothing():
 
 
 @pytest.mark.parametrize(
-    "after", [optax.adam(1e-3), optax.rmsprop(1e-3), optax.lion(1e-3)]
+    "after",
+    [
+        optax.adam(1e-3),
+        optax.rmsprop(1e-3),
+        optax.rmsprop(1e-3, centered=True),
+        optax.lion(1e-3),
+        optax.adagrad(1e-3),
+        optax.lamb(1e-3),
+    ],
 )
 def test_own_params_need_a_linear_optimizer(after):
     exchange = gravac.transform(axis_name=None, compress=COMPRESS)

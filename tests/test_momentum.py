@@ -1,4 +1,4 @@
-"""Memories with momentum in a whole optimizer, clips, and what is delivered at last."""
+"""Memories with momentum in a whole optimizer, clips, and recipes."""
 
 import _harness
 import jax
@@ -337,10 +337,10 @@ def test_adamw_takes_a_compressor_in_place_of_low_rank():
         _, state = tx.update(matrix, tx.init(matrix), matrix)
         return float(optax.tree.get(state, "payload_bytes"))
 
-    fixed = {"axis_name": None, "controller": gravac.Fixed(25)}
+    fixed = {"axis_name": None, "controller": gravac.Fixed(12.5)}
     for given, exchange in (
         ({"compressor": gravac.TopK()}, gravac.AllGather(gravac.TopK())),
-        ({}, gravac.LowRank()),
+        ({}, gravac.LowRank(values=gravac.BFloat16())),
     ):
         plain = gravac.transform(exchange=exchange, **fixed)
         tx = gravac.adamw(1e-3, axis_name=None, **given)
@@ -362,6 +362,7 @@ def test_adamw_takes_a_compressor_in_place_of_low_rank():
         (lambda: gravac.ClipByValue(np.inf), ValueError, "leave `clip` out"),
         (lambda: gravac.transform(clip=1.0), TypeError, "`clip` must be a Clip"),
         (lambda: gravac.transform(weight_decay=-1), ValueError, "`weight_decay` must"),
+        (lambda: gravac.adamw(1.0, momentum=0.9), TypeError, "Adam for its memory"),
         (lambda: gravac.warm_up(-1), ValueError, "`steps` must be a whole number"),
         (lambda: gravac.warm_up(10, 100), TypeError, "`factors` must be several"),
         (lambda: gravac.dgc(factor="x"), TypeError, "`factor` must be a number"),

@@ -256,6 +256,38 @@ def test_a_flush_delivers_every_slice(check_vma):
     assert not np.any(optax.tree.get(state, "residual"))
 
 
+@by_check
+def test_own_params_of_slices_are_on_the_mean_where_a_flush_takes_them(check_vma):
+    tx = optax.chain(transform(gravac.Fixed(16), sharded=IS_MATRIX), optax.scale(-0.5))
+    mesh = two_axes()
+    params = put(PARAMS, mesh, SPECS)
+    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
+
+    def train_step(params, state, batch):
+        grads = sharded_loss(params, jax.tree.map(lambda x: x[0], batch))[1]
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    def look(params, state, batch):
+        del batch
+        own = gravac.local_params(tx, params, state)
+        difference = own["w"] - params["w"]
+        others = jax.lax.pmean(jnp.sum(jnp.abs(difference)), ("dcn", "ici"))
+        return {**params, "w": jax.lax.pmean(own["w"], "dcn")}, state, others
+
+    batch = {
+        name: x[0].reshape(SLOW * FAST, *x.shape[3:]) for name, x in GRADIENTS.items()
+    }
+    state = gravac.data_parallel(train_step, mesh, **kwargs)(params, state, batch)
+    copied = jax.tree.map(jnp.copy, state)
+    mean, _, moved = gravac.data_parallel(look, mesh, **kwargs)(*state, batch)
+    last = lambda params, state, batch: gravac.flush(tx, params, state)
+    flushed, _ = gravac.data_parallel(last, mesh, **kwargs)(*copied, batch)
+    np.testing.assert_allclose(mean["w"], flushed["w"], rtol=1e-6, atol=1e-4)
+    assert float(moved) > 1
+
+
 def test_all_devices_take_one_rung():
     controller = gravac.GraVAC(epsilon=0.9, ladder=LADDER, window=2, smoothing=1.0)
     _, states = run_sharded(controller)

@@ -1,4 +1,4 @@
-"""Fastest against every fixed factor, in closed loop: a real model, a simulated clock.
+"""A controller against every fixed factor: a real model, a simulated clock.
 
 A small network learns which byte of a text comes next, on simulated replicas, so that
 residuals are real; seconds are those of a cost model, with noise. For many networks:
@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from tasks.files import find
 import gravac_jax as gravac
 
 CONTEXT, EMBED, WIDTH, ROWS = 8, 16, 64, 16  # the last a replica and step
+CONTROLLERS = {"fastest": gravac.Fastest(), "gravac": gravac.GraVAC()}
 EVERY = 20  # steps from one evaluation to the next
 AVERAGED = 0.02  # weight of the newest params in those that are evaluated
 
@@ -42,6 +43,8 @@ class Args:
     """The folder with tiny-shakespeare's input.txt."""
     out: Path
     """JSONL; runs that are in it are not made again."""
+    controller: Literal["fastest", "gravac"] = "fastest"
+    """Which one is compared."""
     networks: int = 100
     """Drawn at random for each number of replicas in turn."""
     replicas: tuple[int, ...] = (2, 4, 8)
@@ -135,7 +138,11 @@ class Bench:
     def losses(
         self, controller: Any, replicas: int, table: Any, steps: int, noise: int = 0
     ) -> Any:
-        """Held-out losses, the clock, and the rungs, stretch by stretch."""
+        """Held-out losses, the clock, and the rungs, stretch by stretch.
+
+        `table` has the seconds of each rung, or is a function of the stretch to it.
+        """
+        at = table if callable(table) else lambda _: table
         tx, params = self.transform(controller), self.params()
         # Averaged params, or when the target is reached would be a matter of luck.
         now = jnp.float32(jnp.nan), jnp.float32(0)
@@ -145,7 +152,7 @@ class Bench:
         for i in range(steps // EVERY):
             key = jax.random.fold_in(jax.random.key(100), i)
             state, loss, rungs = self.stretch(controller, replicas)(
-                state, key, jnp.asarray(table, jnp.float32)
+                state, key, jnp.asarray(at(i), jnp.float32)
             )
             yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
 
@@ -170,16 +177,16 @@ def tables(replicas: int, entries: int, seed: int) -> np.ndarray:
         compute_seconds=compute,
         selection_seconds=0.05 * compute,
     )
-    traffic = [
-        gravac.AllGather().traffic(entries, f, replicas)
-        for f in gravac.Fastest().ladder
-    ]
-    return np.array(
-        [
-            sum(wire.parts(x.wire_bytes, x.messages, x.entries == entries))
-            for x in traffic
-        ]
-    )
+    return seconds(wire, entries, gravac.Fastest().ladder, replicas)
+
+
+def seconds(
+    wire: gravac.WireCost, entries: int, ladder: tuple[float, ...], replicas: int
+) -> np.ndarray:
+    """`[rungs]` seconds of a step with an all-gather."""
+    traffic = [gravac.AllGather().traffic(entries, f, replicas) for f in ladder]
+    parts = lambda x: wire.parts(x.wire_bytes, x.messages, x.entries == entries)
+    return np.array([sum(parts(x)) for x in traffic])
 
 
 def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
@@ -207,7 +214,7 @@ def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
 
 
 def compared(bench: Bench, seed: int, replicas: int, fixed: list[Line]) -> Line:
-    """Fastest on one network, and the fixed factors there."""
+    """The controller on one network, and the fixed factors there."""
     args = bench.args
     entries = sum(x.size for x in jax.tree.leaves(bench.params()))
     table = tables(replicas, entries, seed)
@@ -216,15 +223,15 @@ def compared(bench: Bench, seed: int, replicas: int, fixed: list[Line]) -> Line:
     losses, clock, seen = [], [], []
     noise = 1000 + seed  # of the clock; data and params are those of all runs
     for loss, now, rungs in bench.losses(
-        gravac.Fastest(), replicas, table, longest, noise
+        CONTROLLERS[args.controller], replicas, table, longest, noise
     ):
         losses.append(loss)
         clock.append(now)
         seen += rungs.tolist()
         if loss <= target:
             break
-    seconds, best = reached(losses, clock, target), int(np.argmin(times))
-    over = lambda other: round(seconds / other, 4) if seconds else None
+    taken, best = reached(losses, clock, target), int(np.argmin(times))
+    over = lambda other: round(taken / other, 4) if taken else None
     return {
         "kind": "network",
         "seed": seed,

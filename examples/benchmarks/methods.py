@@ -2,11 +2,12 @@
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
 with, and `fixed10` the static factor 10; any factor will do. The other families differ
-from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`, and
-`leaves10` with a bucket for each leaf), or in their memory: `momentum10` and the like
-have momentum correction and a local clip in place of an optimizer's momentum and a clip
-after the exchange, `adam10` has Adam before the exchange. With `local` before its name
-a method takes its gradients at each replica's own params.
+from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
+`lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:
+`momentum10` and the like have momentum correction and a local clip in place of an
+optimizer's momentum and a clip after the exchange, `adam10`, `lowrankadam10` and
+`lowrankshortadam10` Adam and a local clip. With `local` before the name of a family it
+takes its gradients at each replica's own params, and clips before the exchange.
 """
 
 import re
@@ -80,6 +81,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
             fixed = gravac.Fixed(factor=float(match[2]))
         except ValueError as error:
             raise SystemExit(f"{whole}: {error}") from None
-        return {"controller": fixed, **FAMILIES[match[1]]}
+        chosen = {"controller": fixed, **FAMILIES[match[1]]}
+        # A clip after the exchange would clip what is held back.
+        return {"clip": CLIP, **chosen} if is_local(whole) else chosen
     known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])
     raise SystemExit(f"no method is called {whole!r}; there are: {', '.join(known)}")

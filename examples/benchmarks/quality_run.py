@@ -70,6 +70,8 @@ def after(
         return (optax.ema(0.9),)
     if isinstance(memory, (gravac.Momentum, gravac.Adam)):
         return ()
+    if "clip" in chosen:
+        return (optimizer,)
     return optax.clip_by_global_norm(clip), optimizer
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Evidence, OwnLadder, has_dropped
+from gravac_jax._controllers.base import DerivedLadder, Evidence, has_dropped
 
 
 class AccordionState(NamedTuple):
@@ -28,7 +28,7 @@ class AccordionState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Accordion(OwnLadder):
+class Accordion(DerivedLadder):
     """Sends more in critical regimes: where the norm of the gradient changes fast.
 
     After each interval, with the norm of the gradient over it and over the one before::
@@ -39,9 +39,11 @@ class Accordion(OwnLadder):
     The first two intervals have the low factor, and so has one interval of steps after
     the learning rate drops. It asks for neither times nor gains.
 
-    The norm is the mean over replicas and steps of single gradients' norms, of the
-    whole model, which has one factor; the paper takes that of a sum of gradients, for
-    each layer. With `LowRank` the two factors are two ranks.
+    The norm is that of single gradients, the root of its mean square over replicas,
+    added up over the steps; of all compressed leaves together, which have one factor.
+    The paper takes that of a sum of gradients, for each layer. A clip before the
+    exchange makes all norms alike, and no regime critical: clip after it. With
+    `LowRank` the two factors are two ranks.
 
     Args:
       low: the factor of critical regimes.
@@ -49,7 +51,7 @@ class Accordion(OwnLadder):
       interval: steps; ten epochs in the paper.
       threshold: of the relative change.
       learning_rate: a schedule of Optax, whose drops are critical: to less than 0.7
-        of what it was an interval before. None if it does not drop.
+        of itself, from one step to the next. None if it does not drop.
 
     Raises:
       TypeError: if `learning_rate` is no schedule.

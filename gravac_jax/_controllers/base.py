@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-DROP = 0.7  # of a learning rate, arbitrary: below what smooth schedules do meanwhile
+DROP = 0.7  # of a learning rate in one step, arbitrary: smooth schedules fall less
 
 
 class Evidence(NamedTuple):
@@ -89,7 +89,7 @@ class Controller(abc.ABC):
         """
 
 
-class OwnLadder(Controller):
+class DerivedLadder(Controller):
     """A controller whose ladder follows from its other arguments."""
 
     @property
@@ -109,6 +109,7 @@ def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
 def has_dropped(
     learning_rate: Callable[[Any], Any], step: jax.Array, steps: int
 ) -> jax.Array:
-    """`[]` bool, whether it has dropped in the last `steps` steps."""
-    at = lambda step: jnp.asarray(learning_rate(step), jnp.float32)
-    return at(step) < DROP * at(jnp.maximum(step - steps, 0))
+    """`[]` bool, whether it fell below 0.7 of itself at one of the last `steps`."""
+    at = jax.vmap(lambda step: jnp.asarray(learning_rate(step), jnp.float32))
+    last = jnp.maximum(step - jnp.arange(steps, dtype=jnp.int32), 0)
+    return jnp.any(at(last) < DROP * at(jnp.maximum(last - 1, 0)))

@@ -10,21 +10,22 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._controllers.base import (
     Controller,
+    DerivedLadder,
     Evidence,
-    OwnLadder,
     has_dropped,
     highest,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Capped(OwnLadder):
+class Capped(DerivedLadder):
     """What another controller decides, but no factor above a cap.
 
-    The other one sees all evidence and decides as always. Below the lowest rung the cap
-    means that one. A warm-up is a cap that rises, `gravac.warm_up(1000).schedule` or
-    any schedule of Optax; for drops of the learning rate there is
-    `gravac.low_after_drops`.
+    The other one sees all evidence and knows nothing of the cap: what it learns from
+    times at rungs that it has taken, it does not learn above the cap. Below the lowest
+    rung the cap means that one. A warm-up is a cap that rises, such as
+    `gravac.warm_up(1000).schedule` or any schedule of Optax; for drops of the learning
+    rate there is `gravac.low_after_drops`.
 
     Args:
       controller: the other one.
@@ -82,8 +83,8 @@ def low_after_drops(
     """A cap for `gravac.Capped`: low for a while after the learning rate drops.
 
     Args:
-      learning_rate: a schedule of Optax. To less than 0.7 of what it was `steps` steps
-        before is a drop.
+      learning_rate: a schedule of Optax. To less than 0.7 of itself, from one step to
+        the next, is a drop.
       factor: the cap then; otherwise there is none.
       steps: for how many.
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Evidence, OwnLadder
+from gravac_jax._controllers.base import DerivedLadder, Evidence
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(OwnLadder):
+class Fixed(DerivedLadder):
     """Sends one entry in `factor` at every step.
 
     Args:

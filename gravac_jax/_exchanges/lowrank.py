@@ -67,7 +67,8 @@ class LowRank(Exchange):
 
     Law:
       With P the orthonormal left matrix, replica i sends P P^T M_i: the mean is
-      P (mean of P^T M_i), and what is left of M_i is orthogonal to P. Sums of products
+      P (mean of P^T M_i), and what is left of M_i is orthogonal to P; in 16 bits, with
+      r rounding, P r(P^T M_i) and P r(mean of r(P^T M_i)). Sums of products
       round: the mean is that of what was sent within `tolerance`, and sent + kept is
       the bucket within one unit in the last place of the larger. What ranks above the
       one in use would send is what they sent when they were last used, as a share of

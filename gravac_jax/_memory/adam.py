@@ -60,8 +60,8 @@ class Adam(Memory):
       With one replica, where everything is sent, it is `optax.scale_by_adam`. Of what
       was fed, sent + kept is the sum of the steps, in which an entry of a gradient
       counts for at most 1e18. A replica's gradients are noisier than their mean, so
-      that its steps are shorter than Adam's, up to sqrt(N) times; leaves that go dense
-      get Adam's step of their mean, which are not.
+      that steps of compressed leaves are shorter than Adam's, up to sqrt(N) times.
+      Leaves that go dense get Adam's step of their mean: no shorter.
 
     Cost:
       12 bytes of state per compressed parameter and replica, where Adam after the
