@@ -124,7 +124,7 @@ def own_params(tx):
 
 
 @pytest.mark.parametrize("after", LINEAR)
-@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("is_guarded", _harness.choices([False, True], bool))
 def test_own_params_are_those_with_ones_own_residual(after, is_guarded):
     exchange = gravac.transform(compress=COMPRESS, controller=SPARSE)
     tx = optax.chain(exchange, LINEAR[after])
@@ -181,7 +181,9 @@ TRAININGS = {
 }
 
 
-@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked", "pmap", "vmap"])
+@pytest.mark.parametrize(
+    "how", _harness.choices(_harness.HARNESSES, lambda x: x == "shard_map")
+)
 @pytest.mark.parametrize("training", TRAININGS)
 def test_training_at_own_params_is_that_of_its_oracle(training, how):
     """Each replica minimizes |x - its own target|^2 / 2, sending the top 4 of 64."""

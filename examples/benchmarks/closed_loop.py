@@ -29,7 +29,8 @@ from tasks.files import find
 
 import gravac_jax as gravac
 
-CONTEXT, EMBED, WIDTH, ROWS = 8, 16, 64, 16  # the last a replica and step
+CONTEXT, EMBED, WIDTH = 8, 16, 64  # bytes, and entries of vectors
+ROWS = 16  # examples a replica and step
 CONTROLLERS = {"fastest": gravac.Fastest(), "gravac": gravac.GraVAC()}
 EVERY = 20  # steps from one evaluation to the next
 AVERAGED = 0.02  # weight of the newest params in those that are evaluated
@@ -138,7 +139,7 @@ class Bench:
     def losses(
         self, controller: Any, replicas: int, table: Any, steps: int, noise: int = 0
     ) -> Any:
-        """Held-out losses, the clock, and the rungs, stretch by stretch.
+        """Losses of averaged params, the clock, and the rungs, stretch by stretch.
 
         `table` has the seconds of each rung, or is a function of the stretch to it.
         """
@@ -206,9 +207,9 @@ def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
             if dense and loss <= dense[0]["target"]:
                 break
         target = dense[0]["target"] if dense else losses[len(losses) * 4 // 5 - 1]
-        steps = [EVERY * (i + 1.0) for i in range(len(losses))]
+        at = [EVERY * (i + 1.0) for i in range(len(losses))]
         own = {"kind": "fixed", "n": replicas, "factor": factor}
-        taken = reached(losses, steps, target)
+        taken = reached(losses, at, target)
         journal.append({**own, "target": target, "steps": taken})
     return mine()
 

@@ -33,6 +33,7 @@ CONTROLLERS = {
     "dense": gravac.Fixed(1),
     "factor 40": gravac.Fixed(40),
 }
+STYLES = ("C1--", "C0-", "k:", "C2-.")  # of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,7 @@ def trace(bench: closed_loop.Bench, args: Args, name: str) -> list[Line]:
 def draw(lines: list[Line], args: Args) -> None:
     """Factors over steps, above; losses over seconds, below."""
     figure, (above, below) = plt.subplots(2, figsize=(7, 6), layout="constrained")
-    styles = {"GraVAC": "C1--", "Fastest": "C0-", "dense": "k:", "factor 40": "C2-."}
-    for name, style in styles.items():
+    for name, style in zip(CONTROLLERS, STYLES, strict=False):
         mine = [x for x in lines if x["controller"] == name]
         factors = [factor for x in mine for factor in x["factors"]]
         if len(set(factors)) > 1:
