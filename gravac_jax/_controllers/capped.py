@@ -96,9 +96,9 @@ def low_after_drops(
       ValueError: if `factor` is below 1, or `steps` no positive number.
 
     Example:
-      >>> import optax
+      >>> import jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> rate = optax.piecewise_constant_schedule(0.1, {1000: 0.1})
+      >>> rate = lambda step: jnp.where(step < 1000, 0.1, 0.01)
       >>> cap = gravac.low_after_drops(rate, factor=10, steps=200)
       >>> [float(cap(step)) for step in (900, 1000, 1100, 1300)]
       [inf, 10.0, 10.0, inf]
