@@ -64,8 +64,13 @@ def is_transform_state(x: Any) -> bool:
 
 def find(tree: Any) -> list[TransformState]:
     """Every transform state in `tree`."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_transform_state)
-    return [x for x in leaves if is_transform_state(x)]
+    return _instances(tree, TransformState)
+
+
+def _instances(tree: Any, kind: Any) -> list[Any]:
+    """Every instance of a class, or of several, in `tree`."""
+    is_one = lambda x: isinstance(x, kind)
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
 def _is_local(x: Any) -> bool:
@@ -154,8 +159,7 @@ def check_momentum(state: Any) -> None:
     for name, kind in _TWICE.items():
         mine = [x for ours in find(state) for x in ours.local.memory]
         owners = [type(x).__name__ for x in mine if hasattr(x, name)]
-        is_twice = lambda x, kind=kind: isinstance(x, kind)
-        if owners and any(map(is_twice, jax.tree.leaves(state, is_leaf=is_twice))):
+        if owners and _instances(state, kind):
             what = name.replace("_", " ")
             _step_checks.single_momentum(owners[0].removesuffix("State"), what)
 
@@ -177,8 +181,7 @@ _NORMALIZED = (
 
 def check_linear(state: Any) -> None:
     """Raise if an optimizer is known not to be linear in its updates."""
-    is_one = lambda x: isinstance(x, _NORMALIZED)
-    for x in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+    for x in _instances(state, _NORMALIZED):
         _step_checks.linear(type(x).__name__)
 
 

@@ -231,9 +231,8 @@ def test_a_clip_over_slices_survives_what_no_square_can_hold():
     assert 0.5 < norm <= 1.4143
 
 
-@by_check
-def test_a_flush_delivers_every_slice(check_vma):
-    tx = transform(gravac.Fixed(16), sharded=IS_MATRIX)
+def after_a_step(tx, check_vma):
+    """Sharded params and state after one step; and what runs another function there."""
     mesh = two_axes()
     params = put(PARAMS, mesh, SPECS)
     state = gravac.init(tx, params, mesh, "dcn", "ici")
@@ -244,13 +243,23 @@ def test_a_flush_delivers_every_slice(check_vma):
         updates, state = tx.update(grads, state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
-    step = gravac.data_parallel(train_step, mesh, **kwargs)
-    last = lambda params, state, batch: gravac.flush(tx, params, state)
     batch = {
         name: x[0].reshape(SLOW * FAST, *x.shape[3:]) for name, x in GRADIENTS.items()
     }
-    state = step(params, state, batch)
-    params, state = gravac.data_parallel(last, mesh, **kwargs)(*state, batch)
+
+    def run(function, *state):
+        return gravac.data_parallel(function, mesh, **kwargs)(*state, batch)
+
+    return run(train_step, params, state), run
+
+
+@by_check
+def test_a_flush_delivers_every_slice(check_vma):
+    tx = transform(gravac.Fixed(16), sharded=IS_MATRIX)
+    state, run = after_a_step(tx, check_vma)
+    params, state = run(
+        lambda params, state, _: gravac.flush(tx, params, state), *state
+    )
     mean = GRADIENTS["w"][0].mean((0, 1))
     np.testing.assert_allclose(params["w"], mean, rtol=1e-6, atol=1e-4)
     assert not np.any(optax.tree.get(state, "residual"))
@@ -259,15 +268,7 @@ def test_a_flush_delivers_every_slice(check_vma):
 @by_check
 def test_own_params_of_slices_are_on_the_mean_where_a_flush_takes_them(check_vma):
     tx = optax.chain(transform(gravac.Fixed(16), sharded=IS_MATRIX), optax.scale(-0.5))
-    mesh = two_axes()
-    params = put(PARAMS, mesh, SPECS)
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
-    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
-
-    def train_step(params, state, batch):
-        grads = sharded_loss(params, jax.tree.map(lambda x: x[0], batch))[1]
-        updates, state = tx.update(grads, state, params)
-        return jax.tree.map(jnp.add, params, updates), state
+    state, run = after_a_step(tx, check_vma)
 
     def look(params, state, batch):
         del batch
@@ -276,14 +277,9 @@ def test_own_params_of_slices_are_on_the_mean_where_a_flush_takes_them(check_vma
         others = jax.lax.pmean(jnp.sum(jnp.abs(difference)), ("dcn", "ici"))
         return {**params, "w": jax.lax.pmean(own["w"], "dcn")}, state, others
 
-    batch = {
-        name: x[0].reshape(SLOW * FAST, *x.shape[3:]) for name, x in GRADIENTS.items()
-    }
-    state = gravac.data_parallel(train_step, mesh, **kwargs)(params, state, batch)
     copied = jax.tree.map(jnp.copy, state)
-    mean, _, moved = gravac.data_parallel(look, mesh, **kwargs)(*state, batch)
-    last = lambda params, state, batch: gravac.flush(tx, params, state)
-    flushed, _ = gravac.data_parallel(last, mesh, **kwargs)(*copied, batch)
+    mean, _, moved = run(look, *state)
+    flushed, _ = run(lambda params, state, _: gravac.flush(tx, params, state), *copied)
     np.testing.assert_allclose(mean["w"], flushed["w"], rtol=1e-6, atol=1e-4)
     assert float(moved) > 1
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import Memory
+from gravac_jax._memory.base import ErrorFeedback
 
 LARGEST = 1e18  # of what is squared, so that no square is infinite
 
@@ -43,7 +43,7 @@ class DenseAdamState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Memory):
+class Adam(ErrorFeedback):
     """Adam of each replica's own gradients, whose steps are exchanged.
 
     Adam after a sparse exchange divides rare, late entries by a second moment that is
@@ -132,18 +132,6 @@ class Adam(Memory):
             gradient, state.first_moment, state.second_moment, steps
         )
         return state.residual + step, AdamState(first, second, state.residual, steps)
-
-    def held(self, state: AdamState, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
-
-    def retain(
-        self, residual: jax.Array, compensated: jax.Array, state: AdamState
-    ) -> AdamState:
-        """The new residual; the moments know nothing of what was sent."""
-        del compensated
-        return state._replace(residual=residual)
 
     def init_dense(self, n: int) -> DenseAdamState:
         """At rest."""

@@ -83,3 +83,17 @@ class Memory(abc.ABC):
           `[n]` float32, here the mean as it is, and the new state.
         """
         return mean, state
+
+
+class ErrorFeedback(Memory):
+    """What memories share whose state has a `residual`."""
+
+    def held(self, state: Any, n: int) -> jax.Array:
+        """The residual."""
+        del n
+        return state.residual
+
+    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+        """The new residual, and the rest of the state as it is."""
+        del compensated
+        return state._replace(residual=residual)

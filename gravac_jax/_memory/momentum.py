@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._memory.base import Memory
+from gravac_jax._memory.base import ErrorFeedback
 
 MASKINGS = ("aged", "literal", "none")
 
@@ -75,7 +75,7 @@ def masked(
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(Memory):
+class Momentum(ErrorFeedback):
     """Deep Gradient Compression: each replica accumulates its own momentum.
 
     With u the velocity, v the residual and g the gradient, u = m u + g and v + u is
@@ -155,11 +155,6 @@ class Momentum(Memory):
         """The residual and what the gradient adds with its momentum."""
         added, velocity = self._accelerate(gradient, state.velocity)
         return state.residual + added, state._replace(velocity=velocity)
-
-    def held(self, state: MomentumState, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
 
     def retain(
         self, residual: jax.Array, compensated: jax.Array, state: MomentumState

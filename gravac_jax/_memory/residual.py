@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._memory.base import Memory
+from gravac_jax._memory.base import ErrorFeedback
 
 
 class ResidualState(NamedTuple):
@@ -20,7 +20,7 @@ class ResidualState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual(Memory):
+class Residual(ErrorFeedback):
     """Plain error feedback: compensated = gradient + residual.
 
     Put momentum after the exchange: `optax.chain(gravac.transform(), optax.sgd(0.1,
@@ -56,15 +56,3 @@ class Residual(Memory):
     ) -> tuple[jax.Array, ResidualState]:
         """The gradient plus the residual, the paper's g_ef."""
         return gradient + state.residual, state
-
-    def held(self, state: ResidualState, n: int) -> jax.Array:
-        """The residual."""
-        del n
-        return state.residual
-
-    def retain(
-        self, residual: jax.Array, compensated: jax.Array, state: ResidualState
-    ) -> ResidualState:
-        """The new residual."""
-        del compensated, state
-        return ResidualState(residual)
