@@ -135,6 +135,11 @@ class Comm:
             return jnp.zeros((), jnp.int32)
         return jax.lax.axis_index(self.axis_name)
 
+    def of_first(self, x: jax.Array) -> jax.Array:
+        """float32, of which the mean over replicas is the first one's `x`."""
+        own = jnp.where(self.replica() == 0, self.replicas * x, 0)
+        return own.astype(jnp.float32)
+
 
 def mean_messages(replicas: int) -> int:
     """What one replica sends one after the other in a ring all-reduce."""

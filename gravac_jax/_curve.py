@@ -39,7 +39,11 @@ class Outlook(NamedTuple):
 
 
 def look(
-    bucket: jax.Array, counts: tuple[int, ...], k: jax.Array, key: jax.Array
+    bucket: jax.Array,
+    counts: tuple[int, ...],
+    k: jax.Array,
+    key: jax.Array,
+    looks: jax.Array | bool = True,
 ) -> Outlook:
     """Find thresholds for all `counts`, and a bracket for `k`, in a sample.
 
@@ -48,12 +52,17 @@ def look(
       counts: static, entries per rung.
       k: `[]` int32.
       key: a random key.
+      looks: `[]` bool, whether the thresholds will be used; static True if always.
     """
-    places = _quantile.sample_places(bucket.size, key)
+    n = bucket.size
+    places = _quantile.sample_places(n, key)
     sampled = bucket.at[places].get(mode="promise_in_bounds")
-    bits, bracket = _quantile.brackets(sampled, bucket.size, counts, k)
-    thresholds = jnp.square(_compaction.from_bits(bits))
-    return Outlook(places, jnp.square(sampled), thresholds, bracket)
+    is_asked = looks if len(counts) > 1 else False  # of one rung all is known
+    bits = _quantile.thresholds(sampled, n, counts, is_asked)
+    # Nothing is marked by a step that is dense and does not look.
+    bracket = _quantile.bracket_from(sampled, n, k, looks is True or k > 0)
+    squares = jnp.square(_compaction.from_bits(bits))
+    return Outlook(places, jnp.square(sampled), squares, bracket)
 
 
 def shares(

@@ -1,12 +1,12 @@
 """What the controller gets to see: scalars of a step, the same on every replica."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _report, _tree
+from gravac_jax import _gain, _report, _tree
 from gravac_jax._comm import Comm
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._exchanges.base import Exchange, Exchanged
@@ -22,7 +22,8 @@ class Energies(NamedTuple):
         was given.
       compensated: `[]` float32, of that.
       gradient: `[rungs]` float32, what each would have sent of the gradient alone,
-        with the leaves that go dense; `[0]` if the controller does not ask.
+        with the leaves that go dense; zeros in a step that does not look, `[0]` if the
+        controller never asks.
     """
 
     sent: jax.Array
@@ -30,38 +31,78 @@ class Energies(NamedTuple):
     gradient: jax.Array
 
 
-def dense_energy(
-    controller: Controller, dense: jax.Array, fast: Comm, is_sharded: bool
-) -> jax.Array:
-    """`[]` float32, of the leaves that go dense; 0 if the controller does not ask.
-
-    A device's share of it: of slices each has its own, of these leaves all the same.
-    """
-    if not controller.foresees:
-        return jnp.zeros((), jnp.float32)
-    return _tree.energy(fast.mean(dense)) / (fast.replicas if is_sharded else 1)
-
-
 def energies(
     exchanged: Sequence[Exchanged],
-    gradients: Sequence[jax.Array],
-    dense_energy: jax.Array,
-    exchanges: Sequence[Exchange],
     controller: Controller,
-    key: jax.Array,
-    comm: Comm,
+    looks: jax.Array | bool,
+    sample: Callable[[], jax.Array],
 ) -> Energies:
-    """This replica's own, of all buckets together; `dense_energy` always goes."""
+    """This replica's own, of all buckets together.
+
+    Args:
+      exchanged: what came of each bucket.
+      controller: says whether it wants to know of the gradient alone.
+      looks: whether it does in this step.
+      sample: gives `sampled`, at its price.
+    """
+    sent = _tree.total(x.energies for x in exchanged)
     gradient = jnp.zeros(0, jnp.float32)
-    if controller.foresees:
-        gradient = dense_energy + _tree.total(
-            exchange.shares(x, controller.ladder, key, comm) * _tree.energy(x)
-            for exchange, x in zip(exchanges, gradients, strict=True)
-        )
+    if controller.samples_gradient:
+        # Made from the others, they vary over the same axes.
+        nothing = lambda: jnp.where(sent < 0, sent, 0.0)
+        gradient = jax.lax.cond(looks, sample, nothing)
     return Energies(
-        sent=_tree.total(x.energies for x in exchanged),
+        sent=sent,
         compensated=_tree.total(x.energy for x in exchanged),
         gradient=gradient,
+    )
+
+
+def gains(
+    mean: Energies, before: jax.Array, looks: jax.Array | bool, rung: jax.Array
+) -> jax.Array:
+    """`[rungs]` float32: what is not known of this step is that of the last look.
+
+    Args:
+      mean: the energies, averaged.
+      before: `[rungs]` float32, the gains so far.
+      looks: whether this step looked at all rungs.
+      rung: `[]` int32, that of the step; beyond the ladder if it was skipped, when all
+        gains are 0.
+    """
+    now = _gain.gain(mean.sent, mean.compensated)
+    rungs = jnp.arange(now.size)
+    known = jnp.where(looks | (rungs == rung), now, before)
+    return jnp.where(rung == now.size, 0.0, known)
+
+
+def sampled(
+    gradients: Sequence[jax.Array],
+    dense: jax.Array,
+    exchanges: Sequence[Exchange],
+    ladder: tuple[float, ...],
+    key: jax.Array,
+    comm: Comm,
+    fast: Comm,
+    is_sharded: bool,
+) -> jax.Array:
+    """`[rungs]` float32, what each would send of a gradient alone, by a sample of it.
+
+    Args:
+      gradients: its buckets.
+      dense: of the leaves that go dense, with every rung.
+      exchanges: of the buckets.
+      ladder: the factors.
+      key: a random key.
+      comm: the replicas.
+      fast: the other devices of this one; of slices each has its own, of the dense
+        leaves all have the same.
+      is_sharded: whether buckets are slices.
+    """
+    always = _tree.energy(fast.mean(dense)) / (fast.replicas if is_sharded else 1)
+    return always + _tree.total(
+        exchange.shares(x, ladder, key, comm) * _tree.energy(x)
+        for exchange, x in zip(exchanges, gradients, strict=True)
     )
 
 
@@ -85,11 +126,11 @@ def evidence(
       gradient_energy: `[]` float32.
       seconds: `[rungs]` float32, measured; NaN where not.
     """
-    foreseen = jnp.zeros_like(mean.sent)
+    sampled = jnp.zeros_like(mean.sent)
     if mean.gradient.size:
         # A rung that is dense by another name sends what rung 0 sends.
         is_dense = jnp.asarray(tables.factors[:-1] == 1)
-        foreseen = jnp.where(is_dense, mean.gradient[0], mean.gradient)
+        sampled = jnp.where(is_dense, mean.gradient[0], mean.gradient)
     return Evidence(
         step=step,
         replicas=comm.replicas,
@@ -97,7 +138,7 @@ def evidence(
         energies=mean.sent,
         energy=mean.compensated,
         gradient_energy=gradient_energy,
-        gradient_energies=foreseen,
+        gradient_energies=sampled,
         predicted_parts=_report.predicted_parts(tables, wire),
         measured_seconds=seconds,
     )

@@ -21,7 +21,8 @@ class StepInfo(NamedTuple):
       gain: `[]` float32, the share of the energy of the error-fed gradient that was
         sent, over all replicas, in [0, 1].
       gains: `[rungs]` float32, the same for every rung of the ladder, had it been
-        used in this step.
+        used in this step, or in the last one that looked at all of them: GraVAC looks
+        at every step, `Fastest` at one in eight.
       payload_bytes: `[]` float32, what one replica put into the collectives, indices
         and dense leaves and evidence included.
       wire_bytes: `[]` float32, what one replica sent for them: N - 1 payloads for an

@@ -13,6 +13,7 @@ OCTAVE = 2**23  # bits from one power of two to the next
 ALL = 2**31 - 1
 
 SAMPLE_ENTRIES = 2**16  # of a bucket, arbitrary: 1% off in the count at factor 10
+FEWER_ENTRIES = 2**14  # of the sample, where a count may be off by more; arbitrary
 SPREAD = 4  # standard deviations of a count in the sample
 SURVIVORS_SHARE = 32  # one entry in so many may lie within the bracket; arbitrary
 
@@ -119,19 +120,42 @@ class Bracket(NamedTuple):
     slope: jax.Array
 
 
-def brackets(
-    sampled: jax.Array, n: int, counts: tuple[int, ...], k: jax.Array
-) -> tuple[jax.Array, Bracket]:
-    """What a sample says of a bucket of `n` entries.
+def thresholds(
+    sampled: jax.Array, n: int, counts: tuple[int, ...], looks: jax.Array | bool = True
+) -> jax.Array:
+    """What a sample says of the magnitudes that many counts of entries reach.
 
     Args:
-      sampled: `[m]` float32.
+      sampled: `[m]` float32, of a bucket of `n` entries.
       n: static.
       counts: static.
-      k: `[]` int32.
+      looks: `[]` bool, whether they will be used; static True if always.
 
     Returns:
-      Magnitude bits that about `counts` entries reach, and the bracket of the k-th.
+      `[counts]` int32, magnitude bits.
+    """
+    bits = _compaction.magnitude_bits(sampled)
+    bits = bits[:: max(1, bits.size // FEWER_ENTRIES)]
+    ranks = jnp.asarray([round(j * bits.size / n) for j in counts], jnp.int32)
+    return _reached_if(looks, bits, ranks)
+
+
+def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:
+    """What a sample of `bucket` (`[n]`) says of its k-th magnitude."""
+    sampled = bucket.at[sample_places(bucket.size, key)].get(mode="promise_in_bounds")
+    return bracket_from(sampled, bucket.size, k)
+
+
+def bracket_from(
+    sampled: jax.Array, n: int, k: jax.Array, is_used: jax.Array | bool = True
+) -> Bracket:
+    """What a sample says of the k-th magnitude.
+
+    Args:
+      sampled: `[m]` float32, of a bucket of `n` entries.
+      n: static.
+      k: `[]` int32.
+      is_used: `[]` bool; if not, the bracket is beyond all entries.
     """
     bits = _compaction.magnitude_bits(sampled)
     share = bits.size / n
@@ -139,23 +163,28 @@ def brackets(
     # A sample that is the whole bucket errs in nothing.
     spread = SPREAD * jnp.sqrt(rank * (1 - share)) + float(share < 1)
     floats = jnp.stack([rank + spread, rank, rank - spread])
-    mine = jnp.round(floats).astype(jnp.int32)
-    others = jnp.asarray([round(j * share) for j in counts], jnp.int32)
-    ranks = jnp.concatenate([others, mine])
-    found = kth(bits, jnp.clip(ranks, 1, bits.size)).bits
-    found = jnp.where(ranks > bits.size, SMALLEST, found)
-    low, middle, high = found[len(counts) :]
-    high = jnp.where(mine[-1] < 1, BEYOND, high)
+    ranks = jnp.round(floats).astype(jnp.int32)
+    low, middle, high = _reached_if(is_used, bits, ranks)
+    high = jnp.where(ranks[-1] < 1, BEYOND, high)
     # Bits of magnitudes are their logarithm, nearly.
     fall = (middle - low).astype(jnp.float32) / OCTAVE
     slope = fall / jnp.maximum(jnp.log2(floats[0] / floats[1]), 1e-6)
-    return found[: len(counts)], Bracket(low, middle, high, slope)
+    return Bracket(low, middle, high, slope)
 
 
-def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:
-    """What a sample of `bucket` (`[n]`) says of its k-th magnitude."""
-    sampled = bucket.at[sample_places(bucket.size, key)].get(mode="promise_in_bounds")
-    return brackets(sampled, bucket.size, (), k)[1]
+def _reached_if(
+    is_used: jax.Array | bool, bits: jax.Array, ranks: jax.Array
+) -> jax.Array:
+    """Magnitude bits that so many of `bits` reach; beyond all if nobody uses them."""
+
+    def reached() -> jax.Array:
+        found = kth(bits, jnp.clip(ranks, 1, bits.size)).bits
+        return jnp.where(ranks > bits.size, SMALLEST, found)
+
+    beyond = jnp.full(ranks.size, BEYOND) + 0 * bits[0]
+    if isinstance(is_used, bool):
+        return reached() if is_used else beyond
+    return jax.lax.cond(is_used, reached, lambda: beyond)
 
 
 def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax._buckets import Buckets
+from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges.base import Exchange, Traffic
 from gravac_jax._exchanges.dense import dense_traffic
 from gravac_jax._info import StepInfo
@@ -36,19 +37,19 @@ class Tables(NamedTuple):
 def tables(
     buckets: Buckets,
     exchanges: Sequence[Exchange],
-    ladder: tuple[float, ...],
+    controller: Controller,
     replicas: int,
-    foresees: bool = False,
 ) -> Tables:
-    """What each rung of `ladder` sends, with one exchange per bucket.
+    """What each rung sends, with one exchange per bucket.
 
-    The evidence of a controller that `foresees` has another energy per rung.
+    The evidence of a controller that samples the gradient has another energy per rung.
     """
+    ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
-    # The step's own evidence: a count and an energy, and per rung an energy and a time
-    # with its count, beside the total.
-    common = dense_traffic(m + 2 + 2 * rungs, replicas)
-    evidence = dense_traffic(rungs + 1 + (rungs if foresees else 0), replicas)
+    # The step's own evidence: a count, an energy and the rung, and per rung an energy
+    # and a time with its count, beside the total.
+    common = dense_traffic(m + 3 + 2 * rungs, replicas)
+    evidence = dense_traffic(rungs + 1 + rungs * controller.samples_gradient, replicas)
     _, *always = np.sum([common, evidence], axis=0)
     rows = []
     for factor in ladder:

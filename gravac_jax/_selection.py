@@ -32,21 +32,25 @@ class Slots(NamedTuple):
     sent: jax.Array
 
 
-def slots(counts: Sequence[int], n: int, rung: jax.Array) -> Slots:
+def slots(
+    counts: Sequence[int], n: int, rung: jax.Array, looks: jax.Array | bool
+) -> Slots:
     """Those of `rung` (`[]` int32); a rung beyond the ladder is a skipped step.
 
-    A dense step sends no payload, but looks at one: whether it pays to compress again
-    is what the controller has to know. A skipped step marks nothing.
+    A dense step sends no payload, but may look at one: whether it pays to compress
+    again is what a controller has to know. Otherwise it marks nothing, as a skipped
+    step does.
 
     Args:
       counts: entries per rung, at least one of them below `n`.
       n: entries of the bucket.
       rung: traced.
+      looks: whether the step looks at what other rungs would have sent.
     """
     sparse = tuple(k for k in counts if k < n)
-    looked_at = sparse[len(sparse) // 2]
+    looked_at = jnp.where(looks, sparse[len(sparse) // 2], 0)
     marked = [*(k if k < n else looked_at for k in counts), 0]
-    at_rung = lambda table: jnp.asarray(table, jnp.int32)[rung]
+    at_rung = lambda table: jnp.stack([jnp.int32(x) for x in table])[rung]
     return Slots(tuple(counts), sparse, at_rung(marked), at_rung([*counts, 0]))
 
 
@@ -76,6 +80,7 @@ def select(
     state: Any,
     slots: Slots,
     key: jax.Array,
+    looks: jax.Array | bool,
 ) -> tuple[Selected, Any]:
     """Mark what `slots` says and take it out of the bucket.
 
@@ -86,15 +91,17 @@ def select(
       state: the compressor's.
       slots: of the rung.
       key: a random key.
+      looks: whether the step looks at what other rungs would have sent.
 
     Returns:
       The selection and the new state.
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
-    outlook = _curve.look(bucket, slots.counts, k, key)
-    choice, state = compressor.mark(
+    outlook = _curve.look(bucket, slots.counts, k, key, looks)
+    choice, after = compressor.mark(
         bucket, state, k=k, bracket=outlook.bracket, key=key
     )
+    state = _tree.where(k > 0, after, state)
     marks = thinned(choice, k, key)
     exponents = codec.exponents(bucket, marks)
     rounded = lambda values, indices: codec.rounded(values, exponents, indices)

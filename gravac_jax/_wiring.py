@@ -21,7 +21,6 @@ from gravac_jax import (
     _comm,
     _delivery,
     _evidence,
-    _gain,
     _report,
     _state,
     _step_checks,
@@ -43,6 +42,7 @@ class Common(NamedTuple):
     dense: jax.Array  # [dense entries] gradients of the leaves that go dense
     bad: jax.Array  # [] 1 where a gradient entry is not finite
     gradient_energy: jax.Array  # []
+    rung: jax.Array  # [] that of the first replica
     seconds: jax.Array  # [rungs] the measured step time, at its rung
     timed: jax.Array  # [rungs] 1 at that rung, 0 elsewhere
     apart: jax.Array  # [1] 1 where replicas hold different params, [0] if not asked
@@ -154,35 +154,50 @@ class Wiring:
                 dense=dense,
                 bad=bad,
                 gradient_energy=_tree.total(map(_tree.energy, flat)),
+                rung=both.of_first(state.rung),
                 seconds=seconds,
                 timed=timed,
                 apart=_agreement.is_apart(params, state.steps, self.check_every, same),
             )
         )
         exchanges = self._exchanges(buckets)
-        foresees = self.controller.foresees
-        tables = _report.tables(buckets, exchanges, ladder, comm.replicas, foresees)
+        tables = _report.tables(buckets, exchanges, self.controller, comm.replicas)
         _report.warn_if_dense(buckets, exchanges, ladder, comm.replicas)
 
+        # What is decided from the same figures may still differ by a rounding, between
+        # programs compiled apart, and different branches would hang. Buckets that wait
+        # for no collective do without.
+        rung = state.rung if self.bucket_bytes else jnp.int32(common.rung + 0.5)
         is_finite = common.bad == 0
+        looks = self.controller.looks(state.steps)
         ran = state.steps - state.info.skipped_steps
         key = jax.random.fold_in(jax.random.key(self.seed), ran)
         runs = [
-            functools.partial(x.exchange, ladder=ladder, key=key, comm=comm)
+            functools.partial(
+                x.exchange, ladder=ladder, key=key, comm=comm, looks=looks
+            )
             for x in exchanges
         ]
         exchanged, memory, exchange = zip(
             *(
-                self._send(*bucket, state.rung, is_finite)
+                self._send(*bucket, rung, is_finite)
                 for bucket in zip(runs, flat, local.memory, local.exchange, strict=True)
             ),
             strict=True,
         )
         means = tuple(x.mean for x in exchanged)
-        always = _evidence.dense_energy(self.controller, dense, fast, self.is_sharded)
-        own = _evidence.energies(
-            exchanged, flat, always, exchanges, self.controller, key, comm
+        sample = functools.partial(
+            _evidence.sampled,
+            flat,
+            dense,
+            exchanges,
+            ladder,
+            key,
+            comm,
+            fast,
+            self.is_sharded,
         )
+        own = _evidence.energies(exchanged, self.controller, looks, sample)
         energies = both.mean(own)
         evidence = _evidence.evidence(
             state.steps,
@@ -200,9 +215,8 @@ class Wiring:
         local = local._replace(memory=memory, exchange=exchange)
         dense, dense_memory = self.memory.follow(common.dense, state.dense)
         dense = jnp.where(is_finite, dense, 0.0)
-        gains = _gain.gain(energies.sent, energies.compensated)
-        gains = jnp.where(is_finite, gains, 0.0)
-        rung = jnp.where(is_finite, state.rung, len(ladder))
+        rung = jnp.where(is_finite, rung, len(ladder))
+        gains = _evidence.gains(energies, state.info.gains, looks, rung)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         return buckets.unpack(means, dense), TransformState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),

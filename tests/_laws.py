@@ -175,11 +175,13 @@ COMPRESSOR_LAWS = (
 # that sums are exact in any order, and a ladder that begins with 1. ----------------
 
 
-def _step(exchange: Any, ladder: Any, comm: Comm, bucket: Any, rung: Any) -> Any:
+def _step(
+    exchange: Any, ladder: Any, comm: Comm, bucket: Any, rung: Any, looks: Any = True
+) -> Any:
     exchange = exchange.shaped(_oracles.shapes(bucket.size))
     key, state = jax.random.key(KEY_SEED), exchange.init(bucket.size, ladder)
     exchanged, _ = exchange.exchange(
-        bucket, state, rung, ladder=ladder, key=key, comm=comm
+        bucket, state, rung, ladder=ladder, key=key, comm=comm, looks=looks
     )
     return tuple(exchanged)
 
@@ -286,6 +288,20 @@ def knows_what_it_sent(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
         assert_near(exchange, energy, whole, whole)
 
 
+def sends_alike_looking_or_not(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+    """A step that looks at no other rung sends, keeps and knows the same of its own."""
+    step = functools.partial(_step, exchange, ladder, Comm("data"))
+    step = jax.jit(jax.vmap(step, in_axes=(0, None, None), axis_name="data"))
+    for rung in range(len(ladder) + 1):
+        *whole, energies, energy = exchanged(exchange, buckets, ladder, rung)
+        for looks in (False, True):
+            *found, seen, same = step(buckets, np.int32(rung), np.bool_(looks))
+            assert_same(found, whole)
+            assert_same(same, energy)
+            known = slice(None) if looks else slice(rung, rung + 1)
+            assert_same(seen[:, known], energies[:, known])
+
+
 def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     """`traffic` counts what is put into the collectives, these, and entries."""
     replicas, n = buckets.shape
@@ -352,6 +368,7 @@ EXCHANGE_LAWS = (
     sends_everything_at_factor_1,
     sends_nothing_beyond_the_ladder,
     knows_what_it_sent,
+    sends_alike_looking_or_not,
     declares_its_bytes,
     ignores_the_order_of_replicas,
     is_the_same_alone,
@@ -540,6 +557,19 @@ def survives_overflow(controller: Any, evidence: Evidence) -> None:
         assert not any(np.isinf(x).any() for x in jax.tree.leaves(states))
 
 
+def believes_only_looks(controller: Any, evidence: Evidence) -> None:
+    """What steps that do not look say of rungs not taken changes no decision."""
+    looks = np.array([bool(controller.looks(i)) for i in evidence.step])
+    only = lambda x, other: np.where(looks[:, None], x, other).astype(np.float32)
+    seen = only(evidence.gradient_energies, 0)
+    evidence = evidence._replace(gradient_energies=seen)
+    rungs, _ = decided(controller, evidence)
+    for other in (0.0, 1e3):
+        energies = only(evidence.energies, other)
+        found, _ = decided(controller, evidence._replace(energies=energies))
+        assert_same(found, rungs)
+
+
 def decides_like_its_oracle(controller: Any, evidence: Evidence) -> None:
     """Every decision is that of the oracle, and none stands on a knife's edge."""
     oracle = _oracles.look_up(_oracles.CONTROLLERS, controller)
@@ -557,5 +587,6 @@ CONTROLLER_LAWS = (
     compiles_once,
     decides_alike,
     survives_overflow,
+    believes_only_looks,
     decides_like_its_oracle,
 )

@@ -200,7 +200,8 @@ def test_from_a_hundred_replicas_on_only_the_newest_step_counts():
 def test_decisions_are_those_of_the_golden_trace(path):
     golden = json.loads(path.read_text())
     ladder = tuple(golden["controller"]["ladder"])
-    controller = gravac.GraVAC(**golden["controller"] | {"ladder": ladder})
+    kind = {"GraVAC": gravac.GraVAC, "Fastest": gravac.Fastest}[golden["kind"]]
+    controller = kind(**golden["controller"] | {"ladder": ladder})
     evidence = _examples.evidence(len(ladder), **golden["evidence"])
     rungs, _ = _laws.decided(controller, evidence)
     starts = [0, *(np.flatnonzero(np.diff(rungs)) + 1).tolist()]
@@ -227,7 +228,7 @@ def test_a_cap_bounds_the_first_step_too():
     rising = gravac.Capped(gravac.Fixed(100), cap=2)
     assert int(rising.init()[0]) == 0
     stages = gravac.Capped(gravac.Fastest(), cap=gravac.warm_up(100).schedule)
-    assert stages.foresees
+    assert stages.samples_gradient
     assert int(stages.init()[0]) == 0
 
 

@@ -11,7 +11,8 @@ from gravac_jax._quantile import ALL, BEYOND, SMALLEST
 
 bracket = jax.jit(_quantile.bracket)
 bracket_by_each = jax.jit(jax.vmap(_quantile.bracket, (None, None, 0)))
-brackets = jax.jit(_quantile.brackets, static_argnums=(1, 2))
+thresholds = jax.jit(_quantile.thresholds, static_argnums=(1, 2))
+bracket_from = jax.jit(_quantile.bracket_from, static_argnums=1)
 kth = jax.jit(_quantile.kth)
 kth_between = jax.jit(_quantile.kth_between)
 largest = jax.jit(_quantile.largest)
@@ -229,20 +230,20 @@ def test_the_bracket_of_a_bucket_that_is_its_own_sample_has_no_width(n):
         assert found.slope == 0
 
 
-def test_the_magnitudes_of_other_counts_come_with_the_bracket():
+def test_a_sample_tells_the_magnitudes_that_many_counts_reach():
     n, counts = 1000, (500, 1, 1000, 20)
     sampled = np.random.default_rng(3).permutation(n).astype(np.float32) + 1
-    found, _ = brackets(sampled, n, counts, np.int32(100))
+    found = thresholds(sampled, n, counts)
     assert [np.sum(bits_of(sampled) >= x) for x in found] == [*counts]
     # Of a bucket ten times as large every tenth was seen.
-    found, _ = brackets(sampled, 10 * n, counts, np.int32(100))
+    found = thresholds(sampled, 10 * n, counts)
     assert [np.sum(bits_of(sampled) >= x) for x in found] == [50, 1, 100, 2]
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5, 1.0])
 def test_the_slope_is_about_the_power_by_which_magnitudes_fall(power):
     magnitudes = np.arange(1, 10_001, dtype=np.float32) ** -np.float32(power)
-    _, found = brackets(magnitudes, 50_000, (), np.int32(2000))
+    found = bracket_from(magnitudes, 50_000, np.int32(2000))
     # Bits grow by 1.44 times as much as the logarithm, or by 0.72 times.
     assert 0.7 * power < found.slope < 1.5 * power
 

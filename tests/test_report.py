@@ -27,7 +27,7 @@ EXCHANGES = [
 def tables(tree=WEIGHTS, compress=True, exchange=None, replicas=N):
     plan = _buckets.plan(tree, compress)
     exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
-    return _report.tables(plan, exchanges, LADDER, replicas)
+    return _report.tables(plan, exchanges, gravac.Scheduled(len, LADDER), replicas)
 
 
 after = jax.jit(
@@ -142,7 +142,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = (1.0, 10.0, 20.0, 100.0)
     exchanges = [gravac.AllGather()]
-    table = _report.tables(buckets, exchanges, ladder, 32)
+    table = _report.tables(buckets, exchanges, gravac.Scheduled(len, ladder), 32)
     assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()
     with pytest.warns(UserWarning, match=r"32 replicas the factors \[10.0, 20.0\] "):

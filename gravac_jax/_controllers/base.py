@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+LOOK_FIRST = 32  # steps, arbitrary
 DROP = 0.7  # of a learning rate in one step, arbitrary: smooth schedules fall less
 
 
@@ -24,13 +25,15 @@ class Evidence(NamedTuple):
         between it and 0 are dense steps, whatever their factors: with so many replicas
         their payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would have sent in this step.
+        would have sent in this step; where it does not look (`Controller.looks`) that
+        of the rung that was taken alone is right.
       energy: `[]` float32, the mean energy of the error-fed gradient.
       gradient_energy: `[]` float32, the mean energy of the gradient, after clip and
         decay, without residual and momentum.
       gradient_energies: `[rungs]` float32, what each rung would have sent of it and of
         the leaves that go dense, had nothing been held back, so that a dense first rung
-        has all of both; zeros if the controller does not ask (`foresees`).
+        has all of both; zeros if the controller does not ask (`samples_gradient`), and
+        in steps that do not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
@@ -67,9 +70,23 @@ class Controller(abc.ABC):
     ladder: tuple[float, ...]
 
     @property
-    def foresees(self) -> bool:
+    def samples_gradient(self) -> bool:
         """Whether it asks for `Evidence.gradient_energies`, which cost a sample."""
         return False
+
+    @property
+    def look_every(self) -> int:
+        """Steps from one look at rungs that are not taken to the next."""
+        return 1
+
+    def looks(self, step: jax.Array) -> jax.Array | bool:
+        """Whether a step (`[]` int32) looks at rungs that it does not take.
+
+        The first steps always do.
+        """
+        if self.look_every == 1:
+            return True
+        return (step < LOOK_FIRST) | (step % self.look_every == 0)
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:

@@ -58,9 +58,14 @@ class Capped(DerivedLadder):
         return self.controller.ladder
 
     @property
-    def foresees(self) -> bool:
+    def samples_gradient(self) -> bool:
         """If the other one does."""
-        return self.controller.foresees
+        return self.controller.samples_gradient
+
+    @property
+    def look_every(self) -> int:
+        """As the other one."""
+        return self.controller.look_every
 
     def _capped(self, rung: jax.Array, step: jax.Array) -> jax.Array:
         cap = self.cap(step) if callable(self.cap) else self.cap

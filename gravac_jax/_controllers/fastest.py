@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _gain, _ladder, _timing
+from gravac_jax import _checks, _gain, _ladder, _timing, _tree
 from gravac_jax._controllers.base import Controller, Evidence
 
 # All arbitrary; their trade was looked at in simulations.
@@ -16,7 +16,8 @@ REST = 50  # steps from one visit to the next,
 HASTE = 8  # or an eighth of those that the network has been as it is
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
 HORIZON = 500  # steps for which what a visit teaches is of use
-SMOOTHING = 0.02  # weight of the newest gradient
+LOOK_EVERY = 8  # steps
+SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 
 class FastestState(NamedTuple):
@@ -94,9 +95,14 @@ class Fastest(Controller):
         _checks.dense_first(self.ladder, "Fastest")
 
     @property
-    def foresees(self) -> bool:
+    def samples_gradient(self) -> bool:
         """Yes: progress at rungs that are not in use."""
         return True
+
+    @property
+    def look_every(self) -> int:
+        """So seldom that where dense steps are best they cost little more."""
+        return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:
         """Start at the smallest compressed factor."""
@@ -115,12 +121,9 @@ class Fastest(Controller):
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
-        averages = _gain.smooth(
-            state.averages,
-            evidence.gradient_energies,
-            evidence.gradient_energies[0],
-            SMOOTHING,
-        )
+        sampled = evidence.gradient_energies
+        newer = _gain.smooth(state.averages, sampled, sampled[0], SMOOTHING)
+        averages = _tree.where(sampled[0] > 0, newer, state.averages)
         progress = _gain.gain(averages.sent, averages.total, "norm")
         progress = jnp.maximum(progress, 1e-6)  # of a rung that sends nothing
         timing, has_changed = self._time(evidence, state.timing)

@@ -80,15 +80,16 @@ class AllGather(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
         """Mark once; then one branch per rung, and one that sends nothing."""
         n = bucket.size
         counts = self.entries(n, ladder, comm.replicas)
         if min(counts) == n:
             return dense_exchange(bucket, rung, len(ladder), comm), state
-        codec, slots = self._codec(n), _selection.slots(counts, n, rung)
+        codec, slots = self._codec(n), _selection.slots(counts, n, rung, looks)
         selected, state = _selection.select(
-            self.compressor, codec, bucket, state, slots, key
+            self.compressor, codec, bucket, state, slots, key, looks
         )
 
         def gathered_mean(k: int) -> jax.Array:

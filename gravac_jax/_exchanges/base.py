@@ -23,7 +23,8 @@ class Exchanged(NamedTuple):
       mean: `[n]` float32, the mean over replicas of what was sent.
       residual: `[n]` float32, what this replica did not send.
       energies: `[rungs]` float32, the energy of this replica's bucket that each rung
-        would have sent; exact for the rung that was taken.
+        would have sent; exact for the rung that was taken, and all that is known if the
+        step does not look at others.
       energy: `[]` float32, the energy of the whole bucket.
     """
 
@@ -104,6 +105,7 @@ class Exchange(abc.ABC):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
         """Send what `rung` says.
 
@@ -114,6 +116,8 @@ class Exchange(abc.ABC):
           ladder: static factors, rising.
           key: a random key, the same on every replica, new at every step.
           comm: the other replicas.
+          looks: whether the step looks at what other rungs would have sent, `[]` bool,
+            the same on every replica; static True if all steps do.
 
         Returns:
           What came of it, and the new state.

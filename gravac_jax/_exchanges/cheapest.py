@@ -106,13 +106,14 @@ class Cheapest(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, tuple[Any, ...]]:
         """In the branch of the exchange that the rung has, the branch of the rung."""
         chosen = [self._choice(bucket.size, x, comm.replicas) for x in ladder]
 
         def run(i: int) -> tuple[Exchanged, tuple[Any, ...]]:
             exchanged, own = self.exchanges[i].exchange(
-                bucket, state[i], rung, ladder=ladder, key=key, comm=comm
+                bucket, state[i], rung, ladder=ladder, key=key, comm=comm, looks=looks
             )
             after = comm.cast((*state[:i], own, *state[i + 1 :]))
             return comm.cast(exchanged)._replace(mean=exchanged.mean), after

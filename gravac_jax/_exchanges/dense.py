@@ -75,9 +75,10 @@ class DenseMean(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
         """The mean of whole buckets."""
-        del key
+        del key, looks
         return dense_exchange(bucket, rung, len(ladder), comm), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:

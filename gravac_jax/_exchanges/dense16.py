@@ -48,9 +48,10 @@ class DenseMean16(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
         """Shards of all buckets, added up; then shards of the mean."""
-        del key
+        del key, looks
         sent = _mean16.rounded(bucket)
         is_skipped = rung == len(ladder)
         energies = jnp.broadcast_to(_tree.energy(sent), (len(ladder),))

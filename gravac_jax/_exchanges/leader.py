@@ -104,16 +104,17 @@ class LeaderIndices(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, LeaderState]:
         """Everybody selects, and the leader's indices are used."""
         n, rungs = bucket.size, jnp.arange(len(ladder))
         counts = self.entries(n, ladder, comm.replicas)
         if min(counts) == n:
             return dense_exchange(bucket, rung, len(ladder), comm), state
-        slots = _selection.slots(counts, n, rung)
+        slots = _selection.slots(counts, n, rung, looks)
         codec = Codec(Float32(), Int32(), n)
         own, compressor = _selection.select(
-            self.compressor, codec, bucket, state.compressor, slots, key
+            self.compressor, codec, bucket, state.compressor, slots, key, looks
         )
         mine = jnp.sum(jnp.where(rungs == rung, own.energies, 0))
         zero = comm.zeros(own.energy)

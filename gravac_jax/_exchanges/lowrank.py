@@ -165,9 +165,10 @@ class LowRank(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, tuple[_power.PowerState, ...]]:
         """One step of the power method, in the branch of its rank."""
-        del key
+        del key, looks
         n, arrays = bucket.size, self._arrays(bucket.size)
         ranks = self._ranks(n, ladder)
         if min(ranks) == n:

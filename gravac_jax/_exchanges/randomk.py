@@ -52,8 +52,10 @@ class SharedRandomK(Exchange):
         ladder: tuple[float, ...],
         key: jax.Array,
         comm: Comm,
+        looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
         """Draw once; then one branch per rung."""
+        del looks
         n = bucket.size
         counts = self.entries(n, ladder, comm.replicas)
         if min(counts) == n:
