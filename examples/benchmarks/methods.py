@@ -5,9 +5,11 @@ with, and `fixed10` the static factor 10; any factor will do. The other families
 from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
 `lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
-optimizer's momentum and a clip after the exchange, `adam10`, `lowrankadam10` and
-`lowrankshortadam10` Adam and a local clip. With `local` before the name of a family it
-takes its gradients at each replica's own params, and clips before the exchange.
+optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
+warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
+`lowrankadam10` and `lowrankshortadam10` Adam and a local clip. With `local` before the
+name of a family it takes its gradients at each replica's own params, and clips before
+the exchange.
 """
 
 import re
@@ -20,10 +22,14 @@ ALL = gravac.Fixed(factor=1)
 CLIP = gravac.ClipByGlobalNorm(1.0)
 LOW_RANK = gravac.LowRank()
 SHORT_LOW_RANK = gravac.LowRank(values=gravac.BFloat16())
+STAGES = (4, 16, 64, 250)  # of the paper's warm-up, before its last
+WARM_UP_STEPS = 200
 METHODS = {
     "dense": {"controller": ALL},
     "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
-    "default": {"controller": gravac.GraVAC()},
+    "default": {"controller": gravac.Fastest()},
+    "fastest": {"controller": gravac.Fastest()},
+    "gravac": {"controller": gravac.GraVAC()},
 }
 
 
@@ -33,6 +39,17 @@ def corrected(masking: str) -> dict[str, Any]:
     return {"memory": memory, "clip": CLIP}
 
 
+def dgc(factor: float) -> dict[str, Any]:
+    """Deep Gradient Compression over the exchange of all others."""
+    stages = (*(x for x in STAGES if x < factor), factor)
+    return corrected("literal") | {"controller": gravac.warm_up(WARM_UP_STEPS, stages)}
+
+
+WARMED: dict[str, dict[str, Any]] = {
+    "dgc": {},
+    "dgcnomask": {"memory": gravac.Momentum(0.9, nesterov=True)},
+    "dgcnoclip": {"clip": gravac.NoClip()},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "fixed": {},
     "short": {
@@ -54,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "exchange": SHORT_LOW_RANK,
     },
     "precondition": {"memory": gravac.Adam(b1=0.0)},
+    **WARMED,
 }
 
 
@@ -78,10 +96,13 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
     if match and match[1] in FAMILIES:
         try:
-            fixed = gravac.Fixed(factor=float(match[2]))
+            factor = float(match[2])
+            base = {"controller": gravac.Fixed(factor)}
+            if match[1] in WARMED:
+                base = dgc(factor)
         except ValueError as error:
             raise SystemExit(f"{whole}: {error}") from None
-        chosen = {"controller": fixed, **FAMILIES[match[1]]}
+        chosen = {**base, **FAMILIES[match[1]]}
         # A clip after the exchange would clip what is held back.
         return {"clip": CLIP, **chosen} if is_local(whole) else chosen
     known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])

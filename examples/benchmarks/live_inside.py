@@ -1,0 +1,171 @@
+"""One process of a live run: it trains with every method in turn, and takes times.
+
+live.py starts one in every host of a network, and has the definitions.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import network
+from steptime_methods import method
+from tasks import Task, load
+from tasks.pipeline import batches, evaluation
+
+import gravac_jax as gravac
+
+WARM_UP_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What every figure of a record depends on."""
+
+    methods: tuple[str, ...] = ("dense", "fastest", "gravac", "fixed10", "fixed100")
+    """Names as in methods.py."""
+    bandwidths_mbit: tuple[float, ...] = (1000, 100, 1000)
+    """Of every link, phase by phase."""
+    steps: int = 600
+    """Of every method in a phase."""
+    turn: int = 20
+    """Steps of a method before the next one has its turn."""
+    task: str = "lstm-bytes"
+    """What to train."""
+    preset: str = "tiny"
+    """Its size."""
+    learning_rate: float | None = None
+    """Default: what the preset suggests."""
+    seed: int = 0
+    """Of params and batches."""
+
+
+class Racer:
+    """One method: its state, its clock, and its compiled step."""
+
+    def __init__(
+        self, name: str, task: Task, params: Any, mesh: Any, setting: Setting
+    ) -> None:
+        rate = setting.learning_rate or task.learning_rate
+        tx = optax.chain(
+            method(name).exchange,
+            optax.clip_by_global_norm(1.0),
+            optax.sgd(rate, momentum=0.9, nesterov=True),
+        )
+
+        def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+            loss, grads = gravac.value_and_grad(task.loss)(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params, **times)
+            info = optax.tree.get(opt_state, "StepInfo")
+            # The baseline of its own has no report: all of its steps are dense.
+            factor = np.float32(1) if info is None else info.factor
+            return optax.apply_updates(params, updates), opt_state, loss, factor
+
+        self.name = name
+        self.step = gravac.data_parallel(train_step, mesh)
+        self._first = params, tx.init(params)
+        self.mesh, self.clock = mesh, gravac.StepClock()
+
+    def begin(self, data: Sequence[Any]) -> None:
+        """Compile; then all begins anew."""
+        self.state = gravac.place(self._first, self.mesh)
+        self.advance(data)
+        self.clock = gravac.StepClock()
+        self.state = gravac.place(self._first, self.mesh)
+
+    def advance(self, data: Sequence[Any]) -> dict[str, Any]:
+        """Train on `data`, as fast as it goes; seconds are those of all its steps."""
+        seen = []
+        start = time.perf_counter()
+        for batch in data:
+            *self.state, loss, factor = self.step(
+                *self.state, batch, **self.clock.times()
+            )
+            self.clock.record(loss)
+            seen.append((loss, factor))
+        self.clock.wait()
+        seconds = time.perf_counter() - start
+        losses, factors = np.asarray(jax.device_get(seen), np.float64).T
+        return {
+            "seconds": round(seconds, 6),
+            "factors": factors.round(1).tolist(),
+            "training_loss": round(float(losses.mean()), 5),
+        }
+
+
+class Race:
+    """This process's part in the job."""
+
+    def __init__(self, setting: Setting, data_dir: Path) -> None:
+        self.setting, self.links = setting, network.attach()
+        self.process, self.replicas = jax.process_index(), jax.process_count()
+        mesh = jax.make_mesh((self.replicas,), ("data",))
+        task = load(setting.task, data_dir, preset=setting.preset)
+        params = task.init(jax.random.key(setting.seed))
+        source = batches(
+            task.train,
+            rows=task.rows,
+            replicas=self.replicas,
+            seed=setting.seed,
+            local=range(self.process, self.process + 1),
+        )
+        self.draw = lambda steps: [next(source) for _ in range(steps)]
+        self.held_out = list(itertools.islice(evaluation(task.test, 128), 4))
+        self.loss = jax.jit(task.loss)
+        self.racers = [Racer(x, task, params, mesh, setting) for x in setting.methods]
+        warm_up = self.draw(WARM_UP_STEPS)
+        for racer in self.racers:
+            racer.begin(warm_up)
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """All phases; a line for every turn of every method."""
+        turns = self.setting.steps // self.setting.turn
+        for phase, bandwidth_mbit in enumerate(self.setting.bandwidths_mbit):
+            self._meet()
+            if self.process == 0 and self.links.hosts:
+                self.links.set_bandwidth(bandwidth_mbit)
+            for turn in range(turns):
+                data = self.draw(self.setting.turn)
+                first = turn % len(self.racers)
+                for racer in [*self.racers[first:], *self.racers[:first]]:
+                    self._meet()
+                    line = racer.advance(data)
+                    yield {
+                        "method": racer.name,
+                        "phase": phase,
+                        "bandwidth_mbit": bandwidth_mbit,
+                        "network": self.links.label,
+                        "step": (phase * turns + turn + 1) * self.setting.turn,
+                        **line,
+                        "held_out_loss": round(self._evaluate(racer), 5),
+                    }
+
+    def _evaluate(self, racer: Racer) -> float:
+        params = jax.tree.map(lambda x: x.addressable_data(0), racer.state[0])
+        return float(np.mean([self.loss(params, batch) for batch in self.held_out]))
+
+    def _meet(self) -> None:
+        multihost_utils.sync_global_devices("meet")
+
+
+def main(data_dir: str, out: str, setting: str) -> None:
+    """Race; the first process writes."""
+    race = Race(Setting(**json.loads(setting)), Path(data_dir))
+    for line in race.run():
+        if race.process == 0:
+            with Path(out).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
