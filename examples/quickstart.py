@@ -2,8 +2,9 @@
 
 The text is the source code of the running Python's standard library, byte by byte, or
 any file given with --data. On a CPU the replicas are virtual devices; where there are
-enough GPUs or TPUs they are real ones. Lines marked `# gravac` are all that a training
-loop needs.
+enough GPUs or TPUs they are real ones. There is no network between them: the controller
+chooses for one that `gravac.WireCost` models, and so are the times on it. Lines marked
+`# gravac` are all that a training loop needs.
 
     python examples/quickstart.py --help
     python -m gravac_jax.launch -n 2 examples/quickstart.py  # in two processes
@@ -48,8 +49,12 @@ class Config:
     device of a job of several processes."""
     steps: int = 600
     """Steps of each run."""
-    controller: Literal["gravac", "fixed"] = "gravac"
+    controller: Literal["fastest", "gravac", "fixed"] = "fastest"
     """Who chooses the factor; "fixed" stays on the last rung of the ladder."""
+    bandwidth_mbit: float = 1000
+    """Of the network that is modeled, between all replicas."""
+    least_progress: float = gravac.Fastest.least_progress
+    """What a step must be worth to Fastest, in dense steps."""
     ladder: tuple[float, ...] = gravac.GraVAC.ladder
     """Factors to choose from: 10 sends one gradient entry in ten, 1 sends all."""
     epsilon: float = gravac.GraVAC.epsilon
@@ -151,6 +156,7 @@ class Run:
     gain: list[float] = dataclasses.field(default_factory=list)
     payload_bytes: list[float] = dataclasses.field(default_factory=list)
     wire_bytes: list[float] = dataclasses.field(default_factory=list)
+    network_seconds: list[float] = dataclasses.field(default_factory=list)
     dense_bytes: list[float] = dataclasses.field(default_factory=list)
     dense_wire_bytes: list[float] = dataclasses.field(default_factory=list)
 
@@ -173,7 +179,7 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
         0.0, config.learning_rate, max(1, config.steps // 20), max(2, config.steps)
     )
     tx = optax.chain(
-        gravac.transform(controller=controller),  # gravac
+        gravac.transform(controller=controller, wire=wire_of(config)),  # gravac
         optax.clip_by_global_norm(1.0),
         optax.sgd(schedule, momentum=0.9, nesterov=True),
     )
@@ -201,11 +207,11 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
             pending.append((loss, info))
             ends.append(time.perf_counter())
             if len(pending) == 10:
-                collect(run, pending)
+                collect(run, pending, config)
                 live.update(display(run, config.steps))
             if stop.is_set():
                 break
-        collect(run, pending)
+        collect(run, pending, config)
         # From the end of the first step on, which compiles.
         elapsed = float(np.ptp([*ends, time.perf_counter()]))
         run.step_seconds = elapsed / max(1, len(ends) - 1)
@@ -247,14 +253,22 @@ def replicated(train_step: Any, replicas: int) -> tuple[Any, Any]:
     return step, lambda tree: gravac.place(tree, mesh)
 
 
-def collect(run: Run, pending: list[Any]) -> None:
+def wire_of(config: Config) -> gravac.WireCost:
+    """The network that there might be."""
+    return gravac.WireCost(bytes_per_second=125e3 * config.bandwidth_mbit)
+
+
+def collect(run: Run, pending: list[Any], config: Config) -> None:
     """Fetch the figures of the last steps, in one transfer."""
+    messages = 5 * (config.replicas - 1)  # about: of three collectives in rings
     for loss, info in jax.device_get(pending):
         run.loss.append(float(loss))
         for name in ("factor", "gain", "payload_bytes", "wire_bytes"):
             getattr(run, name).append(float(getattr(info, name)))
         run.dense_bytes.append(float(info.dense_bytes))
         run.dense_wire_bytes.append(float(info.dense_wire_bytes))
+        parts = wire_of(config).parts(run.wire_bytes[-1], messages, run.factor[-1] == 1)
+        run.network_seconds.append(sum(parts))
     pending.clear()
 
 
@@ -283,19 +297,21 @@ def display(run: Run, steps: int) -> Group:
     return Group(table, ProgressBar(total=steps, completed=len(run.loss), width=60))
 
 
-def summary(runs: list[Run]) -> Table:
+def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
     """The table at the end; gaps are against the dense run."""
     dense = next((run.held_out for run in runs if run.name == "dense"), float("nan"))
     table = Table(
         box=SIMPLE,
         title="Same model, same batches, same number of steps",
-        caption="payload: handed to the collectives; wire: sent for them by a replica",
+        caption="payload: handed to the collectives; wire: sent for them by one;\n"
+        f"on a network: modeled, of {bandwidth_mbit:g} Mbit/s, with 10 ms of compute",
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("run", no_wrap=True)
-    columns = "held-out\nloss|gap|payload\nkB/step|payload\nMB|payload\nfactor"
-    for title in (*columns.split("|"), "wire\nfactor", "steps", "ms/\nstep"):
+    columns = "held-out\nloss|gap|payload\nkB/step|payload\nfactor|wire\nfactor"
+    network = "ms/step on\na network"
+    for title in (*columns.split("|"), network, "steps", "ms/step\nhere"):
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
@@ -303,27 +319,34 @@ def summary(runs: list[Run]) -> Table:
             f"{run.held_out:.4f}",
             f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
             f"{np.mean(run.payload_bytes) / 1e3:,.0f}",
-            f"{sum(run.payload_bytes) / 1e6:,.1f}",
             f"{run.payload_factor:.1f}",
             f"{run.wire_factor:.1f}",
+            f"{1e3 * np.mean(run.network_seconds):.0f}",
             f"{len(run.loss)}",
             f"{1e3 * run.step_seconds:.0f}",
         )
     return table
 
 
-def draw_picture(runs: list[Run], path: Path) -> None:
-    """Loss, factor and gain over steps, legible in gray."""
-    fig, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
+def draw_picture(runs: list[Run], config: Config) -> None:
+    """Loss over seconds, factor and gain over steps, legible in gray."""
+    path = config.out
+    fig, axes = plt.subplots(3, 1, figsize=(8, 8), layout="constrained")
+    axes[1].sharex(axes[2])
     for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
         window = min(20, len(run.loss))
         smooth = np.convolve(run.loss, np.ones(window) / window, "valid")
-        axes[0].plot(np.arange(len(smooth)) + window, smooth, line, label=run.name)
+        seconds = np.cumsum(run.network_seconds)[window - 1 :]
+        axes[0].plot(seconds, smooth, line, label=run.name)
         for axis, figures in zip(axes[1:], (run.factor, run.gain), strict=True):
             axis.plot(np.arange(len(figures)) + 1, figures, line, linewidth=1)
     axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")
+    axes[0].set(
+        xlabel=f"seconds on a network of {config.bandwidth_mbit:g} Mbit/s, modeled"
+    )
     axes[0].legend()
     axes[1].set(ylabel="factor\n(entries / entries sent)", yscale="log")
+    axes[1].tick_params(labelbottom=False)
     axes[2].set(ylabel="gain\n(share of energy sent)", xlabel="step", ylim=(0, 1.05))
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -335,12 +358,13 @@ def draw_picture(runs: list[Run], path: Path) -> None:
 def controllers(config: Config) -> dict[str, Any]:
     """The runs to make, by name."""
     chosen = {
+        "fastest": lambda: gravac.Fastest(config.ladder, config.least_progress),
         "gravac": lambda: gravac.GraVAC(
             epsilon=config.epsilon, ladder=config.ladder, window=config.window
         ),
         "fixed": lambda: gravac.Fixed(factor=config.ladder[-1]),
     }[config.controller]()
-    runs = {"adaptive" if config.controller == "gravac" else "fixed": chosen}
+    runs = {"fixed" if config.controller == "fixed" else "adaptive": chosen}
     runs["dense"] = gravac.Fixed(factor=1)
     if config.compare:
         runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (10, 100)}
@@ -374,8 +398,8 @@ def main(config: Config) -> list[Run]:
             break
     if runs and is_first:
         console.print(f"{runs[0].parameters:,} params, {config.replicas} replicas")
-        console.print(summary(runs))
-        draw_picture(runs, config.out)
+        console.print(summary(runs, config.bandwidth_mbit))
+        draw_picture(runs, config)
         console.print(f"The picture is in {config.out}")
     return runs
 

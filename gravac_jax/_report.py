@@ -78,7 +78,7 @@ def warn_if_dense(
             f"with {replicas} replicas the factors {replaced} would send more bytes"
             " than a dense step, and are dense steps, as those of a warm-up may be. If"
             " that is not meant, begin the ladder higher, such as"
-            f" GraVAC(ladder=gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
+            f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
             " or choose an exchange that sends less: AllGather with BFloat16() values"
             " and UInt16() indices, LeaderIndices(), or Cheapest((AllGather(),"
             " LeaderIndices())).",

@@ -5,7 +5,8 @@ A recipe is a memory, an exchange (with its compressor) and a controller:
   dense data parallelism    NoMemory + DenseMean + Fixed(1)
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
   DGC                       Momentum + AllGather(SampledTopK()) + Scheduled(...)
-  GraVAC, the default       Residual + AllGather(Threshold()) + GraVAC()
+  GraVAC                    Residual + AllGather(Threshold()) + GraVAC()
+  the default               Residual + AllGather(Threshold()) + Fastest()
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from gravac_jax._clipping import Clip, NoClip
 from gravac_jax._comm import AxisName
 from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor
-from gravac_jax._controllers import GraVAC
+from gravac_jax._controllers import Fastest
 from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges import AllGather, Cheapest
 from gravac_jax._exchanges.base import Exchange
@@ -74,7 +75,8 @@ def transform(
       weight_decay: so many times the params are added to each replica's gradient after
         the clip, before momentum: coupled decay, as in Deep Gradient Compression.
         `update` needs the params then. Decoupled decay comes after the transform.
-      controller: how few are sent. Default: `GraVAC()`.
+      controller: how few are sent. Default: `Fastest()`, which wants to be told how
+        long steps take; see `gravac.StepClock`. Without, it chooses for `wire`.
       compress: which leaves are compressed; the others go dense. True for all, a
         function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
         leaves out biases, norms and what is small.
@@ -174,7 +176,7 @@ def transform(
         weight_decay=weight_decay,
         exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
-        controller=GraVAC() if controller is None else controller,
+        controller=Fastest() if controller is None else controller,
         compress=_buckets.matrices() if compress is None else compress,
         wire=WireCost() if wire is None else wire,
         seed=seed,

@@ -77,7 +77,10 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
             "cap": Slope(2.5, 1.02),
         }
     ],
-    gravac.Fastest: [{"ladder": (1, 4, 16, 64)}],
+    gravac.Fastest: [
+        {"ladder": (1, 4, 16, 64)},
+        {"ladder": (1, 4, 16, 64), "least_progress": 0.8},
+    ],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
         {"schedule": Slope(0.7, 1.02), "ladder": (1, 10, 100)},

@@ -583,9 +583,14 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     sent, total = np.zeros(len(rungs)), 0.0
     filtered = SecondsFilter()
     for e in evidence:
-        sent = sent + 0.02 * (e.gradient_energies - sent)
-        total = total + 0.02 * (e.gradient_energies[0] - total)
+        weight = 0.1 * bool(e.gradient_energies[0] > 0)
+        sent = sent + weight * (e.gradient_energies - sent)
+        total = total + weight * (e.gradient_energies[0] - total)
         progress = np.sqrt(sent / total)
+        least = controller.least_progress * np.where(
+            np.arange(len(rungs)) == home, 0.97, 1
+        )
+        progress = np.where(progress < least, 1e-6, progress)
         guess = np.float64(e.predicted_parts)
         has_changed = False
         for r in rungs:

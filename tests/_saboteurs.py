@@ -98,10 +98,8 @@ class _Gathers(gravac.AllGather):
     def change(self, mean, residual, bucket, comm) -> Any:
         raise NotImplementedError
 
-    def exchange(self, bucket, state, rung, *, ladder, key, comm):
-        good, state = super().exchange(
-            bucket, state, rung, ladder=ladder, key=key, comm=comm
-        )
+    def exchange(self, bucket, state, rung, *, comm, **others):
+        good, state = super().exchange(bucket, state, rung, comm=comm, **others)
         mean, residual = self.change(good.mean, good.residual, bucket, comm)
         return good._replace(mean=mean, residual=residual), state
 
@@ -139,24 +137,29 @@ class IsSilentAlone(_Gathers):
 
 
 class TellsTheEnergyOfTheTop(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, ladder, key, comm):
-        good, state = super().exchange(
-            bucket, state, rung, ladder=ladder, key=key, comm=comm
-        )
-        top = jnp.broadcast_to(good.energies[-1], (len(ladder),))
+    def exchange(self, bucket, state, rung, **others):
+        good, state = super().exchange(bucket, state, rung, **others)
+        top = jnp.broadcast_to(good.energies[-1], good.energies.shape)
         return good._replace(energies=top), state
 
 
 class TalksBeforehand(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, ladder, key, comm):
+    def exchange(self, bucket, state, rung, **others):
         bucket = jax.lax.pmean(bucket, "data")
-        return super().exchange(bucket, state, rung, ladder=ladder, key=key, comm=comm)
+        return super().exchange(bucket, state, rung, **others)
 
 
 class SendsInItsSleep(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, ladder, key, comm):
+    def exchange(self, bucket, state, rung, *, ladder, **others):
         rung = jnp.minimum(rung, len(ladder) - 1)
-        return super().exchange(bucket, state, rung, ladder=ladder, key=key, comm=comm)
+        return super().exchange(bucket, state, rung, ladder=ladder, **others)
+
+
+class SendsLessUnseen(gravac.AllGather):
+    def exchange(self, bucket, state, rung, *, looks=True, **others):
+        seen = super().exchange(bucket, state, rung, looks=looks, **others)
+        unseen = super().exchange(bucket / 2, state, rung, looks=looks, **others)
+        return jax.tree.map(lambda x, y: jnp.where(looks, x, y), seen, unseen)
 
 
 class CountsNoIndices(gravac.AllGather):
@@ -258,3 +261,9 @@ class SwallowsInfinity(gravac.GraVAC):
             total=state.averages.total + evidence.energy,
         )
         return rung, after._replace(averages=averages)
+
+
+class SeesWhereNobodyLooks(gravac.GraVAC):
+    @property
+    def look_every(self):
+        return 8

@@ -61,6 +61,7 @@ EXCHANGE_SABOTEURS = {
     _saboteurs.TalksBeforehand(): (_laws.declares_its_bytes,),
     _saboteurs.CountsNoIndices(): (_laws.declares_its_bytes,),
     _saboteurs.SendsInItsSleep(): (_laws.sends_nothing_beyond_the_ladder,),
+    _saboteurs.SendsLessUnseen(): (_laws.sends_alike_looking_or_not,),
 }
 MEMORY_SABOTEURS = {
     _saboteurs.ForgetsToClear(): (_laws.telescopes, _laws.remembers_like_its_oracle),
@@ -87,6 +88,7 @@ CONTROLLER_SABOTEURS = {
     _saboteurs.GatesOnTheWrongSide(**GRAVAC): (_laws.decides_like_its_oracle,),
     _saboteurs.SettlesOnTheLargerFactor(**GRAVAC): (_laws.decides_like_its_oracle,),
     _saboteurs.SwallowsInfinity(**GRAVAC): (_laws.survives_overflow,),
+    _saboteurs.SeesWhereNobodyLooks(**GRAVAC): (_laws.believes_only_looks,),
 }
 
 # What each family is tried on, the honest class that the saboteurs come from, its

@@ -304,8 +304,9 @@ def test_nothing_is_communicated_but_what_is_meant(how):
     rungs = len(LADDER)
     assert sorted(found) == sorted(
         [
-            # Dense leaves, a count and an energy, and a time with its count per rung.
-            ("all-reduce", "f32", 4 * (DENSE_SIZE + 2 + 2 * rungs), ()),
+            # Dense leaves; a count, an energy and the rung; a time with its count per
+            # rung.
+            ("all-reduce", "f32", 4 * (DENSE_SIZE + 3 + 2 * rungs), ()),
             # The energies of all rungs and of everything.
             ("all-reduce", "f32", 4 * (rungs + 1), ()),
             ("all-reduce", "f32", 4 * SIZE, (0,)),

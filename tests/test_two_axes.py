@@ -341,7 +341,7 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
     found = re.findall(
         r"= (\w+\[[\d,]*\])\S* ([\w-]+)\(.*replica_groups=\{(\{[\d,{}]*\})\}", text
     )
-    evidence = COLUMNS + 2 + 2 * len(LADDER)  # with the leaf that goes dense
+    evidence = COLUMNS + 3 + 2 * len(LADDER)  # with the leaf that goes dense
     assert sorted(found) == sorted(
         [
             (f"f32[{N // FAST}]", "all-reduce", "{0,4},{1,5},{2,6},{3,7}"),

@@ -1,8 +1,9 @@
 """The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, and `fixed10` the static factor 10; any factor will do. The other families differ
-from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
+with, and `fixed10` the static factor 10; any factor will do. `ladder10` is the same on
+the default's ladder, whose other rungs it never takes. The other families differ from
+`fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
 `lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
 optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
@@ -24,6 +25,7 @@ LOW_RANK = gravac.LowRank()
 SHORT_LOW_RANK = gravac.LowRank(values=gravac.BFloat16())
 STAGES = (4, 16, 64, 250)  # of the paper's warm-up, before its last
 WARM_UP_STEPS = 200
+LADDER = gravac.Fastest.ladder
 METHODS = {
     "dense": {"controller": ALL},
     "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
@@ -52,6 +54,7 @@ WARMED: dict[str, dict[str, Any]] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "fixed": {},
+    "ladder": {},
     "short": {
         "exchange": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
     },
@@ -75,6 +78,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def based(family: str, factor: float) -> dict[str, Any]:
+    """What a family has in common with `fixed`, or with `dgc`."""
+    if family in WARMED:
+        return dgc(factor)
+    if family == "ladder":
+        return {"controller": gravac.Scheduled(lambda step: factor, LADDER)}
+    return {"controller": gravac.Fixed(factor)}
+
+
 def is_local(name: str) -> bool:
     """Whether a method takes its gradients at each replica's own params."""
     return name.startswith("local")
@@ -96,10 +108,7 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
     if match and match[1] in FAMILIES:
         try:
-            factor = float(match[2])
-            base = {"controller": gravac.Fixed(factor)}
-            if match[1] in WARMED:
-                base = dgc(factor)
+            base = based(match[1], float(match[2]))
         except ValueError as error:
             raise SystemExit(f"{whole}: {error}") from None
         chosen = {**base, **FAMILIES[match[1]]}

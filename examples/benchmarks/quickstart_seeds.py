@@ -36,8 +36,10 @@ class Args:
     """JSONL, appended to."""
     seeds: int = 5
     """Seeds 0, 1, ..."""
+    least_progress: tuple[float, ...] = (0.0, 0.9)
+    """What a step must be worth to Fastest; one run for each."""
     policies: tuple[Literal["geometric", "exponential"], ...] = ("geometric",)
-    """Scaling policies from 10 to 1000; one adaptive run for each and each epsilon."""
+    """Scaling policies from 10 to 1000; a run of GraVAC for each and each epsilon."""
     epsilons: tuple[float, ...] = (gravac.GraVAC.epsilon,)
     """Smallest gains that may be sent."""
     factors: tuple[float, ...] = ()
@@ -65,6 +67,8 @@ def machine() -> str:
 def controllers(args: Args) -> dict[str, Any]:
     """Every run of one seed, by name."""
     runs: dict[str, Any] = {"dense": gravac.Fixed(factor=1)}
+    for x in args.least_progress:
+        runs[f"Fastest, progress {x:g}"] = gravac.Fastest(least_progress=x)
     for policy in args.policies:
         ladder = getattr(gravac, policy)(10, 1000)
         for x in args.epsilons:
@@ -95,6 +99,7 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
                 "held_out": round(run.held_out, 5),
                 "payload_factor": round(run.payload_factor, 3),
                 "wire_factor": round(run.wire_factor, 3),
+                "network_ms": round(1e3 * statistics.mean(run.network_seconds), 2),
                 "step_ms": round(1e3 * run.step_seconds, 1),
                 "factors": [round(x) for x in run.factor[:: max(1, args.steps // 24)]],
                 "gravac_jax": gravac.__version__,
@@ -118,7 +123,8 @@ def summary(records: list[dict[str, Any]], steps: int) -> Table:
         title=f"{steps} steps: median over n paired seeds (smallest-largest)",
     )
     table.add_column("run", no_wrap=True)
-    for title in ("n", "gap to dense, %", "payload factor", "ms / step"):
+    titles = "n", "gap to dense, %", "payload factor", "wire factor", "network ms"
+    for title in (*titles, "ms / step"):
         table.add_column(title, justify="right", no_wrap=True)
     for name in dict.fromkeys(r["run"] for r in records):
         rows = [r for r in records if r["run"] == name]
@@ -128,6 +134,8 @@ def summary(records: list[dict[str, Any]], steps: int) -> Table:
             str(len(rows)),
             spread(gaps, 2),
             spread([r["payload_factor"] for r in rows], 1),
+            spread([r["wire_factor"] for r in rows], 1),
+            spread([r["network_ms"] for r in rows], 1),
             spread([r["step_ms"] for r in rows], 0),
         )
     return table

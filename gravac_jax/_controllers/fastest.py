@@ -65,16 +65,23 @@ class Fastest(Controller):
     to 2.7 times too hopeful. A ladder that ends at 100 is the careful choice for runs
     of few steps.
 
+    Fastest is in time, not in steps: on a slow network it takes many cheap steps that
+    are worth less each. Where the number of steps is given, say what each must be worth
+    at the least: with `least_progress=0.9` a run is expected to get as far as dense
+    steps would in nine tenths of it.
+
     Dense is a rung like others: where compression does not pay, it ends there. It
     follows a network that changes: four unexpected times in a row, or a visit, show it.
     Without measured times (`update(..., step_seconds=...)`) it believes the cost model.
 
     Args:
       ladder: factor 1, then others.
+      least_progress: of a rung that may be taken, in [0, 1]; 1 is that of dense steps.
 
     Raises:
       TypeError: if `ladder` is no tuple of factors.
-      ValueError: if the ladder is out of order or does not begin with 1.
+      ValueError: if the ladder is out of order or does not begin with 1, or
+        `least_progress` is outside its bounds.
 
     Example:
       >>> import gravac_jax as gravac
@@ -89,9 +96,12 @@ class Fastest(Controller):
     """
 
     ladder: tuple[float, ...] = _ladder.geometric(10, 1000)
+    least_progress: float = 0.0
 
     def __post_init__(self) -> None:
         _checks.ladder(self.ladder)
+        why = "It is the least that a step may be worth, in dense steps."
+        _checks.within(self.least_progress, "least_progress", 0, 1, why)
         _checks.dense_first(self.ladder, "Fastest")
 
     @property
@@ -125,7 +135,12 @@ class Fastest(Controller):
         newer = _gain.smooth(state.averages, sampled, sampled[0], SMOOTHING)
         averages = _tree.where(sampled[0] > 0, newer, state.averages)
         progress = _gain.gain(averages.sent, averages.total, "norm")
-        progress = jnp.maximum(progress, 1e-6)  # of a rung that sends nothing
+        # A rung in use is left a little later than it would be taken.
+        is_home = jnp.arange(len(self.ladder)) == state.home
+        least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
+        # As of one that sends nothing: it is never the fastest.
+        progress = jnp.where(progress < least, 0, progress)
+        progress = jnp.maximum(progress, 1e-6)
         timing, has_changed = self._time(evidence, state.timing)
         seconds, covariance = _timing.predict(timing, evidence.predicted_parts)
         # In units of what home costs.
@@ -145,9 +160,9 @@ class Fastest(Controller):
         least = _timing.least_compute(timing) * scale
         worth = value_of_visits(cost, covariance, timing.noise, least, home)
         visited = jnp.argmax(worth).astype(jnp.int32)
-        is_home = (state.current == state.home) & (home == state.home)
+        is_settled = (state.current == state.home) & (home == state.home)
         is_rested = rested * HASTE >= known
-        is_visit = is_free & is_home & is_rested & (worth[visited] > 0)
+        is_visit = is_free & is_settled & is_rested & (worth[visited] > 0)
 
         rung = jnp.where(is_free, home, state.current)
         rung = jnp.where(is_visit, visited, rung)
