@@ -86,6 +86,7 @@ PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
 RECIPES = {
     "scripted": gravac_with(Scripted(LADDER)),
     "gravac": gravac_with(GRAVAC),
+    "fastest": gravac_with(gravac.Fastest(LADDER)),
     "early": gravac.transform(
         compress=COMPRESS, controller=Scripted(LADDER), bucket_bytes=1
     ),
@@ -299,16 +300,17 @@ def test_a_decided_rung_stays_a_branch_under_vmap():
 
 
 @in_every_mapped_way
-def test_nothing_is_communicated_but_what_is_meant(how):
-    found, _ = collectives(program(how))
+@pytest.mark.parametrize(("recipe", "samples"), [("scripted", 1), ("fastest", 2)])
+def test_nothing_is_communicated_but_what_is_meant(recipe, samples, how):
+    found, _ = collectives(program(how, recipe))
     rungs = len(LADDER)
     assert sorted(found) == sorted(
         [
             # Dense leaves; a count, an energy and the rung; a time with its count per
             # rung.
             ("all-reduce", "f32", 4 * (DENSE_SIZE + 3 + 2 * rungs), ()),
-            # The energies of all rungs and of everything.
-            ("all-reduce", "f32", 4 * (rungs + 1), ()),
+            # The energies of all rungs, of the gradient's too, and of everything.
+            ("all-reduce", "f32", 4 * (samples * rungs + 1), ()),
             ("all-reduce", "f32", 4 * SIZE, (0,)),
             ("all-gather", "s32", 8 * ENTRIES[4], (1,)),
             ("all-gather", "s32", 8 * ENTRIES[16], (2,)),

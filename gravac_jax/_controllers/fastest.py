@@ -74,6 +74,12 @@ class Fastest(Controller):
     follows a network that changes: four unexpected times in a row, or a visit, show it.
     Without measured times (`update(..., step_seconds=...)`) it believes the cost model.
 
+    Cost:
+      Some hundred tiny kernels a step; at one step in eight a sample of the gradient
+      and one of the bucket; visits, of three steps each, at most one in fifty steps
+      once a network has been as it is for 400. On one core, with 330 thousand params,
+      a step takes 0.9 ms longer than at a static factor, a dense one 1.2.
+
     Args:
       ladder: factor 1, then others.
       least_progress: of a rung that may be taken, in [0, 1]; 1 is that of dense steps.
