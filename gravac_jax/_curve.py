@@ -59,8 +59,9 @@ def look(
     sampled = bucket.at[places].get(mode="promise_in_bounds")
     is_asked = looks if len(counts) > 1 else False  # of one rung all is known
     bits = _quantile.thresholds(sampled, n, counts, is_asked)
-    # Nothing is marked by a step that is dense and does not look.
-    bracket = _quantile.bracket_from(sampled, n, k, looks is True or k > 0)
+    # A step that is dense and does not look marks nothing.
+    is_marked = True if looks is True else k > 0
+    bracket = _quantile.bracket_from(sampled, n, k, is_marked)
     squares = jnp.square(_compaction.from_bits(bits))
     return Outlook(places, jnp.square(sampled), squares, bracket)
 

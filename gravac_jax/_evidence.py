@@ -67,13 +67,12 @@ def gains(
       mean: the energies, averaged.
       before: `[rungs]` float32, the gains so far.
       looks: whether this step looked at all rungs.
-      rung: `[]` int32, that of the step; beyond the ladder if it was skipped, when all
-        gains are 0.
+      rung: `[]` int32, that of the step; beyond the ladder if it was skipped, when
+        nothing is learned.
     """
     now = _gain.gain(mean.sent, mean.compensated)
-    rungs = jnp.arange(now.size)
-    known = jnp.where(looks | (rungs == rung), now, before)
-    return jnp.where(rung == now.size, 0.0, known)
+    is_known = (looks | (jnp.arange(now.size) == rung)) & (rung < now.size)
+    return jnp.where(is_known, now, before)
 
 
 def sampled(

@@ -21,8 +21,9 @@ class StepInfo(NamedTuple):
       gain: `[]` float32, the share of the energy of the error-fed gradient that was
         sent, over all replicas, in [0, 1].
       gains: `[rungs]` float32, the same for every rung of the ladder, had it been
-        used in this step, or in the last one that looked at all of them: GraVAC looks
-        at every step, `Fastest` at one in eight.
+        used in this step, or in the last one that looked at all of them: with GraVAC
+        every step does, with `Fastest` one in eight, with `Accordion` and `Scheduled`
+        one in a hundred; the first 32 always do.
       payload_bytes: `[]` float32, what one replica put into the collectives, indices
         and dense leaves and evidence included.
       wire_bytes: `[]` float32, what one replica sent for them: N - 1 payloads for an

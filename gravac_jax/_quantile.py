@@ -181,6 +181,7 @@ def _reached_if(
         found = kth(bits, jnp.clip(ranks, 1, bits.size)).bits
         return jnp.where(ranks > bits.size, SMALLEST, found)
 
+    # A constant would not vary over the axis of replicas: bits do.
     beyond = jnp.full(ranks.size, BEYOND) + 0 * bits[0]
     if isinstance(is_used, bool):
         return reached() if is_used else beyond

@@ -48,10 +48,11 @@ def slots(
       looks: whether the step looks at what other rungs would have sent.
     """
     sparse = tuple(k for k in counts if k < n)
-    looked_at = jnp.where(looks, sparse[len(sparse) // 2], 0)
-    marked = [*(k if k < n else looked_at for k in counts), 0]
-    at_rung = lambda table: jnp.stack([jnp.int32(x) for x in table])[rung]
-    return Slots(tuple(counts), sparse, at_rung(marked), at_rung([*counts, 0]))
+    looked_at = sparse[len(sparse) // 2]
+    table = [(k, k) if k < n else (looked_at, n) for k in counts]
+    marked, sent = jnp.asarray([*table, (0, 0)], jnp.int32)[rung]
+    marked = jnp.where((sent == n) & ~jnp.asarray(looks), 0, marked)
+    return Slots(tuple(counts), sparse, marked, sent)
 
 
 class Selected(NamedTuple):

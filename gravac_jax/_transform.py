@@ -101,7 +101,8 @@ def transform(
         skipped. XLA makes nothing of it on CPUs and TPUs, where collectives come last
         in the schedule (jax 0.10.2); collectives in the branches of a ladder wait for
         all operands of the branch on both, and with a single rung, as of `Fixed`,
-        there are no branches.
+        there are no branches. Without a number all replicas take the rung of the first
+        one; with it each relies on having decided the same.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;

@@ -299,6 +299,19 @@ def test_a_decided_rung_stays_a_branch_under_vmap():
     assert collectives(program("vmap", "gravac"))[1] == 1
 
 
+def test_all_replicas_take_the_rung_of_the_first():
+    tx = gravac_with(gravac.Scheduled(lambda step: LADDER[1], LADDER))
+    apart = np.arange(N, dtype=np.int32)[::-1] % len(LADDER)
+    states = jax.tree.map(lambda x: jnp.stack([x] * N), tx.init(PARAMS))
+    gradients = jax.tree.map(lambda x: jnp.asarray(x[0]), FLOATS)
+    update = jax.vmap(lambda grads, state: tx.update(grads, state), axis_name="data")
+    updates, after = update(gradients, states._replace(rung=jnp.asarray(apart)))
+    assert len(set(apart.tolist())) > 1
+    np.testing.assert_allclose(after.info.factor, LADDER[apart[0]], rtol=0.01)
+    for x in jax.tree.leaves(updates):
+        assert_same(x, jnp.stack([x[0]] * N))
+
+
 @in_every_mapped_way
 @pytest.mark.parametrize(("recipe", "samples"), [("scripted", 1), ("fastest", 2)])
 def test_nothing_is_communicated_but_what_is_meant(recipe, samples, how):

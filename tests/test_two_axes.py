@@ -293,6 +293,23 @@ def test_all_devices_take_one_rung():
     assert len({float(x.info.factor) for x in states}) > 1
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"bucket_bytes": 1}], ids=["one", "several"])
+def test_what_fastest_knows_is_the_same_of_slices_and_of_whole_params(kwargs):
+    controller = gravac.Fastest(LADDER)
+    _, sliced = run_sharded(controller, **kwargs)
+    tx = transform(controller, compress=IS_MATRIX, **kwargs)
+    mesh = two_axes()
+    local = lambda params, batch: batch
+    _, whole = run(tx, put(PARAMS, mesh, WHOLE), mesh, local, check_vma=True)
+    for a, b in zip(sliced, whole, strict=True):
+        a, b = (jax.tree.map(agreed, x.controller.averages) for x in (a, b))
+        assert a.sent[0] == a.total
+        # A device has its own part of the energy.
+        assert a.total * FAST == pytest.approx(b.total, rel=1e-4)
+        np.testing.assert_allclose(a.sent / a.total, b.sent / b.total, rtol=0.25)
+        assert (np.diff(a.sent) < 0).all()
+
+
 def test_a_device_holds_the_residual_of_its_slice_alone():
     tx = transform(sharded=IS_MATRIX)
     mesh = two_axes()

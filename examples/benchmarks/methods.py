@@ -1,7 +1,8 @@
 """The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, and `fixed10` the static factor 10; any factor will do. `ladder10` is the same on
+with (where nobody tells it times, it chooses for the network of `WireCost()`), and
+`fixed10` the static factor 10; any factor will do. `ladder10` is the same on
 the default's ladder, whose other rungs it never takes. The other families differ from
 `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
 `lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:

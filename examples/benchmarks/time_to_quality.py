@@ -74,7 +74,7 @@ class Args:
     noise: float = 0.1
     """Standard deviation of the logarithm of a time."""
     deciding_seconds: float = 0.0
-    """What a controller's step takes beside that of a static factor."""
+    """What a controller's step takes beside that of a static factor: see live.py."""
     multiple: float = 1.0
     """The learning rate, in units of the task's own; constant after a short warm-up."""
 
@@ -185,14 +185,19 @@ def _seconds(factor: float, at: Any, known: Any, dense: float) -> float:
 
 
 def race(args: Args, console: Console) -> list[Line]:
-    """Make the runs that are missing."""
+    """Make the runs that are missing.
+
+    Raises:
+      SystemExit: if the first factor is not 1, which sets the target.
+    """
+    if args.factors[0] != 1:
+        raise SystemExit(f"--factors must begin with 1, got {args.factors}")
     head, timed = journal.read(args.timed)
     own = dataclasses.asdict(args)
     for name in ("data_dir", "out", "timed", "seeds", "controllers", "factors"):
         del own[name]
     networks = seconds_of(timed, args.hosts)
     own["timed"] = head["configuration"]
-    own["seconds"] = [[x(f) for f in args.factors] for x in networks.values()]
     lines, bench = Journal(args.out, own), Bench(args)
     for seed in track(range(args.seeds), "seeds", console=console, transient=True):
         target = None
@@ -231,7 +236,9 @@ def _made(lines: Journal, key: Line, target: float | None, run: Any) -> Line:
 def table(args: Args, lines: list[Line]) -> Table:
     """Seconds to the target, over those of the best static factor and of dense."""
     _, timed = journal.read(args.timed)
-    found = Table(box=SIMPLE, title="Time to the target: mean over seeds (range)")
+    title = "Time to the target: mean over seeds (range); controllers' steps "
+    title += f"{1e3 * args.deciding_seconds:g} ms longer than static ones"
+    found = Table(box=SIMPLE, title=title)
     found.add_column("Mbit/s", justify="right")
     for title in ("method", "over best static", "over dense"):
         found.add_column(title)

@@ -61,7 +61,7 @@ class GraVAC(Controller):
       epsilon: smallest gain that may be sent; raising it sends more. The default is
         measured (the README says how); the paper uses 0.7 and 0.9 on larger models.
       ladder: factor 1, then the factors to explore. The default is geometric, which
-        the README's record has saving more at the same loss than exponential.
+        a record of the quickstart has saving more at the same loss than exponential.
       omega: relative difference that counts as none. 0.01 in the paper.
       window: steps between two moves. 500 or 2,000 in the paper.
       gain: "energy" for squared norms, as StepInfo reports them, "norm" for their
