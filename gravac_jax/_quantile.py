@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _compaction, _tree
 
@@ -13,7 +14,8 @@ OCTAVE = 2**23  # bits from one power of two to the next
 ALL = 2**31 - 1
 
 SAMPLE_ENTRIES = 2**16  # of a bucket, arbitrary: 1% off in the count at factor 10
-FEWER_ENTRIES = 2**14  # of the sample, where a count may be off by more; arbitrary
+FEWER_ENTRIES = 2**14  # of the sample, for counts of which these hold at least
+FEWEST_ENTRIES = 2**6  # so many, arbitrary: 1% off in the energy
 SPREAD = 4  # standard deviations of a count in the sample
 SURVIVORS_SHARE = 32  # one entry in so many may lie within the bracket; arbitrary
 
@@ -134,10 +136,16 @@ def thresholds(
     Returns:
       `[counts]` int32, magnitude bits.
     """
-    bits = _compaction.magnitude_bits(sampled)
-    bits = bits[:: max(1, bits.size // FEWER_ENTRIES)]
-    ranks = jnp.asarray([round(j * bits.size / n) for j in counts], jnp.int32)
-    return _reached_if(looks, bits, ranks)
+    every = _compaction.magnitude_bits(sampled)
+    fewer = every[:: max(1, every.size // FEWER_ENTRIES)]
+    are_few = np.array([j * fewer.size >= FEWEST_ENTRIES * n for j in counts], bool)
+    found = jnp.zeros(len(counts), jnp.int32)
+    for bits, chosen in (fewer, are_few), (every, ~are_few):
+        if (places := np.flatnonzero(chosen)).size:
+            ranks = [round(counts[i] * bits.size / n) for i in places]
+            reached = _reached_if(looks, bits, jnp.asarray(ranks, jnp.int32))
+            found = found.at[places].set(reached)
+    return found
 
 
 def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:

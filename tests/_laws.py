@@ -293,13 +293,14 @@ def sends_alike_looking_or_not(exchange: Any, buckets: np.ndarray, ladder: Any) 
     step = functools.partial(_step, exchange, ladder, Comm("data"))
     step = jax.jit(jax.vmap(step, in_axes=(0, None, None), axis_name="data"))
     for rung in range(len(ladder) + 1):
-        *whole, energies, energy = exchanged(exchange, buckets, ladder, rung)
-        for looks in (False, True):
-            *found, seen, same = step(buckets, np.int32(rung), np.bool_(looks))
-            assert_same(found, whole)
-            assert_same(same, energy)
-            known = slice(None) if looks else slice(rung, rung + 1)
-            assert_same(seen[:, known], energies[:, known])
+        *whole, seen, energy = step(buckets, np.int32(rung), np.bool_(True))
+        *found, known, same = step(buckets, np.int32(rung), np.bool_(False))
+        assert_same((found, same), (whole, energy))
+        assert_same(known[:, rung : rung + 1], seen[:, rung : rung + 1])
+        # Compiled without the question, sums may round otherwise.
+        *always, energies, _ = exchanged(exchange, buckets, ladder, rung)
+        assert_same(found, always)
+        np.testing.assert_allclose(seen, energies, rtol=1e-5)
 
 
 def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
