@@ -304,14 +304,13 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
         box=SIMPLE,
         title="Same model, same batches, same number of steps",
         caption="payload: handed to the collectives; wire: sent for them by one;\n"
-        f"on a network: modeled, of {bandwidth_mbit:g} Mbit/s, with 10 ms of compute",
+        f"network: modeled, of {bandwidth_mbit:g} Mbit/s, with 10 ms of compute",
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("run", no_wrap=True)
     columns = "held-out\nloss|gap|payload\nkB/step|payload\nfactor|wire\nfactor"
-    network = "ms/step on\na network"
-    for title in (*columns.split("|"), network, "steps", "ms/step\nhere"):
+    for title in (*columns.split("|"), "network\nms/step", "steps", "ms/\nstep"):
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
