@@ -24,12 +24,14 @@ class Slots(NamedTuple):
       sparse: static, those of `counts` that are below `n`, in the order of the ladder.
       marked: `[]` int32, how many to mark.
       sent: `[]` int32, how many the step sends: `n` if dense, 0 if skipped.
+      looks: whether the step looks at what other rungs would have sent.
     """
 
     counts: tuple[int, ...]
     sparse: tuple[int, ...]
     marked: jax.Array
     sent: jax.Array
+    looks: jax.Array | bool
 
 
 def slots(
@@ -52,7 +54,7 @@ def slots(
     table = [(k, k) if k < n else (looked_at, n) for k in counts]
     marked, sent = jnp.asarray([*table, (0, 0)], jnp.int32)[rung]
     marked = jnp.where((sent == n) & ~jnp.asarray(looks), 0, marked)
-    return Slots(tuple(counts), sparse, marked, sent)
+    return Slots(tuple(counts), sparse, marked, sent, looks)
 
 
 class Selected(NamedTuple):
@@ -81,7 +83,6 @@ def select(
     state: Any,
     slots: Slots,
     key: jax.Array,
-    looks: jax.Array | bool,
 ) -> tuple[Selected, Any]:
     """Mark what `slots` says and take it out of the bucket.
 
@@ -92,13 +93,12 @@ def select(
       state: the compressor's.
       slots: of the rung.
       key: a random key.
-      looks: whether the step looks at what other rungs would have sent.
 
     Returns:
       The selection and the new state.
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
-    outlook = _curve.look(bucket, slots.counts, k, key, looks)
+    outlook = _curve.look(bucket, slots.counts, k, key, slots.looks)
     choice, after = compressor.mark(
         bucket, state, k=k, bracket=outlook.bracket, key=key
     )

@@ -24,6 +24,12 @@ def timed(path, hosts=2):
     return lines.lines
 
 
+def args_of(tmp_path, **kwargs):
+    paths = (tmp_path, tmp_path / "steps.jsonl", tmp_path / "out.jsonl")
+    timed(paths[1])
+    return time_to_quality.Args(*paths, hosts=2, **kwargs)
+
+
 def test_seconds_between_measured_factors_follow_the_bytes(tmp_path):
     lines = timed(tmp_path / "steps.jsonl")
     fast, slow = time_to_quality.seconds_of(lines, hosts=2).values()
@@ -36,12 +42,8 @@ def test_seconds_between_measured_factors_follow_the_bytes(tmp_path):
 
 
 def test_a_table_compares_with_the_best_static_factor(tmp_path):
-    timed(tmp_path / "steps.jsonl")
-    args = time_to_quality.Args(
+    args = args_of(
         tmp_path,
-        tmp_path / "steps.jsonl",
-        tmp_path / "out.jsonl",
-        hosts=2,
         factors=(1, 10),
         controllers=("Fastest",),
         seeds=2,
@@ -72,12 +74,8 @@ def test_a_table_compares_with_the_best_static_factor(tmp_path):
 @pytest.mark.slow
 def test_times_to_a_quality_are_found_once(tmp_path):
     (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
-    timed(tmp_path / "steps.jsonl")
-    args = time_to_quality.Args(
+    args = args_of(
         tmp_path,
-        tmp_path / "steps.jsonl",
-        tmp_path / "out.jsonl",
-        hosts=2,
         factors=(1, 100),
         controllers=("Fastest", "Accordion"),
         seeds=1,

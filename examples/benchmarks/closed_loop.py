@@ -158,6 +158,11 @@ class Bench:
             yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
 
 
+def target_of(losses: list[float]) -> float:
+    """What dense steps have reached after 80% of their evaluations."""
+    return losses[len(losses) * 4 // 5 - 1]
+
+
 def reached(losses: list[float], at: list[float], target: float) -> float | None:
     """Where between two of `at` the losses first reach the target; None if nowhere."""
     below = [i for i, x in enumerate(losses) if x <= target]
@@ -206,7 +211,7 @@ def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
             losses.append(loss)
             if dense and loss <= dense[0]["target"]:
                 break
-        target = dense[0]["target"] if dense else losses[len(losses) * 4 // 5 - 1]
+        target = dense[0]["target"] if dense else target_of(losses)
         at = [EVERY * (i + 1.0) for i in range(len(losses))]
         own = {"kind": "fixed", "n": replicas, "factor": factor}
         taken = reached(losses, at, target)

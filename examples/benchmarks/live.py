@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import journal
 from journal import Journal, Line
 from live_inside import Setting
 from network import Network, NetworkError
@@ -67,12 +68,12 @@ def race(args: Args) -> list[Line]:
     for name in args.setting.methods:
         method(name)
     setting = dataclasses.asdict(args.setting)
-    journal = Journal(args.out, {"hosts": args.hosts, **setting})
+    lines = Journal(args.out, {"hosts": args.hosts, **setting})
     phases, steps = len(args.setting.bandwidths_mbit), args.setting.steps
     turns = steps // args.setting.turn * phases * len(args.setting.methods)
-    if len(journal.lines) == turns:
-        return journal.lines
-    journal.drop(lambda _: True)  # a race that was cut off
+    if len(lines.lines) == turns:
+        return lines.lines
+    lines.drop(lambda _: True)  # a race that was cut off
     if reason := Network.unavailable():
         raise SystemExit(reason)
     script = [str(INSIDE), str(args.data_dir), str(args.out), json.dumps(setting)]
@@ -81,7 +82,7 @@ def race(args: Args) -> list[Line]:
             network.launch(script).wait(args.timeout_seconds)
     except (NetworkError, ProcessDiedError, TimeoutError) as error:
         raise SystemExit(str(error)) from None
-    return Journal(args.out, {"hosts": args.hosts, **setting}).lines
+    return journal.read(args.out)[1]
 
 
 def draw(lines: list[Line], setting: Setting, picture: Path) -> None:

@@ -24,7 +24,6 @@ ALL = gravac.Fixed(factor=1)
 CLIP = gravac.ClipByGlobalNorm(1.0)
 LOW_RANK = gravac.LowRank()
 SHORT_LOW_RANK = gravac.LowRank(values=gravac.BFloat16())
-STAGES = (4, 16, 64, 250)  # of the paper's warm-up, before its last
 WARM_UP_STEPS = 200
 LADDER = gravac.Fastest.ladder
 METHODS = {
@@ -44,7 +43,7 @@ def corrected(masking: str) -> dict[str, Any]:
 
 def dgc(factor: float) -> dict[str, Any]:
     """Deep Gradient Compression over the exchange of all others."""
-    stages = (*(x for x in STAGES if x < factor), factor)
+    stages = (*(x for x in gravac.Scheduled.ladder if x < factor), factor)
     return corrected("literal") | {"controller": gravac.warm_up(WARM_UP_STEPS, stages)}
 
 

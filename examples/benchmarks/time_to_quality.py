@@ -28,14 +28,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import journal
-from closed_loop import reached
+from closed_loop import AVERAGED, reached, target_of
 from journal import Journal, Line
 from tasks import load, pipeline
 
 import gravac_jax as gravac
 
 EVERY = 25  # steps from one evaluation to the next
-AVERAGED = 0.02  # weight of the newest params in those that are evaluated
 CONTROLLERS = {
     "Fastest": gravac.Fastest(),
     "GraVAC 0.04": gravac.GraVAC(),
@@ -225,11 +224,10 @@ def _made(lines: Journal, key: Line, target: float | None, run: Any) -> Line:
         if key.items() <= line.items():
             return line
     found = run(target)
-    goal = (
-        found["losses"][len(found["losses"]) * 4 // 5 - 1] if target is None else target
-    )
-    reached_at = reached(found["losses"], found["clock"], goal)
-    lines.append({**key, "target": goal, "seconds_to_target": reached_at, **found})
+    losses = found["losses"]
+    goal = target_of(losses) if target is None else target
+    at = reached(losses, found["clock"], goal)
+    lines.append({**key, "target": goal, "seconds_to_target": at, **found})
     return lines.lines[-1]
 
 

@@ -89,7 +89,7 @@ class AllGather(Exchange):
             return dense_exchange(bucket, rung, len(ladder), comm), state
         codec, slots = self._codec(n), _selection.slots(counts, n, rung, looks)
         selected, state = _selection.select(
-            self.compressor, codec, bucket, state, slots, key, looks
+            self.compressor, codec, bucket, state, slots, key
         )
 
         def gathered_mean(k: int) -> jax.Array:

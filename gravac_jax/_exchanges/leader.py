@@ -114,7 +114,7 @@ class LeaderIndices(Exchange):
         slots = _selection.slots(counts, n, rung, looks)
         codec = Codec(Float32(), Int32(), n)
         own, compressor = _selection.select(
-            self.compressor, codec, bucket, state.compressor, slots, key, looks
+            self.compressor, codec, bucket, state.compressor, slots, key
         )
         mine = jnp.sum(jnp.where(rungs == rung, own.energies, 0))
         zero = comm.zeros(own.energy)
