@@ -125,9 +125,11 @@ class Buckets:
         return tuple(tuple(map(shape, bucket)) for bucket in self.pieces)
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """The size of each piece of a compressed leaf, in order."""
-        return tuple(x.entries for bucket in self.pieces for x in bucket)
+    def layout(self) -> tuple[tuple[int, int], ...]:
+        """The leaf, among all, and the size of each piece that is compressed."""
+        chosen = [i for i, is_one in enumerate(self.is_compressed) if is_one]
+        pieces = itertools.chain.from_iterable(self.pieces)
+        return tuple((chosen[x.leaf], x.entries) for x in pieces)
 
     @property
     def dense_size(self) -> int:

@@ -36,8 +36,9 @@ class TransformState(NamedTuple):
 
     Attributes:
       steps: `[]` int32, updates so far, skipped ones included.
-      layout: `[pieces]` int32, entries of each compressed leaf, in order, cut where a
-        bucket ends; a state with others is refused.
+      ladder: `[rungs]` float32, the factors.
+      layout: `[pieces, 2]` int32, which of all leaves a piece of a bucket is of, and
+        how many entries it has; in order. A state with more or fewer is refused.
       local: what differs between replicas.
       dense: the memory of the leaves that go dense.
       rung: `[]` int32, that of the next step.
@@ -48,6 +49,7 @@ class TransformState(NamedTuple):
     """
 
     steps: jax.Array
+    ladder: jax.Array
     layout: jax.Array
     local: LocalState
     dense: Any

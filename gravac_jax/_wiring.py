@@ -99,7 +99,8 @@ class Wiring:
         rung, controller = self.controller.init()
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
-            layout=jnp.asarray(buckets.layout, jnp.int32),
+            ladder=jnp.asarray(ladder, jnp.float32),
+            layout=jnp.asarray(buckets.layout, jnp.int32).reshape(-1, 2),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 memory=tuple(self.memory.init(n) for n in sizes),
@@ -218,9 +219,8 @@ class Wiring:
         rung = jnp.where(is_finite, rung, len(ladder))
         gains = _evidence.gains(energies, state.info.gains, looks, rung)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-        return buckets.unpack(means, dense), TransformState(
+        return buckets.unpack(means, dense), state._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            layout=state.layout,
             local=_state.leave(local, state.local),
             dense=_tree.where(is_finite, dense_memory, state.dense),
             rung=next_rung,

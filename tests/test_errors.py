@@ -395,7 +395,7 @@ def test_params_that_changed_are_refused():
 def test_params_of_the_same_size_in_another_number_of_leaves_are_refused():
     state = ALONE.init(PARAMS)
     one_leaf = jnp.concatenate([x.ravel() for x in jax.tree.leaves(PARAMS)])
-    with refused("ValueError ... layout': (2,)} ... layout': (1,)}", state):
+    with refused("ValueError ... layout': (2, 2)} ... layout': (1, 2)}", state):
         ALONE.update(one_leaf, state)
 
 

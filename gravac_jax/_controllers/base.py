@@ -90,7 +90,11 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:
-        """The rung of the first step, `[]` int32, and the state before it."""
+        """The rung of the first step, `[]` int32, and the state before it.
+
+        A state may have a method `moved(fresh)`: what is true of it on other devices,
+        for a run that is restored there; `fresh` is this one.
+        """
 
     @abc.abstractmethod
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:

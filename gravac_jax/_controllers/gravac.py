@@ -30,6 +30,14 @@ class GraVACState(NamedTuple):
     averages: _gain.Averages
     throughputs: jax.Array
 
+    def moved(self, fresh: "GraVACState") -> "GraVACState":
+        """On other devices the table is filled, and the search ends, anew."""
+        return self._replace(
+            is_settled=fresh.is_settled,
+            is_measured=fresh.is_measured,
+            throughputs=fresh.throughputs,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class GraVAC(Controller):

@@ -1,0 +1,264 @@
+"""Save training state so that nothing is lost, and restore it on any devices.
+
+A residual is training signal that has not been delivered yet. It is saved whole, for
+every replica, and restored bit for bit on as many; on more or fewer replicas their mean
+stays what it was::
+
+    from gravac_jax import checkpoint
+
+    with checkpoint.Checkpointer("run/checkpoints", save_every=500) as checkpointer:
+        state, start = (params, opt_state), 0
+        if saved := checkpointer.restore(state, params):
+            state, start = saved.tree, saved.step
+        for step in range(start, steps):
+            *state, loss = train_step(*state, batch(step))
+            checkpointer.save(step + 1, state, state[0])
+            if checkpointer.is_preempted:
+                break
+
+Orbax does the work: it writes in the background, each process its own part, and a
+checkpoint is there when all of it is. It is an extra: `pip install
+gravac_jax[checkpoint]`.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from gravac_jax import _checks, _ledger, _tree
+
+__all__ = ["CheckpointError", "Checkpointer", "Restored"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which, and why."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+      step: that it was saved at.
+      tree: the training state.
+      data: what was saved as `data`; None if nothing was.
+    """
+
+    step: int
+    tree: Any
+    data: Any
+
+
+class Checkpointer:
+    """The checkpoints of one run, in one directory.
+
+    Args:
+      directory: where they are; it is made if it is not there. Of several processes,
+        one that all of them share.
+      save_every: steps from one to the next.
+      keep: how many are kept, the newest; None for all.
+
+    Raises:
+      ValueError: if `save_every` or `keep` is no positive number.
+      CheckpointError: if there can be no such directory.
+
+    Attributes:
+      is_preempted: whether SIGTERM has come, to this process or another one of the job;
+        what was the state at the last `save` is saved then. Known to `save` only while
+        the checkpointer is in use as a context, and asked for after every step.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> from gravac_jax import checkpoint
+      >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
+      >>> params = {"w": jnp.ones((256, 256))}
+      >>> begin = lambda replicas: gravac.place((params, tx.init(params)), replicas)
+      >>> directory = tempfile.TemporaryDirectory()
+      >>> with checkpoint.Checkpointer(directory.name, save_every=1) as checkpointer:
+      ...     state = begin(4)
+      ...     saved = checkpointer.save(1, state, params)
+      ...     checkpointer.wait()
+      ...     step, (_, opt_state), _ = checkpointer.restore(begin(2), params)
+      >>> saved, step, optax.tree.get(opt_state, "residual").shape
+      (True, 1, (2, 65536))
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_every: int = 1000,
+        keep: int | None = 3,
+    ) -> None:
+        _checks.count(save_every, "save_every", "steps from one checkpoint to the next")
+        if keep is not None:
+            _checks.count(keep, "keep", "the checkpoints that are kept, or is None")
+        self.directory = Path(directory).absolute()
+        self.save_every = save_every
+        self.is_preempted = False
+        self._got_sigterm = threading.Event()
+        self._contexts = contextlib.ExitStack()
+        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        with self._complaints("cannot be used"):
+            self._orbax = ocp.training.Checkpointer(
+                str(self.directory),
+                save_decision_policy=_WhenAsked(),
+                preservation_policy=newest,
+                cleanup_tmp_directories=True,
+            )
+
+    @property
+    def steps(self) -> list[int]:
+        """Those of the checkpoints that are there, in order."""
+        return sorted(x.step for x in self._orbax.checkpoints)
+
+    def save(self, step: int, tree: Any, params: Any, data: Any = None) -> bool:
+        """Save the state after so many steps, if it is time to.
+
+        It is at multiples of `save_every`, and when the job is being preempted. The
+        state may be donated to the next step at once; writing goes on meanwhile, and
+        what goes wrong with it is said at the next call.
+
+        Args:
+          step: steps so far.
+          tree: all that training goes on from: params, optimizer state, keys, in any
+            nesting, with the state of `gravac.transform` as `gravac.place` makes it.
+          params: those in it, which the residuals belong to.
+          data: where the data are to go on, as JSON knows it: a number, or the
+            `get_state()` of an iterator of grain.
+
+        Returns:
+          Whether it is being saved.
+
+        Raises:
+          ValueError: if the params are not those of the state.
+          CheckpointError: if this, or what was to be saved before, cannot be written.
+        """
+        self.is_preempted = self.is_preempted or self._reached_preemption(step)
+        is_due = step % self.save_every == 0 or self.is_preempted
+        if not is_due or step in self.steps:
+            return False
+        written = _tree.nested(_ledger.write(tree, params))
+        with self._complaints("cannot be saved", step):
+            self._orbax.save_async(step, written, custom_metadata={"data": data})
+        if self.is_preempted:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+          CheckpointError: if something cannot be.
+        """
+        with self._complaints("cannot be saved"):
+            self._orbax.wait()
+
+    def restore(
+        self, tree: Any, params: Any, step: int | None = None
+    ) -> Restored | None:
+        """Read a checkpoint into the state that a run begins with.
+
+        Replicas may be more or fewer than when it was saved, buckets others: what each
+        replica gets is the mean of those in whose place it stands, so that the mean of
+        all is what it was. A controller keeps what is true there too, and measures
+        again how long steps take; with another ladder it begins anew. The checkpoint of
+        a chain without `gravac.transform` is restored too, with empty residuals. Both
+        are said in a warning.
+
+        Args:
+          tree: as for `save`, placed on the devices of this run; it stays as it is.
+          params: those in it.
+          step: which one; default: the last.
+
+        Returns:
+          What was saved; None if there is no checkpoint.
+
+        Raises:
+          ValueError: if it is of another model, optimizer, memory or exchange, or of
+            another version of this package.
+          CheckpointError: if there is none of that step, or it cannot be read.
+        """
+        self.wait()
+        step = self._which(step)
+        if step is None:
+            return None
+        with self._complaints("cannot be read", step):
+            metadata = self._orbax.metadata(step)
+            shapes = _ledger.shapes(metadata.metadata)
+        renamed = _ledger.renamed(shapes, tree)
+        found = {renamed.get(path, path): shape for path, shape in shapes.items()}
+        wanted = _ledger.plan(found, tree, params)
+        names = {renamed.get(path, path): path for path in shapes}
+        abstract = {path: ocp.PLACEHOLDER for path in shapes}
+        abstract |= {names[path]: x for path, x in wanted.items()}
+        with self._complaints("cannot be read", step):
+            loaded = self._orbax.load(step, _tree.nested(abstract))
+        arrays = _tree.by_path(loaded)
+        saved = {path: arrays[names[path]] for path in wanted}
+        custom: Any = metadata.custom_metadata or {}
+        return Restored(step, _ledger.read(saved, tree, params), custom.get("data"))
+
+    def _which(self, step: int | None) -> int | None:
+        if step is None:
+            return max(self.steps, default=None)
+        if step not in self.steps:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.directory}; there are"
+                f" those of {self.steps}."
+            )
+        return step
+
+    def close(self) -> None:
+        """Wait until all is written, and write no more.
+
+        Raises:
+          CheckpointError: if something cannot be.
+        """
+        with self._complaints("cannot be saved"):
+            self._orbax.close()
+
+    def _reached_preemption(self, step: int) -> bool:
+        if jax.process_count() == 1:
+            return self._got_sigterm.is_set()
+        # JAX's own, by which all processes come to know at the same step.
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def __enter__(self) -> "Checkpointer":
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and jax.process_count() == 1:
+            note = lambda *_: self._got_sigterm.set()
+            before = signal.signal(signal.SIGTERM, note)
+            self._contexts.callback(signal.signal, signal.SIGTERM, before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._contexts:
+            self.close()
+
+    @contextlib.contextmanager
+    def _complaints(self, what: str, step: int | None = None) -> Iterator[None]:
+        """Say which checkpoint it is that trouble is about, and what can be done."""
+        try:
+            yield
+        except Exception as error:
+            which = "" if step is None else f"step {step} in "
+            raise CheckpointError(
+                f"the checkpoint of {which}{self.directory} {what}:"
+                f" {type(error).__name__}: {error}"
+            ) from error
+
+
+class _WhenAsked:
+    """Orbax's policy: every time that `save` calls."""
+
+    def should_save(self, *_: Any, **__: Any) -> bool:
+        return True
