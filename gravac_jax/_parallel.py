@@ -88,10 +88,15 @@ def data_parallel(
         _step_checks.divides(batch, max(1, devices // jax.process_count()))
         batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
         shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
-        sharded = None
-        if dense_axis_name is not None:
-            sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
+        if dense_axis_name is None:
+            state, metrics = jitted(tuple(state), batch, shared, None)
+            return (*state, *metrics)
+        shardings = jax.tree.map(lambda x: x.sharding, tuple(state))
+        sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
         state, metrics = jitted(tuple(state), batch, shared, sharded)
+        if 1 in mesh.shape.values():
+            # XLA drops the names of axes that are one device long.
+            state = jax.device_put(state, shardings)
         return (*state, *metrics)
 
     return step

@@ -188,7 +188,9 @@ def init(
     run = jax.shard_map(
         init_slice, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
     )
-    return jax.jit(run)(params)
+    # Given so, they keep the names of axes that are one device long.
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), out_specs)
+    return jax.jit(run, out_shardings=shardings)(params)
 
 
 def specs_of(tree: Any) -> Any:

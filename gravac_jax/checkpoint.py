@@ -33,7 +33,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _checks, _ledger, _tree
+from gravac_jax import _checks, _ledger, _reading, _tree
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored"]
 
@@ -193,10 +193,10 @@ class Checkpointer:
             return None
         with self._complaints("cannot be read", step):
             metadata = self._orbax.metadata(step)
-            shapes = _ledger.shapes(metadata.metadata)
-        renamed = _ledger.renamed(shapes, tree)
+            shapes = _reading.shapes(metadata.metadata)
+        renamed = _reading.renamed(shapes, tree)
         found = {renamed.get(path, path): shape for path, shape in shapes.items()}
-        wanted = _ledger.plan(found, tree, params)
+        wanted = _reading.plan(found, tree, params)
         names = {renamed.get(path, path): path for path in shapes}
         abstract = {path: ocp.PLACEHOLDER for path in shapes}
         abstract |= {names[path]: x for path, x in wanted.items()}
@@ -205,7 +205,7 @@ class Checkpointer:
         arrays = _tree.by_path(loaded)
         saved = {path: arrays[names[path]] for path in wanted}
         custom: Any = metadata.custom_metadata or {}
-        return Restored(step, _ledger.read(saved, tree, params), custom.get("data"))
+        return Restored(step, _reading.read(saved, tree, params), custom.get("data"))
 
     def _which(self, step: int | None) -> int | None:
         if step is None:
