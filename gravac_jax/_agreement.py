@@ -56,11 +56,20 @@ def own_checksum(tree: Any) -> jax.Array:
     """`[]` uint32, the checksum of this replica's `tree`."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        words = jnp.ravel(_words(leaf)).astype(jnp.uint32)
-        places = jnp.arange(words.size, dtype=jnp.uint32)
-        mixed = _mixed(words + places * jnp.uint32(0x9E3779B9))
-        total = 3 * total + jnp.sum(mixed, dtype=jnp.uint32)
+        total = 3 * total + leaf_checksum(leaf)
     return total
+
+
+def leaf_checksum(leaf: Any) -> jax.Array:
+    """`[]` uint32, of one array, also of one that several devices have parts of."""
+    words = _words(leaf).astype(jnp.uint32)
+    # Raveled, it would be brought to one device.
+    places = jnp.zeros(words.shape, jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        places = places * jnp.uint32(size % 2**32) + along
+    mixed = _mixed(words + places * jnp.uint32(0x9E3779B9))
+    return jnp.sum(mixed, dtype=jnp.uint32)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ class Job:
 
     Attributes:
       pids: one a process, in the order of `commands`.
+      statuses: with which each ended; None while it runs.
 
     Raises:
       OSError: if a command cannot be started; the others are ended.
@@ -78,6 +79,10 @@ class Job:
         except BaseException:
             self.end()
             raise
+
+    @property
+    def statuses(self) -> list[int | None]:
+        return [process.returncode for process in self._processes]
 
     def _start(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         index = len(self._processes)
@@ -133,10 +138,9 @@ class Job:
         # Processes that talk to one that is killed fail within milliseconds, and under
         # load may be seen to end before it. None of them ends by SIGKILL, though.
         time.sleep(_SETTLE_SECONDS)
-        statuses = [process.returncode for process in self._processes]
-        if -signal.SIGKILL in statuses:
-            index = statuses.index(-signal.SIGKILL)
-        status = statuses[index]
+        if -signal.SIGKILL in self.statuses:
+            index = self.statuses.index(-signal.SIGKILL)
+        status = self.statuses[index] or 0
         how = (
             f"was killed by {signal.Signals(-status).name}"
             if status < 0

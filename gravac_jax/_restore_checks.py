@@ -4,7 +4,7 @@ They are raised before anything is read into a run, and name what was found.
 """
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 Path = tuple[str, ...]
 Shapes = dict[Path, tuple[int, ...]]
@@ -52,7 +52,7 @@ def exchange(expected: Shapes, saved: Shapes) -> None:
     """Refuse the state of another exchange or compressor."""
     kinds = lambda x: {k[2:] for k in x if k[0] == "exchange"}
     if kinds(expected) != kinds(saved):
-        show = lambda x: sorted("/".join(k) for k in kinds(x)) or "nothing"
+        show = lambda x: ", ".join(sorted("/".join(k) for k in kinds(x))) or "nothing"
         raise ValueError(
             f"the checkpoint is of another exchange or compressor: it keeps"
             f" {show(saved)}, and this one {show(expected)}. Build gravac.transform"
@@ -74,6 +74,14 @@ def has_transform(saved: Any, path: Path) -> bool:
     if ("version",) not in saved or ("replicas",) not in saved:
         version(None, "one of this package")
     return True
+
+
+def json_data(data: Any, error: Exception) -> NoReturn:
+    """Refuse a data position that cannot be written down."""
+    raise TypeError(
+        f"`data` must be what JSON knows, numbers and strings in lists and dicts,"
+        f" got {data!r} ({error}). Of an iterator of grain pass get_state()."
+    ) from None
 
 
 def version(found: Any, known: Any) -> None:

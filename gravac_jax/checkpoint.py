@@ -22,18 +22,23 @@ gravac_jax[checkpoint]`.
 """
 
 import contextlib
+import json
 import os
+import pathlib
 import signal
 import threading
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _checks, _ledger, _reading, _tree
+from gravac_jax import _agreement, _checks, _ledger, _reading, _restore_checks, _tree
+from gravac_jax._ledger import Named
+from gravac_jax._tree import Path
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored"]
 
@@ -101,7 +106,7 @@ class Checkpointer:
         _checks.count(save_every, "save_every", "steps from one checkpoint to the next")
         if keep is not None:
             _checks.count(keep, "keep", "the checkpoints that are kept, or is None")
-        self.directory = Path(directory).absolute()
+        self.directory = pathlib.Path(directory).absolute()
         self.save_every = save_every
         self.is_preempted = False
         self._got_sigterm = threading.Event()
@@ -139,6 +144,7 @@ class Checkpointer:
           Whether it is being saved.
 
         Raises:
+          TypeError: if JSON does not know `data`.
           ValueError: if the params are not those of the state.
           CheckpointError: if this, or what was to be saved before, cannot be written.
         """
@@ -146,9 +152,11 @@ class Checkpointer:
         is_due = step % self.save_every == 0 or self.is_preempted
         if not is_due or step in self.steps:
             return False
-        written = _tree.nested(_ledger.write(tree, params))
+        written = _ledger.write(tree, params)
+        label = _label(written, data)
         with self._complaints("cannot be saved", step):
-            self._orbax.save_async(step, written, custom_metadata={"data": data})
+            nested = _tree.nested(written)
+            self._orbax.save_async(step, nested, custom_metadata=label)
         if self.is_preempted:
             self.wait()
         return True
@@ -194,6 +202,7 @@ class Checkpointer:
         with self._complaints("cannot be read", step):
             metadata = self._orbax.metadata(step)
             shapes = _reading.shapes(metadata.metadata)
+            label = _read_label(metadata.custom_metadata, shapes)
         renamed = _reading.renamed(shapes, tree)
         found = {renamed.get(path, path): shape for path, shape in shapes.items()}
         wanted = _reading.plan(found, tree, params)
@@ -201,11 +210,10 @@ class Checkpointer:
         abstract = {path: ocp.PLACEHOLDER for path in shapes}
         abstract |= {names[path]: x for path, x in wanted.items()}
         with self._complaints("cannot be read", step):
-            loaded = self._orbax.load(step, _tree.nested(abstract))
-        arrays = _tree.by_path(loaded)
-        saved = {path: arrays[names[path]] for path in wanted}
-        custom: Any = metadata.custom_metadata or {}
-        return Restored(step, _reading.read(saved, tree, params), custom.get("data"))
+            arrays = _tree.by_path(self._orbax.load(step, _tree.nested(abstract)))
+            saved = {path: arrays[names[path]] for path in wanted}
+            _check({names[path]: x for path, x in saved.items()}, label["checksums"])
+        return Restored(step, _reading.read(saved, tree, params), label["data"])
 
     def _which(self, step: int | None) -> int | None:
         if step is None:
@@ -255,6 +263,47 @@ class Checkpointer:
                 f"the checkpoint of {which}{self.directory} {what}:"
                 f" {type(error).__name__}: {error}"
             ) from error
+
+
+def _label(written: Named, data: Any) -> dict[str, Any]:
+    """What is written beside the arrays, so that damage to any of it is seen."""
+    checksums = {"/".join(path): x for path, x in _checksums(written).items()}
+    try:
+        text = json.dumps({"data": data, "checksums": checksums})
+    except (TypeError, ValueError) as error:
+        _restore_checks.json_data(data, error)
+    return {"label": text, "crc32": zlib.crc32(text.encode())}
+
+
+def _read_label(found: Any, shapes: Named) -> dict[str, Any]:
+    """What was written; if it was not by this class, no data and no checksums."""
+    is_ours = any(path[-1:] == ("version",) for path in shapes)
+    if shapes and not found and not is_ours:
+        return {"data": None, "checksums": {}}
+    text = (found or {}).get("label", "")
+    if not text or zlib.crc32(text.encode()) != found.get("crc32"):
+        raise ValueError("what was written about it is damaged or missing")
+    label = json.loads(text)
+    if set(label["checksums"]) != {"/".join(path) for path in shapes}:
+        raise ValueError("the list of its arrays is damaged")
+    return label
+
+
+def _check(read: Named, checksums: dict[str, int]) -> None:
+    """Complain of arrays that are not what was written."""
+    found = {"/".join(path): x for path, x in _checksums(read).items()}
+    bad = [name for name, x in found.items() if checksums.get(name, x) != x]
+    if bad:
+        raise ValueError(f"{len(bad)} of its arrays are damaged: {', '.join(bad[:3])}")
+
+
+def _checksums(arrays: Named) -> dict[Path, int]:
+    one = lambda x: _checksum(x if isinstance(x, jax.Array) else jnp.asarray(x))
+    sums = jax.device_get({path: one(x) for path, x in arrays.items()})
+    return {path: int(x) for path, x in sums.items()}
+
+
+_checksum = jax.jit(_agreement.leaf_checksum)
 
 
 class _WhenAsked:

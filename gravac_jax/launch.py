@@ -3,7 +3,8 @@
     python -m gravac_jax.launch -n 4 train.py --its --own --arguments
 
 rehearses: four processes of this machine, one `jax.distributed` job. If one dies, the
-others are ended and a message names it.
+others are ended and a message names it. SIGTERM is passed on to all of them; if they
+end well within `--grace` seconds, as those do that save and stop, so does this.
 
     srun python -m gravac_jax.launch train.py --its --own --arguments
 
@@ -73,6 +74,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("-n", type=_count, help="rehearse here, with so many processes")
     add("--devices", type=_count, help="CPU devices of each process")
+    add("--grace", type=_count, help="seconds to end in after SIGTERM, by default 5")
     add("--coordinator", type=_address, help="HOST:PORT where process 0 listens")
     add("--processes", type=_count, help="how many the job has")
     add("--process", type=int, help="which one this is, from 0")
@@ -140,14 +142,21 @@ def _rehearse(options: argparse.Namespace) -> None:
         for i in range(options.n)
     ]
     _stop_on_signals()
+    kwargs: dict[str, Any] = {"env": local_environment(coordinator)}
+    if options.grace is not None:
+        kwargs["grace_seconds"] = options.grace
+    job = None
     try:
-        with Job(commands, env=local_environment(coordinator)) as job:
+        with Job(commands, **kwargs) as job:
             job.wait()
     except ProcessDiedError as died:
         raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
     except KeyboardInterrupt as stop:
         number = stop.args[0]
         name = signal.Signals(number).name
+        if job is not None and not any(status != 0 for status in job.statuses):
+            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended well\n")
+            return
         sys.stderr.write(f"{_PROGRAM}: {name}; all processes were ended\n")
         raise SystemExit(128 + number) from None
 

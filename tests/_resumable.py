@@ -1,0 +1,69 @@
+"""A training run in one process or several that is killed and begun again by tests.
+
+    python tests/_resumable.py DIRECTORY STEPS [SECONDS]
+
+It says each step that it has taken, after so many seconds more, and at the end a
+checksum of params and state.
+"""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gravac_jax as gravac
+from gravac_jax import checkpoint
+
+WIDTH = 256
+SAVE_EVERY = 3
+
+
+def main(directory: str, steps: int, seconds: float) -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    tx = optax.chain(
+        gravac.transform(momentum=0.5, controller=gravac.Fixed(20)), optax.sgd(0.05)
+    )
+    params = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)}
+
+    def train_step(params, opt_state, x):
+        loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"] / WIDTH) + p["b"][None]) ** 2)
+        value, grads = gravac.value_and_grad(loss)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    rows = 4 * jax.local_device_count()
+    draw = lambda step: np.random.default_rng([step, jax.process_index()]).normal(
+        size=(rows, WIDTH)
+    )
+    step = gravac.data_parallel(train_step, mesh)
+    state, start = gravac.place((params, tx.init(params)), mesh), 0
+    with checkpoint.Checkpointer(directory, save_every=SAVE_EVERY) as checkpointer:
+        if saved := checkpointer.restore(state, state[0]):
+            state, start = saved.tree, saved.step
+            say(f"restored {start}")
+        for i in range(start, steps):
+            *state, _ = step(*state, np.float32(draw(i)))
+            checkpointer.save(i + 1, tuple(state), state[0])
+            say(f"step {i + 1}")
+            time.sleep(seconds)
+            if checkpointer.is_preempted:
+                say(f"preempted {i + 1}")
+                return
+    total = jax.jit(lambda tree: [jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(tree)])
+    local = optax.tree.get(state, "residual").addressable_shards[0].data
+    sums = [float(x) for x in [*total(state[0]), jnp.abs(local).sum()]]
+    sys.stdout.write(f"end {jax.process_index()} {sums}\n")
+
+
+def say(line: str) -> None:
+    if jax.process_index() == 0:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    main(sys.argv[1], int(sys.argv[2]), seconds)

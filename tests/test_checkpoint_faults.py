@@ -1,0 +1,334 @@
+"""What goes wrong with checkpoints: files, disks, signals, states that do not fit."""
+
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import assert_same, choices
+
+import gravac_jax as gravac
+from gravac_jax.checkpoint import Checkpointer, CheckpointError
+
+N = 4
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "b": np.zeros(16, np.float32),
+    "w": RNG.normal(size=(24, 16)).astype(np.float32),
+}
+IS_MATRIX = {"b": False, "w": True}
+
+
+def begin(params=PARAMS, where=N, after=None, **recipe):
+    recipe = {"controller": gravac.Fixed(4), "momentum": 0.5, **recipe}
+    compress = jax.tree.map(lambda x: np.ndim(x) == 2, params)
+    tx = gravac.transform(**{"compress": compress, **recipe})
+    tx = optax.chain(tx, after or optax.sgd(0.1))
+    return gravac.place((params, tx.init(params)), where)
+
+
+def filled(state):
+    """The same with something held back, other than in any other call."""
+    draw = lambda x: jnp.asarray(RNG.normal(size=x.shape), x.dtype)
+    residual = draw(optax.tree.get(state, "residual"))
+    return state[0], optax.tree.set(state[1], residual=residual)
+
+
+def save(directory, state, data=None, step=1):
+    with Checkpointer(directory, save_every=1) as checkpointer:
+        checkpointer.save(step, state, state[0], data)
+
+
+def restore(directory, state, step=None):
+    with Checkpointer(directory, save_every=1) as checkpointer:
+        return checkpointer.restore(state, state[0], step)
+
+
+# States that do not fit.
+
+OTHERS = {
+    "another shape": (
+        {"params": PARAMS | {"w": np.zeros((16, 24), np.float32)}},
+        r"another model.*0/w: \(24, 16\) in the checkpoint, \(16, 24\) here",
+    ),
+    "another leaf": (
+        {"params": PARAMS | {"new": np.zeros(3, np.float32)}},
+        r"another model.*0/new: missing in the checkpoint, \(3,\) here",
+    ),
+    "a leaf less": (
+        {"params": {"w": PARAMS["w"]}},
+        r"another model.*0/b: \(16,\) in the checkpoint, nothing of that name here",
+    ),
+    "another name": (
+        {"params": {"b": PARAMS["b"], "weights": PARAMS["w"]}},
+        "another model.*0/weights: missing.*0/w: ",
+    ),
+    "another optimizer": ({"after": optax.adam(0.1)}, r"another model, optimizer"),
+    "another memory": (
+        {"momentum": None},
+        r"holds back something else.*memory/velocity/w: \(24, 16\) in the checkpoint",
+    ),
+    "Adam": ({"momentum": None, "memory": gravac.Adam()}, "something else.*gravac.fl"),
+    "other leaves": (
+        {"compress": True},
+        r"something else.*memory/residual/b: missing in the checkpoint",
+    ),
+    "another exchange": ({"exchange": gravac.LowRank()}, "another exchange"),
+    "another compressor": (
+        {"exchange": gravac.AllGather(gravac.TopK())},
+        "another exchange or compressor: it keeps reached, threshold, and this one",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, other):
+    recipe, complaint = OTHERS[other]
+    save(tmp_path, begin())
+    state = begin(**recipe)
+    before = jax.tree.map(np.array, state)
+    with pytest.raises(ValueError, match=complaint):
+        restore(tmp_path, state)
+    assert_same(jax.tree.map(np.asarray, state), before)
+
+
+def test_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("gravac_jax._ledger.VERSION", 7)
+    save(tmp_path, begin())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"version 7, and this gravac_jax reads 1"):
+        restore(tmp_path, begin())
+
+
+def test_params_that_are_not_those_of_the_state_are_refused(tmp_path):
+    state = begin()
+    with (
+        Checkpointer(tmp_path, save_every=1) as checkpointer,
+        pytest.raises(ValueError, match="not those that the state was made for"),
+    ):
+        checkpointer.save(1, state, {"w": PARAMS["w"][:3], "b": PARAMS["b"]})
+
+
+def test_a_state_of_pmap_is_refused(tmp_path):
+    everywhere = jax.tree.map(lambda x: jnp.stack([x] * N), begin(where=1))
+    with (
+        Checkpointer(tmp_path, save_every=1) as checkpointer,
+        pytest.raises(ValueError, match=r"as jax.pmap wants it.*gravac.data_parallel"),
+    ):
+        checkpointer.save(1, everywhere, PARAMS)
+
+
+@pytest.mark.parametrize("argument", ["save_every", "keep"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "often", True])
+def test_bad_numbers_are_refused_before_anything_is_made(tmp_path, argument, value):
+    with pytest.raises((TypeError, ValueError), match=argument):
+        Checkpointer(tmp_path / "new", **{argument: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    save(tmp_path, begin(), step=3)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2.*of \[3\]"):
+        restore(tmp_path, begin(), step=2)
+
+
+# Directories and disks.
+
+
+def test_a_directory_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/run cannot be used"):
+        Checkpointer(tmp_path / "file" / "run")
+
+
+def test_data_that_json_does_not_know_is_refused(tmp_path):
+    state = begin()
+    with (
+        Checkpointer(tmp_path, save_every=1) as checkpointer,
+        pytest.raises(TypeError, match="data"),
+    ):
+        checkpointer.save(1, state, state[0], data=object())
+
+
+def test_a_disk_that_is_full_is_said_and_what_was_there_stays(tmp_path):
+    first = filled(begin())
+    save(tmp_path, first)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        with pytest.raises(CheckpointError, match="cannot be saved"):
+            save(tmp_path, filled(begin()), step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    saved = restore(tmp_path, begin())
+    assert saved.step == 1
+    assert_same(jax.tree.leaves(saved.tree), jax.tree.leaves(first))
+
+
+# Files that are not as they were written.
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    elif how == "empty":
+        data = b""
+    elif data:
+        at = RNG.integers(len(data))
+        data[at] ^= 1 << RNG.integers(8)
+    path.write_bytes(data)
+
+
+HOWS = ["missing", "truncated", "empty", "one bit"]
+
+
+@pytest.mark.parametrize("how", choices(HOWS, lambda x: x == "one bit"))
+def test_a_damaged_file_is_named_or_does_no_harm(tmp_path, how):
+    state = filled(begin())
+    save(tmp_path / "whole", state, data={"at": 12})
+    files = [x for x in (tmp_path / "whole").rglob("*") if x.is_file()]
+    refused = 0
+    for i, file in enumerate(files * 2):
+        directory = tmp_path / f"{i}"
+        shutil.copytree(tmp_path / "whole", directory)
+        damage(directory / file.relative_to(tmp_path / "whole"), how)
+        try:
+            saved = restore(directory, begin())
+        except CheckpointError as error:
+            refused += str(directory) in str(error)
+        else:
+            assert saved.data == {"at": 12}
+            assert_same(jax.tree.leaves(saved.tree), jax.tree.leaves(state))
+    assert refused >= 2, "else nothing was tried"
+
+
+def test_after_a_damaged_one_an_earlier_one_can_be_restored(tmp_path):
+    state = filled(begin())
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state, state[0])
+    largest = max((tmp_path / "2").rglob("d/*"), key=lambda x: x.stat().st_size)
+    damage(largest, "one bit")
+    with pytest.raises(CheckpointError, match="arrays are damaged"):
+        restore(tmp_path, begin())
+    assert_same(
+        jax.tree.leaves(restore(tmp_path, begin(), 1).tree), jax.tree.leaves(state)
+    )
+
+
+# Processes that are killed.
+
+SCRIPT = str(Path(__file__).with_name("_resumable.py"))
+KILLS = 6
+
+
+def start(*arguments, processes=1):
+    launch = ["-m", "gravac_jax.launch", "--grace", "60", "-n", str(processes)]
+    command = [sys.executable, *(launch if processes > 1 else [])]
+    return subprocess.Popen(
+        [*command, SCRIPT, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def lines_until(process, pattern):
+    """What it says until a line matches."""
+    said = []
+    for line in process.stdout:
+        said.append(line.strip())
+        if re.match(pattern, line):
+            return said
+    raise AssertionError(f"it ended without {pattern}: {said}")
+
+
+def ends(process):
+    """The last line of each process of a job that ends well."""
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return sorted(re.findall(r"end .*", said))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, processes):
+    whole = ends(start(tmp_path / "whole", 20, processes=processes))
+    run = start(tmp_path / "cut", 20, 0.3, processes=processes)
+    try:
+        lines_until(run, "step 4$")
+        run.send_signal(signal.SIGTERM)
+        said = run.communicate(timeout=300)[0]
+    finally:
+        run.kill()
+    assert run.returncode == 0
+    (stopped,) = re.findall(r"preempted (\d+)", said)
+    assert 4 <= int(stopped) < 20
+    again = start(tmp_path / "cut", 20, processes=processes)
+    assert lines_until(again, "restored")[-1] == f"restored {stopped}"
+    assert ends(again) == whole
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path):
+    steps = 3 * KILLS + 6
+    whole = ends(start(tmp_path / "whole", steps))
+    restored = []
+    for kill in range(KILLS):
+        run = start(tmp_path / "cut", steps, 0.02)
+        said = lines_until(run, rf"step {3 * kill + 3}$")
+        restored += [int(x.split()[1]) for x in said if x.startswith("restored")]
+        time.sleep(0.25 * kill / KILLS)  # now it writes, later it has written
+        run.kill()
+        run.communicate()
+    assert restored, "else it never began again"
+    assert all(step % 3 == 0 for step in restored)
+    assert ends(start(tmp_path / "cut", steps)) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_several_killed_while_all_save_takes_nothing_with_it(tmp_path, victim):
+    whole = ends(start(tmp_path / "whole", 14, processes=2))
+    for pause in (0.0, 0.1):
+        run = start(tmp_path / "cut", 14, 0.05, processes=2)
+        try:
+            lines_until(run, "step (3|9)$")
+            time.sleep(pause)
+            children = subprocess.run(
+                ["pgrep", "-f", "--", f"--process {victim} .*{tmp_path / 'cut'}"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            (pid,) = children.stdout.split()
+            subprocess.run(["kill", "-9", pid], check=True)
+            run.communicate(timeout=120)
+        finally:
+            run.kill()
+        assert run.returncode == 1
+    again = start(tmp_path / "cut", 14, processes=2)
+    assert ends(again) == whole
+
+
+@pytest.mark.slow
+def test_more_processes_go_on_where_fewer_stopped(tmp_path):
+    ends(start(tmp_path, 6, processes=2))
+    again = start(tmp_path, 12, processes=3)
+    assert lines_until(again, "restored")[-1] == "restored 6"
+    assert len(ends(again)) == 3
