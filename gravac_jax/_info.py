@@ -30,10 +30,11 @@ class StepInfo(NamedTuple):
         all-gather, 2 (N - 1) / N of the buffer for a ring all-reduce.
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
-      is_finite: `[]` bool, whether every gradient of every replica was finite.
+      is_finite: `[]` bool, whether every gradient of every replica was finite, and
+        without a clip below 2**50.
       dense_steps: `[]` int32, steps so far that sent everything.
       skipped_steps: `[]` int32, steps so far that sent nothing, because some gradient
-        on some replica was not finite.
+        on some replica was not.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
 

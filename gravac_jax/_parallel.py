@@ -158,7 +158,8 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
         _placement.check_placed(state, replicas)
-        split = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
+        rows = lambda x: (replicas, x.shape[0] // replicas, *x.shape[1:])
+        split = jax.tree.map(lambda x: x.reshape(rows(x)), batch)
         axes = _placement.per_leaf(state, 0, None)
         return jax.vmap(
             body, in_axes=(axes, 0, None), out_axes=(axes, None), axis_name=axis_name

@@ -124,8 +124,9 @@ def transform(
       numbers below 2**-126, which XLA may flush to zero; `LowRank` rounds); with a
       clip, decay or momentum, of what these make of the gradient. Without them, at
       factor 1 the update is `jax.lax.pmean` of the gradients, unless the exchange
-      rounds. If any gradient of any replica is not finite, the update is zero and the
-      state but for its counters stays as it was, on all replicas.
+      rounds. If any gradient of any replica is not finite, or without a clip has an
+      entry of 2**50 and more, so that sums of squares would not be, the update is zero
+      and the state but for its counters stays as it was, on all replicas.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

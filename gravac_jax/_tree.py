@@ -4,6 +4,7 @@ Nothing here knows about compression, replicas or optimizers.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -111,13 +112,13 @@ def total(parts: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, parts)
 
 
-def is_bad(parts: Sequence[jax.Array]) -> jax.Array:
-    """`[]` float32, 1 if some entry of `parts` is infinite or NaN, else 0."""
+def is_bad(parts: Sequence[jax.Array], limit: float = math.inf) -> jax.Array:
+    """`[]` float32, 1 if some entry of `parts` is NaN or reaches `limit`, else 0."""
     # The energy is needed anyway, and mostly answers; looking at all entries is a pass.
-    is_finite = jnp.isfinite(total(map(energy, parts)))
-    every = lambda x: jnp.all(jnp.isfinite(x))
+    is_good = total(map(energy, parts)) < limit**2
+    every = lambda x: jnp.all(jnp.abs(x) < limit)
     look = lambda _: functools.reduce(operator.and_, map(every, parts))
-    return 1 - only_if(~is_finite, look, is_finite).astype(jnp.float32)
+    return 1 - only_if(~is_good, look, is_good).astype(jnp.float32)
 
 
 def where(condition: jax.Array, x: Any, y: Any) -> Any:

@@ -35,12 +35,15 @@ from gravac_jax._memory.base import Memory
 from gravac_jax._state import LocalState, TransformState
 from gravac_jax._throughput import WireCost
 
+# Of an entry of a gradient, so that sums of squares stay finite.
+LIMIT = 2.0**50
+
 
 class Common(NamedTuple):
     """What every step averages over replicas, in one collective, whatever its rung."""
 
     dense: jax.Array  # [dense entries] gradients of the leaves that go dense
-    bad: jax.Array  # [] 1 where a gradient entry is not finite
+    bad: jax.Array  # [] 1 where a gradient entry is not finite, or out of all bounds
     gradient_energy: jax.Array  # []
     rung: jax.Array  # [] that of the first replica
     seconds: jax.Array  # [rungs] the measured step time, at its rung
@@ -274,9 +277,9 @@ class Wiring:
             flat = tuple(x / fast.replicas for x in flat)
         else:
             flat = fast.mean(flat)
-        bad = _tree.is_bad((*flat, dense))
         if isinstance(self.clip, NoClip):
-            return flat, dense, bad
+            return flat, dense, _tree.is_bad((*flat, dense), LIMIT)
+        bad = _tree.is_bad((*flat, dense))
         dense = fast.mean(dense)
         slices = fast if self.is_sharded else Comm(None)
         norm = functools.partial(global_norm, flat, dense, slices)
