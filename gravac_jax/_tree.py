@@ -74,9 +74,12 @@ def energy(x: jax.Array) -> jax.Array:
 
 
 def largest(parts: Sequence[jax.Array]) -> jax.Array:
-    """`[]` float32, the largest magnitude in `parts`."""
+    """`[]` float32, the largest magnitude in `parts`, to divide by: at most 2**100.
+
+    The reciprocal of a larger one may be below what arithmetic takes for zero.
+    """
     tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
-    return functools.reduce(jnp.maximum, tops)
+    return jnp.minimum(functools.reduce(jnp.maximum, tops), 2.0**100)
 
 
 def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

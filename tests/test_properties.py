@@ -260,6 +260,17 @@ def test_squares_that_are_infinite_skip_the_step(name):
     holds(name, 1, "any", [{k: x * np.float32(0.9) for k, x in large.items()}, large])
 
 
+@pytest.mark.parametrize("size", [1e20, 8e37, 1.7e38, 3.4e38])
+def test_the_longest_gradients_are_clipped(size):
+    """From 2**126 on they passed: what they were divided by had no reciprocal."""
+    leaves = LEAVES["float32"].items()
+    batch = {k: np.full((4, *shape), size, dtype) for k, (shape, dtype) in leaves}
+    holds("clipped", 0, "any", [batch])
+    ((update, _),) = run("clipped", 0, [batch])
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in update.values()))
+    np.testing.assert_allclose(norm, np.sqrt(4) * 1.0, rtol=1e-6)
+
+
 def test_a_batch_may_have_a_leaf_without_entries():
     batch = {
         k: np.ones((3, *shape), dtype) for k, (shape, dtype) in LEAVES["mixed"].items()
