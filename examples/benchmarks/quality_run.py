@@ -1,5 +1,6 @@
 """One run of quality.py: from its last checkpoint to its last line."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from journal import Journal, Line
 from methods import arguments, is_local
 from tasks import PRESETS, TASKS, Task, load, pipeline
 
 import gravac_jax as gravac
+from gravac_jax import checkpoint
 
 OPTIMIZERS = {
     "sgd": lambda: optax.trace(decay=0.9, nesterov=True),
@@ -201,8 +202,12 @@ def run(
     every = max(1, setting.steps // setting.evaluations)
     _, step = bench.compiled(trial.method)
     state, stream = bench.start(trial)
-    with ocp.CheckpointManager(folder, options=KEEP_ONE) as manager:
-        state, totals, done = restore(manager, state, stream)
+    last = checkpoint.Checkpointer(folder, save_every=every, keep=1)
+    with contextlib.closing(last) as checkpointer:
+        totals, done = {}, 0
+        if saved := checkpointer.restore(tuple(state), state[0]):
+            state, done, totals = saved.tree, saved.step, saved.data["totals"]
+            stream.set_state(saved.data["stream"])
         journal.drop(lambda line: trial.owns(line) and line["step"] > done)
         pending: list[Any] = []
         for i in range(done, trial.steps):
@@ -218,35 +223,9 @@ def run(
             held_out = bench.evaluate(state[0], trial.phase)
             own = dict(zip(trial._fields[:-1], trial[:-1], strict=True))
             journal.append({**own, "step": i + 1, "loss": finite(held_out), **figures})
-            save(manager, i + 1, state, totals, stream)
+            place = {"totals": totals, "stream": stream.get_state()}
+            checkpointer.save(i + 1, tuple(state), state[0], place)
     shutil.rmtree(folder)
-
-
-KEEP_ONE = ocp.CheckpointManagerOptions(
-    max_to_keep=1, create=True, enable_async_checkpointing=False
-)
-
-
-def save(manager: Any, step: int, state: Any, totals: Line, stream: Any) -> None:
-    """State, counters and the place in the data, as one."""
-    beside = {"totals": totals, "stream": stream.get_state()}
-    both = ocp.args.Composite(
-        state=ocp.args.StandardSave(tuple(state)), beside=ocp.args.JsonSave(beside)
-    )
-    manager.save(step, args=both)
-
-
-def restore(manager: Any, state: Any, stream: Any) -> tuple[Any, Line, int]:
-    """State, counters and steps done, with `stream` set to its place."""
-    step = manager.latest_step()
-    if step is None:
-        return state, {}, 0
-    both = ocp.args.Composite(
-        state=ocp.args.StandardRestore(tuple(state)), beside=ocp.args.JsonRestore()
-    )
-    found = manager.restore(step, args=both)
-    stream.set_state(found.beside["stream"])
-    return found.state, found.beside["totals"], step
 
 
 def add_up(totals: Line, pending: list[Any], replicas: int) -> Line:
