@@ -5,7 +5,9 @@ device has it. Here it is an array `[replicas, *shape]`, and can be dealt out an
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -99,32 +101,14 @@ class Form:
 
     def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
         """`[replicas, *shape]` a leaf, from `[replicas, n]` a bucket."""
-        shapes = self.slices
-        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1].tolist()
-
-        def body(buckets: list[jax.Array]) -> list[jax.Array]:
-            # Buckets are cut from all leaves in a row.
-            parts = jnp.split(jnp.concatenate(buckets, axis=1), ends, axis=1)
-            pairs = zip(parts, shapes, strict=True)
-            return [x.reshape(x.shape[0], *shape) for x, shape in pairs]
-
-        if not shapes:
-            return []
-        specs = [self.spec(spec) for spec in self.specs]
-        return self._run(body, buckets, [jax.P(self.axes)] * len(buckets), specs)
+        return _splitter(self, len(buckets))(buckets) if self.leaves else []
 
     def join(self, leaves: list[jax.Array], sizes: list[int]) -> list[jax.Array]:
         """The inverse of `split`, for buckets of these sizes."""
-        ends = np.cumsum(sizes)[:-1].tolist()
+        return _joiner(self, tuple(sizes))(leaves)
 
-        def body(leaves: list[jax.Array]) -> list[jax.Array]:
-            rows = [x.reshape(x.shape[0], -1) for x in leaves]
-            return jnp.split(jnp.concatenate(rows, axis=1), ends, axis=1)
-
-        specs = [self.spec(spec) for spec in self.specs]
-        return self._run(body, leaves, specs, [jax.P(self.axes)] * len(sizes))
-
-    def _run(self, body: Any, inputs: Any, in_specs: Any, out_specs: Any) -> Any:
+    def run(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Compile what a device does with what it has."""
         if self.mesh is not None:
             body = jax.shard_map(
                 body,
@@ -133,7 +117,35 @@ class Form:
                 out_specs=out_specs,
                 check_vma=False,
             )
-        return jax.jit(body)(inputs)
+        return jax.jit(body)
+
+
+# Kept, so that no save but the first compiles.
+@functools.lru_cache(maxsize=8)
+def _splitter(form: Form, buckets: int) -> Callable[..., list[jax.Array]]:
+    shapes = form.slices
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1].tolist()
+
+    def body(buckets: list[jax.Array]) -> list[jax.Array]:
+        # Buckets are cut from all leaves in a row.
+        parts = jnp.split(jnp.concatenate(buckets, axis=1), ends, axis=1)
+        pairs = zip(parts, shapes, strict=True)
+        return [x.reshape(x.shape[0], *shape) for x, shape in pairs]
+
+    specs = [form.spec(spec) for spec in form.specs]
+    return form.run(body, [jax.P(form.axes)] * buckets, specs)
+
+
+@functools.lru_cache(maxsize=8)
+def _joiner(form: Form, sizes: tuple[int, ...]) -> Callable[..., list[jax.Array]]:
+    ends = np.cumsum(sizes)[:-1].tolist()
+
+    def body(leaves: list[jax.Array]) -> list[jax.Array]:
+        rows = [x.reshape(x.shape[0], -1) for x in leaves]
+        return jnp.split(jnp.concatenate(rows, axis=1), ends, axis=1)
+
+    specs = [form.spec(spec) for spec in form.specs]
+    return form.run(body, specs, [jax.P(form.axes)] * len(sizes))
 
 
 def form(state: TransformState, params: Any) -> Form:
