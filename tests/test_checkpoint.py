@@ -30,6 +30,12 @@ PARAMS = {
 }
 LADDER = (1, 4, 16)
 
+
+def one_of(kind):
+    """Its members differ in no state."""
+    return _examples.members((kind,))[0]
+
+
 RECIPES = {
     "default": {},
     "clip, decay, checks": {
@@ -38,11 +44,11 @@ RECIPES = {
         "check_every": 2,
     },
     "buckets": {"bucket_bytes": 400, "memory": gravac.Momentum(0.5)},
-    **{repr(x): {"memory": x} for x in _examples.members(MEMORIES)},
-    **{repr(x): {"exchange": x} for x in _examples.members(EXCHANGES)},
-    **{repr(x): {"controller": x} for x in _examples.members(CONTROLLERS)},
+    **{kind.__name__: {"memory": one_of(kind)} for kind in MEMORIES},
+    **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
+    **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
-QUICK = ("default", "buckets", "Adam(b1=0.9, b2=0.999, eps=1e-08)")
+QUICK = ("default", "buckets", "Adam")
 
 
 def transform(**recipe):
@@ -203,11 +209,9 @@ def test_dealing_keeps_the_mean_and_signs(old, new):
 
 WHERES = {
     "1": 1,
-    "2": 2,
     "3": 3,
     "8": 8,
     "mesh of 2": make_mesh((2,)),
-    "mesh of 3": make_mesh((3,)),
     "mesh of 8": make_mesh((8,), axis_type=AXIS_TYPES[1]),
 }
 MOVED = {

@@ -141,13 +141,14 @@ def losses(lines: list[Line], method: str, step: int) -> np.ndarray:
     return np.asarray([x["loss"] for x in sorted(mine, key=lambda x: x["seed"])])
 
 
-def report(args: Args, lines: list[Line], console: Console) -> None:
+def report(lines: list[Line], console: Console) -> None:
     """The gap to the uninterrupted run, in percent: mean and range over seeds."""
     table = Table(title="Held-out loss", box=SIMPLE, pad_edge=False)
     table.add_column("step")
     for method in METHODS:
         table.add_column(method, justify="right")
-    for step in range(100, args.steps + 1, 100):
+    steps = sorted({x["step"] for x in lines})
+    for step in steps[:: -max(1, len(steps) // 8)][::-1]:
         reference = losses(lines, METHODS[0], step)
         row = [f"{step}", f"{reference.mean():.3f}"]
         for method in METHODS[1:]:
@@ -172,7 +173,7 @@ def main(args: Args) -> None:
                 continue
             journal.drop(mine)
             run(bench, method, seed, journal)
-    report(args, read(args.out)[1], console)
+    report(read(args.out)[1], console)
 
 
 if __name__ == "__main__":
