@@ -109,6 +109,7 @@ class Checkpointer:
         self.directory = pathlib.Path(directory).absolute()
         self.save_every = save_every
         self.is_preempted = False
+        self._at: int | None = None  # where the run was last saved or restored
         self._got_sigterm = threading.Event()
         self._contexts = contextlib.ExitStack()
         newest: Any = ocp.training.preservation_policies.LatestN(keep)
@@ -150,13 +151,17 @@ class Checkpointer:
         """
         self.is_preempted = self.is_preempted or self._reached_preemption(step)
         is_due = step % self.save_every == 0 or self.is_preempted
-        if not is_due or step in self.steps:
+        if not is_due or step == self._at:
             return False
         written = _ledger.write(tree, params)
         label = _label(written, data)
         with self._complaints("cannot be saved", step):
             nested = _tree.nested(written)
-            self._orbax.save_async(step, nested, custom_metadata=label)
+            # One of that step may be there, of a run that went on otherwise.
+            self._orbax.save_async(
+                step, nested, custom_metadata=label, overwrite=step in self.steps
+            )
+        self._at = step
         if self.is_preempted:
             self.wait()
         return True
@@ -213,6 +218,7 @@ class Checkpointer:
             arrays = _tree.by_path(self._orbax.load(step, _tree.nested(abstract)))
             saved = {path: arrays[names[path]] for path in wanted}
             _check({names[path]: x for path, x in saved.items()}, label["checksums"])
+        self._at = step
         return Restored(step, _reading.read(saved, tree, params), label["data"])
 
     def _which(self, step: int | None) -> int | None:

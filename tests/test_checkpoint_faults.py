@@ -226,9 +226,11 @@ def test_after_a_damaged_one_an_earlier_one_can_be_restored(tmp_path):
     damage(largest, "one bit")
     with pytest.raises(CheckpointError, match="arrays are damaged"):
         restore(tmp_path, begin())
-    assert_same(
-        jax.tree.leaves(restore(tmp_path, begin(), 1).tree), jax.tree.leaves(state)
-    )
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        saved = checkpointer.restore(begin(), PARAMS, 1)
+        assert_same(jax.tree.leaves(saved.tree), jax.tree.leaves(state))
+        assert checkpointer.save(2, saved.tree, PARAMS), "in place of the damaged one"
+    assert restore(tmp_path, begin()).step == 2
 
 
 # Processes that are killed.
