@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _state, _step_checks, _tree
 from gravac_jax._comm import AxisName, Comm
 
+GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -68,17 +70,26 @@ def leaf_checksum(leaf: Any) -> jax.Array:
     for axis, size in enumerate(words.shape):
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         places = places * jnp.uint32(size % 2**32) + along
-    mixed = _mixed(words + places * jnp.uint32(0x9E3779B9))
+    mixed = _mixed(words + places * jnp.uint32(GOLDEN))
     return jnp.sum(mixed, dtype=jnp.uint32)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def host_checksum(leaf: Any) -> int:
+    """The same of an array of NumPy, or a number."""
+    x = np.asarray(leaf).reshape(-1)
+    kind = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
+    words = x.view(kind).astype(np.uint32)
+    mixed = _mixed(words + np.arange(words.size, dtype=np.uint32) * np.uint32(GOLDEN))
+    return int(np.sum(mixed, dtype=np.uint32))
+
+
+def _mixed(x: Any) -> Any:
     """A bijection of 32 bits, MurmurHash3's last steps (Appleby, 2011).
 
     Without it two changes of the same bit would cancel in the sum too often.
     """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 

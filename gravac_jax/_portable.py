@@ -157,6 +157,7 @@ def form(state: TransformState, params: Any) -> Form:
     steps, replica, layout = map(
         _only, (state.steps, state.local.replica, state.layout)
     )
+    _restore_checks.is_on_devices(replica)
     _restore_checks.is_not_of_pmap(steps)
     layout = np.asarray(layout)
     flat = list(_tree.by_path(params).items())

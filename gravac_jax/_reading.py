@@ -20,10 +20,20 @@ from gravac_jax._tree import Path
 _DECIDED = ("ladder", "rung", "past_rungs", "controller")
 
 
-def shapes(metadata: Any) -> dict[Path, tuple[int, ...]]:
-    """Of what was saved, by name, from what Orbax knows of it."""
+def specs_of(metadata: Any) -> dict[Path, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of what was saved, by name, from what Orbax knows of it."""
+    shape = lambda x: tuple(getattr(x, "shape", None) or ())
     flat = _tree.by_path(metadata).items()
-    return {path: tuple(getattr(x, "shape", None) or ()) for path, x in flat}
+    return {path: (kind_of(x), shape(x)) for path, x in flat}
+
+
+def kind_of(x: Any) -> str:
+    """The dtype as which something is saved, or its type if it is a Python number."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return type(x).__name__
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return "uint32" if is_key else str(np.dtype(dtype))
 
 
 def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
@@ -33,22 +43,23 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     chain of what was none.
 
     Returns:
-      The name here for each name in `saved`; empty if they are the same.
+      The name here for each name in `saved`; the same if nothing moved.
     """
+    same = {path: path for path in saved}
     is_ours = _state.is_transform_state
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_ours)
     ours = [_tree.names(path) for path, x in flat if is_ours(x)]
     if len(ours) != 1 or not ours[0] or not ours[0][-1].isdecimal():
-        return {}
+        return same
     *above, place = ours[0]
     chain = tuple(above)
     here = {
-        _tree.names(path): _ledger.shape_of(x)
+        _tree.names(path): (kind_of(x), _ledger.shape_of(x))
         for path, x in flat
         if not is_ours(x) and _ledger.is_saved(x)
     }
     if (*ours[0], "version") in saved:
-        return {}
+        return same
 
     def moved_up(path: Path) -> Path:
         if path[: len(chain)] != chain or int(path[len(chain)]) < int(place):
@@ -63,14 +74,14 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     for before in (moved_up, unwrapped):
         if {before(path): shape for path, shape in here.items()} == saved:
             return {before(path): path for path in here}
-    return {}
+    return same
 
 
 def plan(saved: Named, tree: Any, params: Any) -> Named:
     """What to read, in what shapes and where to.
 
     Args:
-      saved: the shapes of what was saved, by name.
+      saved: the dtypes and shapes of what was saved, by name.
       tree: training state of this run, placed.
       params: those that it was made for.
 
@@ -84,10 +95,11 @@ def plan(saved: Named, tree: Any, params: Any) -> Named:
     others = _ledger.others_of(tree, owns)
     rest = {k: x for k, x in saved.items() if not any(own.has(k) for own in owns)}
     others = {k: x for k, x in others.items() if _ledger.is_saved(x)}
-    _restore_checks.fits({k: _ledger.shape_of(x) for k, x in others.items()}, rest)
+    here = {k: (kind_of(x), _ledger.shape_of(x)) for k, x in others.items()}
+    _restore_checks.fits(here, rest)
     wanted = {k: _like(x) for k, x in others.items()}
     for own in owns:
-        mine = own.below(saved)
+        mine = own.below({k: shape for k, (_, shape) in saved.items()})
         if _restore_checks.has_transform(mine, own.path):
             wanted |= {own.path + name: x for name, x in _wanted(own, mine)}
     return wanted
@@ -152,7 +164,9 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
         return _read(owns[path], mine) if mine else x
 
     leaves = [leaf(_tree.names(path), x) for path, x in flat]
-    return jax.tree.unflatten(structure, leaves)
+    # What was not read is in memory of its own too: the caller's may be donated.
+    copy = lambda x, old: jnp.copy(x) if x is old and isinstance(x, jax.Array) else x
+    return jax.tree.map(copy, jax.tree.unflatten(structure, leaves), tree)
 
 
 def _read(own: Own, saved: Named) -> TransformState:
@@ -190,7 +204,7 @@ def _local(own: Own, saved: Named) -> Any:
     form, local = own.form, own.state.local
     replicas = form.replicas or 1
     memory: Named = {}
-    for name, like in own.vectors.items():
+    for name, like in own.vectors.items() if form.names else ():
         leaves = [
             form.deal(saved[("memory", *name, *path)], spec)
             for path, spec in zip(form.names, form.specs, strict=True)

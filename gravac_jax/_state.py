@@ -81,6 +81,11 @@ def _is_local(x: Any) -> bool:
     return isinstance(x, LocalState) or (isinstance(x, Mapping) and names <= set(x))
 
 
+def locals_of(tree: Any) -> list[Any]:
+    """What differs per replica, wherever it is, also in what nnx.split makes."""
+    return list(filter(_is_local, jax.tree.leaves(tree, is_leaf=_is_local)))
+
+
 def map_local(
     tree: Any,
     local: Callable[[LocalState], Any],

@@ -22,29 +22,21 @@ gravac_jax[checkpoint]`.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _agreement, _checks, _ledger, _reading, _restore_checks, _tree
-from gravac_jax._ledger import Named
-from gravac_jax._tree import Path
+from gravac_jax import _checks, _label, _ledger, _reading, _restore_checks, _tree
+from gravac_jax._restore_checks import CheckpointError as CheckpointError
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored"]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, and why."""
 
 
 class Restored(NamedTuple):
@@ -64,6 +56,10 @@ class Restored(NamedTuple):
 class Checkpointer:
     """The checkpoints of one run, in one directory.
 
+    One run saves there; others may read meanwhile. A run that was restored from an
+    earlier one deletes those that came after, when it saves, and says so. Where two
+    models have an optimizer each, each has a directory of its own.
+
     Args:
       directory: where they are; it is made if it is not there. Of several processes,
         one that all of them share.
@@ -76,8 +72,9 @@ class Checkpointer:
 
     Attributes:
       is_preempted: whether SIGTERM has come, to this process or another one of the job;
-        what was the state at the last `save` is saved then. Known to `save` only while
-        the checkpointer is in use as a context, and asked for after every step.
+        what was the state at the last `save` is saved then. A run in one process knows
+        only while the checkpointer is in use as a context, which keeps SIGTERM from
+        ending it: call `save` after every step, and stop.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax
@@ -106,19 +103,25 @@ class Checkpointer:
         _checks.count(save_every, "save_every", "steps from one checkpoint to the next")
         if keep is not None:
             _checks.count(keep, "keep", "the checkpoints that are kept, or is None")
-        self.directory = pathlib.Path(directory).absolute()
+        is_remote = "://" in str(directory)
+        self.directory = directory if is_remote else pathlib.Path(directory).absolute()
         self.save_every = save_every
         self.is_preempted = False
         self._at: int | None = None  # where the run was last saved or restored
         self._got_sigterm = threading.Event()
         self._contexts = contextlib.ExitStack()
-        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        self._keep = keep
+        self._is_reader = True  # until it saves, when it clears up after the killed
+        self._orbax = self._open()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        newest: Any = ocp.training.preservation_policies.LatestN(self._keep)
         with self._complaints("cannot be used"):
-            self._orbax = ocp.training.Checkpointer(
+            return ocp.training.Checkpointer(
                 str(self.directory),
                 save_decision_policy=_WhenAsked(),
                 preservation_policy=newest,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not self._is_reader,
             )
 
     @property
@@ -139,32 +142,54 @@ class Checkpointer:
             nesting, with the state of `gravac.transform` as `gravac.place` makes it.
           params: those in it, which the residuals belong to.
           data: where the data are to go on, as JSON knows it: a number, or the
-            `get_state()` of an iterator of grain.
+            `get_state()` of an iterator of `grain.MapDataset`. The same in all
+            processes.
 
         Returns:
           Whether it is being saved.
 
         Raises:
-          TypeError: if JSON does not know `data`.
-          ValueError: if the params are not those of the state.
-          CheckpointError: if this, or what was to be saved before, cannot be written.
+          TypeError: if JSON does not know `data`, or a leaf cannot be saved.
+          ValueError: if the params are not those of the state, or `step` is no count.
+          CheckpointError: if this, or what was to be saved before, cannot be written;
+            if there are later ones, and the run began without any of them.
+
+        Cost:
+          It waits for the step, for a checksum of everything, and until all is copied
+          to the host.
         """
+        step = _restore_checks.step_number(step)
         self.is_preempted = self.is_preempted or self._reached_preemption(step)
         is_due = step % self.save_every == 0 or self.is_preempted
         if not is_due or step == self._at:
             return False
         written = _ledger.write(tree, params)
-        label = _label(written, data)
+        label = _label.write(written, data)
+        self._begin_to_save(step)
         with self._complaints("cannot be saved", step):
             nested = _tree.nested(written)
-            # One of that step may be there, of a run that went on otherwise.
-            self._orbax.save_async(
-                step, nested, custom_metadata=label, overwrite=step in self.steps
-            )
+            self._orbax.save_async(step, nested, custom_metadata=label)
         self._at = step
         if self.is_preempted:
             self.wait()
         return True
+
+    def _begin_to_save(self, step: int) -> None:
+        """Finish what is being saved, and make way."""
+        if self._is_reader:
+            self._is_reader = False
+            self._orbax.close()
+            self._orbax = self._open()
+        self.wait()
+        began = -1 if self._at is None else self._at
+        later = [x for x in self.steps if x > began]
+        if self._at is None:
+            _restore_checks.goes_on(step, later, self.directory)
+        elif later:
+            _restore_checks.went_back(began, later, self.directory)
+            with self._complaints("cannot be deleted"):
+                for each in later:
+                    self._orbax.delete(each)
 
     def wait(self) -> None:
         """Wait until all is written.
@@ -172,7 +197,7 @@ class Checkpointer:
         Raises:
           CheckpointError: if something cannot be.
         """
-        with self._complaints("cannot be saved"):
+        with self._complaints("cannot be saved", self._at):
             self._orbax.wait()
 
     def restore(
@@ -201,35 +226,30 @@ class Checkpointer:
           CheckpointError: if there is none of that step, or it cannot be read.
         """
         self.wait()
+        with self._complaints("cannot be read"):
+            self._orbax.reload()  # others may have saved
         step = self._which(step)
         if step is None:
             return None
         with self._complaints("cannot be read", step):
             metadata = self._orbax.metadata(step)
-            shapes = _reading.shapes(metadata.metadata)
-            label = _read_label(metadata.custom_metadata, shapes)
-        renamed = _reading.renamed(shapes, tree)
-        found = {renamed.get(path, path): shape for path, shape in shapes.items()}
-        wanted = _reading.plan(found, tree, params)
-        names = {renamed.get(path, path): path for path in shapes}
-        abstract = {path: ocp.PLACEHOLDER for path in shapes}
-        abstract |= {names[path]: x for path, x in wanted.items()}
+            specs = _reading.specs_of(metadata.metadata)
+            label = _label.read(metadata.custom_metadata, specs)
+        here = _reading.renamed(specs, tree)
+        wanted = _reading.plan({here[k]: x for k, x in specs.items()}, tree, params)
+        abstract = {k: wanted.get(here[k], ocp.PLACEHOLDER) for k in specs}
         with self._complaints("cannot be read", step):
             arrays = _tree.by_path(self._orbax.load(step, _tree.nested(abstract)))
-            saved = {path: arrays[names[path]] for path in wanted}
-            _check({names[path]: x for path, x in saved.items()}, label["checksums"])
+            read = {k: x for k, x in arrays.items() if here[k] in wanted}
+            _label.check(read, label["checksums"])
         self._at = step
+        saved = {here[k]: x for k, x in read.items()}
         return Restored(step, _reading.read(saved, tree, params), label["data"])
 
     def _which(self, step: int | None) -> int | None:
         if step is None:
             return max(self.steps, default=None)
-        if step not in self.steps:
-            raise CheckpointError(
-                f"there is no checkpoint of step {step} in {self.directory}; there are"
-                f" those of {self.steps}."
-            )
-        return step
+        return _restore_checks.is_there(step, self.steps, self.directory)
 
     def close(self) -> None:
         """Wait until all is written, and write no more.
@@ -269,47 +289,6 @@ class Checkpointer:
                 f"the checkpoint of {which}{self.directory} {what}:"
                 f" {type(error).__name__}: {error}"
             ) from error
-
-
-def _label(written: Named, data: Any) -> dict[str, Any]:
-    """What is written beside the arrays, so that damage to any of it is seen."""
-    checksums = {"/".join(path): x for path, x in _checksums(written).items()}
-    try:
-        text = json.dumps({"data": data, "checksums": checksums})
-    except (TypeError, ValueError) as error:
-        _restore_checks.json_data(data, error)
-    return {"label": text, "crc32": zlib.crc32(text.encode())}
-
-
-def _read_label(found: Any, shapes: Named) -> dict[str, Any]:
-    """What was written; if it was not by this class, no data and no checksums."""
-    is_ours = any(path[-1:] == ("version",) for path in shapes)
-    if shapes and not found and not is_ours:
-        return {"data": None, "checksums": {}}
-    text = (found or {}).get("label", "")
-    if not text or zlib.crc32(text.encode()) != found.get("crc32"):
-        raise ValueError("what was written about it is damaged or missing")
-    label = json.loads(text)
-    if set(label["checksums"]) != {"/".join(path) for path in shapes}:
-        raise ValueError("the list of its arrays is damaged")
-    return label
-
-
-def _check(read: Named, checksums: dict[str, int]) -> None:
-    """Complain of arrays that are not what was written."""
-    found = {"/".join(path): x for path, x in _checksums(read).items()}
-    bad = [name for name, x in found.items() if checksums.get(name, x) != x]
-    if bad:
-        raise ValueError(f"{len(bad)} of its arrays are damaged: {', '.join(bad[:3])}")
-
-
-def _checksums(arrays: Named) -> dict[Path, int]:
-    one = lambda x: _checksum(x if isinstance(x, jax.Array) else jnp.asarray(x))
-    sums = jax.device_get({path: one(x) for path, x in arrays.items()})
-    return {path: int(x) for path, x in sums.items()}
-
-
-_checksum = jax.jit(_agreement.leaf_checksum)
 
 
 class _WhenAsked:

@@ -35,7 +35,7 @@ FLOORS = [
     {"_exchanges", "_controllers", "_placement", "_guard", "_delivery"},
     {"_report", "_parallel", "_clock", "_portable"},
     {"_evidence", "_ledger"},
-    {"_wiring", "_reading"},
+    {"_wiring", "_reading", "_label"},
     {"_transform"},
     {"_recipes"},
     {"__init__"},

@@ -43,20 +43,24 @@ RECIPES = {
         "weight_decay": 0.01,
         "check_every": 2,
     },
+    "nothing compressed": {"compress": False},
     "buckets": {"bucket_bytes": 400, "memory": gravac.Momentum(0.5)},
     **{kind.__name__: {"memory": one_of(kind)} for kind in MEMORIES},
     **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
-QUICK = ("default", "buckets", "Adam")
+QUICK = ("default", "nothing compressed", "buckets", "Adam")
 
 
 def transform(**recipe):
     masks = getattr(recipe.get("memory"), "masks", False)
     if masks:
         recipe |= {"exchange": gravac.AllGather(gravac.TopK())}
-    recipe = {"controller": gravac.Fastest(ladder=LADDER)} | recipe
-    return gravac.transform(compress=lambda path, leaf: leaf.ndim == 2, **recipe)
+    usual = {
+        "controller": gravac.Fastest(ladder=LADDER),
+        "compress": lambda path, leaf: leaf.ndim == 2,
+    }
+    return gravac.transform(**usual | recipe)
 
 
 def loss(params, x):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from _harness import assert_same, choices
+from flax import nnx
 
 import gravac_jax as gravac
 from gravac_jax.checkpoint import Checkpointer, CheckpointError
@@ -58,19 +59,23 @@ def restore(directory, state, step=None):
 OTHERS = {
     "another shape": (
         {"params": PARAMS | {"w": np.zeros((16, 24), np.float32)}},
-        r"another model.*0/w: \(24, 16\) in the checkpoint, \(16, 24\) here",
+        r"another model.*0/w: float32\(24, 16\) in the checkpoint, float32\(16, 24\) h",
     ),
     "another leaf": (
         {"params": PARAMS | {"new": np.zeros(3, np.float32)}},
-        r"another model.*0/new: missing in the checkpoint, \(3,\) here",
+        r"another model.*0/new: missing in the checkpoint, float32\(3,\) here",
     ),
     "a leaf less": (
         {"params": {"w": PARAMS["w"]}},
-        r"another model.*0/b: \(16,\) in the checkpoint, nothing of that name here",
+        r"another model.*0/b: float32\(16,\) in the checkpoint, nothing of that name",
     ),
     "another name": (
         {"params": {"b": PARAMS["b"], "weights": PARAMS["w"]}},
         "another model.*0/weights: missing.*0/w: ",
+    ),
+    "another dtype": (
+        {"params": jax.tree.map(lambda x: x.astype(np.float16), PARAMS)},
+        r"another model.*0/b: float32\(16,\) in the checkpoint, float16\(16,\) here",
     ),
     "another optimizer": ({"after": optax.adam(0.1)}, r"another model, optimizer"),
     "another memory": (
@@ -141,6 +146,96 @@ def test_a_step_that_is_not_there_is_named(tmp_path):
         restore(tmp_path, begin(), step=2)
 
 
+BAD_LEAVES = {
+    "True": True,
+    "text": "text",
+    "complex": jnp.zeros(2, jnp.complex64),
+    "int4": jnp.zeros(2, jnp.int4),
+    "too large": 2**63,
+}
+
+
+@pytest.mark.parametrize("name", BAD_LEAVES)
+def test_leaves_that_cannot_be_saved_are_refused_by_name(tmp_path, name):
+    tree = {"state": begin(), "bad": BAD_LEAVES[name]}
+    with (
+        Checkpointer(tmp_path, save_every=1) as checkpointer,
+        pytest.raises(TypeError, match=r"holds a .* at bad, which cannot be saved"),
+    ):
+        checkpointer.save(1, tree, PARAMS)
+    assert not list(tmp_path.rglob("*_METADATA"))
+
+
+def refused_trees():
+    state = begin()
+    optimizer = nnx.Optimizer(
+        nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+        gravac.transform(compress=True, controller=gravac.Fixed(4)),
+        wrt=nnx.Param,
+    )
+    return {
+        "two of a name": ({"a.b": 1, "a": {"b": 2}, "state": state}, "saved as a.b"),
+        "on the host": (jax.device_get(state), "where arrays of JAX must be"),
+        "split": (nnx.split(optimizer)[1], "pass the nnx.Optimizer itself"),
+        "an array": (jnp.ones(3), "is a single array"),
+    }
+
+
+@pytest.mark.parametrize("name", ["two of a name", "on the host", "split", "an array"])
+def test_trees_that_cannot_be_saved_are_refused(tmp_path, name):
+    tree, complaint = refused_trees()[name]
+    with (
+        Checkpointer(tmp_path, save_every=1) as checkpointer,
+        pytest.raises(ValueError, match=complaint),
+    ):
+        checkpointer.save(1, tree, PARAMS)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "5", None, True])
+def test_steps_that_are_no_counts_are_refused(tmp_path, step):
+    state = begin()
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        with pytest.raises(ValueError, match="`step` must be the number of steps"):
+            checkpointer.save(step, state, PARAMS)
+        if step is not None:
+            checkpointer.save(1, state, PARAMS)
+            with pytest.raises(ValueError, match="`step` must be"):
+                checkpointer.restore(state, PARAMS, step)
+
+
+def test_a_run_that_goes_back_leaves_the_others_behind_and_says_so(tmp_path):
+    state = filled(begin())
+    with Checkpointer(tmp_path, save_every=10, keep=2) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, state, PARAMS)
+    with Checkpointer(tmp_path, save_every=5, keep=2) as checkpointer:
+        saved = checkpointer.restore(begin(), PARAMS, np.int64(20))
+        with pytest.warns(UserWarning, match=r"went back to step 20.*\[30\]"):
+            assert checkpointer.save(25, saved.tree, PARAMS)
+        checkpointer.wait()
+        assert checkpointer.steps == [20, 25]
+
+
+def test_a_run_that_did_not_begin_from_what_is_there_cannot_save_before_it(tmp_path):
+    save(tmp_path, begin(), step=30)
+    with pytest.raises(CheckpointError, match=r"step 20 cannot.*\[30\].*Restore one"):
+        save(tmp_path, begin(), step=20)
+    save(tmp_path, begin(), step=40)
+
+
+def test_others_may_read_while_one_saves(tmp_path):
+    state = filled(begin())
+    with Checkpointer(tmp_path, save_every=1) as writer:
+        reader = Checkpointer(tmp_path)
+        assert reader.restore(begin(), PARAMS) is None
+        for step in (1, 2):
+            writer.save(step, state, PARAMS)
+            Checkpointer(tmp_path).close()
+            writer.wait()
+            assert reader.restore(begin(), PARAMS).step == step
+        reader.close()
+
+
 # Directories and disks.
 
 
@@ -150,13 +245,14 @@ def test_a_directory_that_cannot_be_is_named(tmp_path):
         Checkpointer(tmp_path / "file" / "run")
 
 
-def test_data_that_json_does_not_know_is_refused(tmp_path):
+@pytest.mark.parametrize("data", [{1, 2}, b"bytes", {0: 1}, {"at": (1, 2)}], ids=str)
+def test_data_that_json_does_not_give_back_is_refused(tmp_path, data):
     state = begin()
     with (
         Checkpointer(tmp_path, save_every=1) as checkpointer,
-        pytest.raises(TypeError, match="data"),
+        pytest.raises(TypeError, match="`data` must be what JSON knows"),
     ):
-        checkpointer.save(1, state, state[0], data=object())
+        checkpointer.save(1, state, state[0], data=data)
 
 
 def test_a_disk_that_is_full_is_said_and_what_was_there_stays(tmp_path):
@@ -290,7 +386,7 @@ def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, proces
 def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path):
     steps = 3 * KILLS + 6
     whole = ends(start(tmp_path / "whole", steps))
-    restored = []
+    restored, torn = [], 0
     for kill in range(KILLS):
         run = start(tmp_path / "cut", steps, 0.02)
         said = lines_until(run, rf"step {3 * kill + 3}$")
@@ -298,6 +394,8 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
         time.sleep(0.25 * kill / KILLS)  # now it writes, later it has written
         run.kill()
         run.communicate()
+        torn += len(list((tmp_path / "cut").glob("*tmp*")))
+    assert torn, "else none was killed while it saved"
     assert restored, "else it never began again"
     assert all(step % 3 == 0 for step in restored)
     assert ends(start(tmp_path / "cut", steps)) == whole
