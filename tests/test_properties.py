@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from _harness import Scripted, agreed, make_mesh
+from _harness import Scripted, agreed, assert_same, make_mesh
 
 import gravac_jax as gravac
 
@@ -238,6 +238,43 @@ def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
     @hypothesis.given(rung=st.integers(0, len(case.ladder) - 1), sized=runs(case))
     def check(rung, sized):
         holds(name, rung, *sized)
+
+    check()
+
+
+ALONE = {
+    "default": {},
+    "top k": {"exchange": gravac.AllGather(gravac.TopK())},
+    "short entries": {"exchange": SHORT},
+    "momentum": {"momentum": 0.5},
+}
+
+
+@functools.cache
+def alone(name):
+    """A transform on one replica, its compiled update, and the state before it."""
+    recipe = {"controller": gravac.Fixed(3), **ALONE[name]}
+    tx = gravac.transform(axis_name=None, compress=True, **recipe)
+    return tx.update, jax.jit(tx.update), tx.init(jnp.zeros((4, 6)))
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ALONE)
+def test_compiled_or_not_it_is_the_same(name, examples):
+    """On numbers whose sums and halves are exact."""
+    eighths = st.integers(-64, 64).map(lambda x: x / 8)
+    update, compiled, before = alone(name)
+
+    @hypothesis.settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None
+    )
+    @hypothesis.given(hnp.arrays(np.float32, (2, 4, 6), elements=eighths))
+    def check(gradients):
+        one = two = before
+        for x in gradients:
+            (a, one), (b, two) = update(x, one), compiled(x, two)
+            held = [jax.tree.leaves(s.local.memory) for s in (one, two)]
+            assert_same([a, *held[0]], [b, *held[1]])
 
     check()
 
