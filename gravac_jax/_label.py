@@ -13,6 +13,8 @@ from gravac_jax import _agreement, _restore_checks
 from gravac_jax._ledger import Named
 from gravac_jax._tree import Path
 
+_on_device = jax.jit(_agreement.leaf_checksum)
+
 
 def write(written: Named, data: Any) -> dict[str, Any]:
     """What is written beside the arrays, so that damage to any of it is seen."""
@@ -49,8 +51,7 @@ def check(read: Named, checksums: dict[str, int]) -> None:
 
 
 def _checksums(arrays: Named) -> dict[Path, int]:
-    on_device = jax.jit(_agreement.leaf_checksum)
     on_host = _agreement.host_checksum
-    one = lambda x: (on_device if isinstance(x, jax.Array) else on_host)(x)
+    one = lambda x: (_on_device if isinstance(x, jax.Array) else on_host)(x)
     sums = jax.device_get({path: one(x) for path, x in arrays.items()})
     return {path: int(x) for path, x in sums.items()}

@@ -107,10 +107,10 @@ class Checkpointer:
         self.directory = directory if is_remote else pathlib.Path(directory).absolute()
         self.save_every = save_every
         self.is_preempted = False
+        self._keep = keep
         self._at: int | None = None  # where the run was last saved or restored
         self._got_sigterm = threading.Event()
         self._contexts = contextlib.ExitStack()
-        self._keep = keep
         self._is_reader = True  # until it saves, when it clears up after the killed
         self._orbax = self._open()
 
@@ -133,8 +133,8 @@ class Checkpointer:
         """Save the state after so many steps, if it is time to.
 
         It is at multiples of `save_every`, and when the job is being preempted. The
-        state may be donated to the next step at once; writing goes on meanwhile, and
-        what goes wrong with it is said at the next call.
+        state may be donated at once; writing goes on meanwhile, and what goes wrong
+        with it is said at the next call.
 
         Args:
           step: steps so far.
@@ -166,8 +166,8 @@ class Checkpointer:
         written = _ledger.write(tree, params)
         label = _label.write(written, data)
         self._begin_to_save(step)
+        nested = _tree.nested(written)
         with self._complaints("cannot be saved", step):
-            nested = _tree.nested(written)
             self._orbax.save_async(step, nested, custom_metadata=label)
         self._at = step
         if self.is_preempted:
@@ -197,8 +197,12 @@ class Checkpointer:
         Raises:
           CheckpointError: if something cannot be.
         """
-        with self._complaints("cannot be saved", self._at):
-            self._orbax.wait()
+        try:
+            with self._complaints("cannot be saved", self._at):
+                self._orbax.wait()
+        except CheckpointError:
+            self._at = max(self.steps, default=None)  # it may be tried again
+            raise
 
     def restore(
         self, tree: Any, params: Any, step: int | None = None
@@ -228,9 +232,10 @@ class Checkpointer:
         self.wait()
         with self._complaints("cannot be read"):
             self._orbax.reload()  # others may have saved
-        step = self._which(step)
-        if step is None:
+        if step is None and not self.steps:
             return None
+        step = self.steps[-1] if step is None else step
+        step = _restore_checks.is_there(step, self.steps, self.directory)
         with self._complaints("cannot be read", step):
             metadata = self._orbax.metadata(step)
             specs = _reading.specs_of(metadata.metadata)
@@ -245,11 +250,6 @@ class Checkpointer:
         self._at = step
         saved = {here[k]: x for k, x in read.items()}
         return Restored(step, _reading.read(saved, tree, params), label["data"])
-
-    def _which(self, step: int | None) -> int | None:
-        if step is None:
-            return max(self.steps, default=None)
-        return _restore_checks.is_there(step, self.steps, self.directory)
 
     def close(self) -> None:
         """Wait until all is written, and write no more.
@@ -267,8 +267,8 @@ class Checkpointer:
         return multihost_utils.reached_preemption_sync_point(step)
 
     def __enter__(self) -> "Checkpointer":
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and jax.process_count() == 1:
+        is_alone = jax.process_count() == 1
+        if is_alone and threading.current_thread() is threading.main_thread():
             note = lambda *_: self._got_sigterm.set()
             before = signal.signal(signal.SIGTERM, note)
             self._contexts.callback(signal.signal, signal.SIGTERM, before)
@@ -285,10 +285,9 @@ class Checkpointer:
             yield
         except Exception as error:
             which = "" if step is None else f"step {step} in "
-            raise CheckpointError(
-                f"the checkpoint of {which}{self.directory} {what}:"
-                f" {type(error).__name__}: {error}"
-            ) from error
+            why = f"{what}: {type(error).__name__}: {error}"
+            message = f"the checkpoint of {which}{self.directory} {why}"
+            raise CheckpointError(message) from error
 
 
 class _WhenAsked:

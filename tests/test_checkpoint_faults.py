@@ -262,14 +262,19 @@ def test_a_disk_that_is_full_is_said_and_what_was_there_stays(tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-        with pytest.raises(CheckpointError, match="cannot be saved"):
-            save(tmp_path, filled(begin()), step=2)
+        checkpointer = Checkpointer(tmp_path, save_every=1)
+        assert checkpointer.save(2, filled(begin()), PARAMS)
+        with pytest.raises(CheckpointError, match=r"of step 2 in .* cannot be saved"):
+            checkpointer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     saved = restore(tmp_path, begin())
     assert saved.step == 1
     assert_same(jax.tree.leaves(saved.tree), jax.tree.leaves(first))
+    assert checkpointer.save(2, first, PARAMS), "it is tried again"
+    checkpointer.close()
+    assert restore(tmp_path, begin()).step == 2
 
 
 # Files that are not as they were written.
