@@ -19,6 +19,7 @@ import pytest
 from _harness import Scripted, agreed, assert_same, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax import _portable
 
 QUICK, MANY = 15, 600
 EVIDENCE_BYTES = 1000
@@ -238,6 +239,78 @@ def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
     @hypothesis.given(rung=st.integers(0, len(case.ladder) - 1), sized=runs(case))
     def check(rung, sized):
         holds(name, rung, *sized)
+
+    check()
+
+
+SLICED = {"b": ((3,), np.float32), "w": ((8, 4), np.float32)}
+SLOW, FAST = 2, 2
+
+
+@functools.cache
+def sliced():
+    """A step on slices of a matrix along a fast axis, and the state before it."""
+    mesh = make_mesh((SLOW, FAST), ("dcn", "ici"))
+    specs = {"b": jax.P(), "w": jax.P("ici")}
+    put = lambda name, x: jax.device_put(
+        jnp.zeros(*x), jax.NamedSharding(mesh, specs[name])
+    )
+    params = {name: put(name, x) for name, x in SLICED.items()}
+    tx = gravac.transform(
+        "dcn",
+        dense_axis_name="ici",
+        sharded={"b": False, "w": True},
+        controller=Scripted((1, 4)),
+    )
+
+    def train_step(params, state, batch):
+        def loss(params):
+            whole = jax.lax.all_gather(params["w"], "ici", axis=0, tiled=True)
+            return jnp.sum(whole * batch["w"][0]) + jnp.sum(params["b"] * batch["b"][0])
+
+        _, grads = gravac.value_and_grad(loss, ("dcn", "ici"))(params)
+        return tx.update(grads, state, params)
+
+    step = gravac.data_parallel(train_step, mesh, "dcn", "ici", donate=False)
+    return step, params, gravac.init(tx, params, mesh, "dcn", "ici")
+
+
+@pytest.mark.parametrize(
+    "examples", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)]
+)
+def test_of_slices_nothing_is_lost(examples):
+    step, params, before = sliced()
+    draw = lambda shape: hnp.arrays(
+        np.float32, (SLOW * FAST, *shape), elements=numbers(np.float32, 1000.0)
+    )
+    batches = st.fixed_dictionaries({k: draw(x[0]) for k, x in SLICED.items()})
+
+    @hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=examples == QUICK,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        rung=st.integers(0, 1), batches=st.lists(batches, min_size=2, max_size=2)
+    )
+    def check(rung, batches):
+        updates, state = params, rung_of(before, rung)
+        came = sent = total = np.zeros((8, 4))
+        for x in batches:
+            updates, state = step(updates, state, x)
+            w = x["w"].astype(np.float64)
+            came = came + w.sum(0) / FAST
+            total = total + np.abs(w).sum(0)
+            sent = sent + SLOW * np.asarray(updates["w"], np.float64)
+            mean = x["b"].astype(np.float64).mean(0)
+            np.testing.assert_allclose(updates["b"], mean, rtol=1e-5, atol=1e-3)
+        form = _portable.form(state, params)
+        (kept,) = form.split([bucket.residual for bucket in state.local.memory])
+        lost = came - sent - np.asarray(kept, np.float64).sum(0)
+        assert (np.abs(lost) <= 8 * 2.0**-24 * total + 1e-37).all()
 
     check()
 
