@@ -165,8 +165,9 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
 
     leaves = [leaf(_tree.names(path), x) for path, x in flat]
     # What was not read is in memory of its own too: the caller's may be donated.
-    copy = lambda x, old: jnp.copy(x) if x is old and isinstance(x, jax.Array) else x
-    return jax.tree.map(copy, jax.tree.unflatten(structure, leaves), tree)
+    copy = lambda x: jax.device_put(jnp.copy(x), x.sharding)
+    own = lambda x, old: copy(x) if x is old and isinstance(x, jax.Array) else x
+    return jax.tree.map(own, jax.tree.unflatten(structure, leaves), tree)
 
 
 def _read(own: Own, saved: Named) -> TransformState:

@@ -50,7 +50,7 @@ RECIPES = {
     **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
-QUICK = ("default", "nothing compressed", "buckets", "Adam")
+QUICK = ("nothing compressed", "buckets", "Adam")
 
 
 def transform(**recipe):
@@ -233,7 +233,7 @@ def four(recipe):
     return run, run.train(run.begin(), 0, 3)
 
 
-@pytest.mark.parametrize("where", choices(WHERES, lambda x: x in ("3", "mesh of 8")))
+@pytest.mark.parametrize("where", choices(WHERES, lambda x: x == "mesh of 8"))
 @pytest.mark.parametrize("recipe", choices(MOVED, lambda x: x == "momentum"))
 def test_on_others_the_mean_of_what_is_held_is_what_it_was(tmp_path, recipe, where):
     _, state = four(recipe)
@@ -299,8 +299,12 @@ def test_gravac_fills_its_table_and_searches_anew_on_others(tmp_path):
 # Other buckets, another ladder, another controller.
 
 
-@pytest.mark.parametrize("memory", [gravac.Momentum(0.5), gravac.Adam()], ids=str)
+BUCKETED = {"Momentum": gravac.Momentum(0.5), "Adam": gravac.Adam()}
+
+
+@pytest.mark.parametrize("memory", choices(BUCKETED, lambda x: x == "Adam"))
 def test_buckets_may_be_others(tmp_path, memory):
+    memory = BUCKETED[memory]
     one, several = Run(memory=memory), Run(memory=memory, bucket_bytes=400)
     state = one.train(one.begin(), 0, 3)
     with saving(tmp_path) as checkpointer:
@@ -330,7 +334,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", choices(OTHERS, lambda x: x in ("as long", "both")))
 def test_with_another_ladder_or_controller_it_begins_anew_and_says_so(tmp_path, other):
     run, changed = Run(), Run(controller=OTHERS[other])
     state = run.train(run.begin(), 0, 3)
@@ -465,7 +469,10 @@ def two_axes(slow, fast):
     return step, (params, gravac.init(tx, params, mesh, "dcn", "ici"))
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2), (3, 1), (1, 8)], ids=str)
+SHAPES = [(2, 4), (4, 2), (2, 2), (3, 1), (1, 8)]
+
+
+@pytest.mark.parametrize("shape", choices(SHAPES, lambda x: x in ((4, 2), (1, 8))))
 def test_slices_of_another_count_hold_the_same(tmp_path, shape):
     step, state = two_axes(2, 4)
     for i in range(3):

@@ -21,7 +21,7 @@ from _harness import Scripted, agreed, assert_same, make_mesh
 import gravac_jax as gravac
 from gravac_jax import _portable
 
-QUICK, MANY = 15, 600
+QUICK, MANY = 30, 600
 EVIDENCE_BYTES = 1000
 BFLOAT16 = ml_dtypes.bfloat16
 LEAVES = {
@@ -88,6 +88,9 @@ CASES = {
     "mesh": Case("mixed", 4, (1, 4), is_mapped=True),
     "short on a mesh": Case("float32", 3, (1, 4), of(exchange=SHORT), is_mapped=True),
 }
+
+
+SOME = ("mixed dtypes", "bytes", "aged momentum", "adam", "leader", "low rank", "mesh")
 
 
 @functools.cache
@@ -221,10 +224,15 @@ def narrow(case):
     return np.concatenate(parts).T if parts else np.zeros((2, 0))
 
 
-@pytest.mark.parametrize(
-    "examples", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", CASES)
+def few_or_many(names, some, few, many):
+    """Some with few examples, and in the slow run all of them with many."""
+    slow = [pytest.param(name, many, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize(
+        ("name", "examples"), [*((name, few) for name in some), *slow]
+    )
+
+
+@few_or_many(CASES, SOME, QUICK, MANY)
 def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
     case = CASES[name]
 
@@ -331,8 +339,7 @@ def alone(name):
     return tx.update, jax.jit(tx.update), tx.init(jnp.zeros((4, 6)))
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ALONE)
+@few_or_many(ALONE, ["top k"], 2, 30)
 def test_compiled_or_not_it_is_the_same(name, examples):
     """On numbers whose sums and halves are exact."""
     eighths = st.integers(-64, 64).map(lambda x: x / 8)
