@@ -21,20 +21,20 @@ from _harness import Scripted, agreed, assert_same, make_mesh
 import gravac_jax as gravac
 from gravac_jax import _portable
 
-QUICK, MANY = 30, 600
+QUICK, MANY = 30, 560
 EVIDENCE_BYTES = 1000
 BFLOAT16 = ml_dtypes.bfloat16
 LEAVES = {
-    "float32": {"w": ((6, 4), np.float32), "b": ((3,), np.float32)},
+    "float32": {"w": ((4, 3), np.float32), "b": ((3,), np.float32)},
     "mixed": {
         "empty": ((0, 3), np.float32),
-        "half": ((5, 3), np.float16),
+        "half": ((2, 3), np.float16),
         "scalar": ((), np.float32),
-        "short": ((4, 4), BFLOAT16),
-        "w": ((3, 4), np.float32),
+        "short": ((2, 2), BFLOAT16),
+        "w": ((2, 3), np.float32),
     },
     "all small": {"a": ((2,), np.float32), "b": ((1, 1), np.float32)},
-    "one": {"w": ((17,), np.float32)},
+    "one": {"w": ((11,), np.float32)},
 }
 
 
@@ -140,7 +140,7 @@ def batch(case, size):
 
 def runs(case):
     """Some batches, all of them up to one size, which comes first."""
-    batches = lambda size: st.lists(batch(case, SIZES[size]), min_size=1, max_size=3)
+    batches = lambda size: st.lists(batch(case, SIZES[size]), min_size=1, max_size=2)
     each = [st.tuples(st.just(size), batches(size)) for size in SIZES]
     return st.one_of(each)
 
@@ -251,7 +251,7 @@ def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
     check()
 
 
-SLICED = {"b": ((3,), np.float32), "w": ((8, 4), np.float32)}
+SLICED = {"b": ((3,), np.float32), "w": ((4, 3), np.float32)}
 SLOW, FAST = 2, 2
 
 
@@ -306,7 +306,7 @@ def test_of_slices_nothing_is_lost(examples):
     )
     def check(rung, batches):
         updates, state = params, rung_of(before, rung)
-        came = sent = total = np.zeros((8, 4))
+        came = sent = total = np.zeros((4, 3))
         for x in batches:
             updates, state = step(updates, state, x)
             w = x["w"].astype(np.float64)
