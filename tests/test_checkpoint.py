@@ -50,7 +50,7 @@ RECIPES = {
     **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
-QUICK = ("nothing compressed", "buckets", "Adam")
+QUICK = ("nothing compressed", "buckets")
 
 
 def transform(**recipe):
@@ -472,7 +472,7 @@ def two_axes(slow, fast):
 SHAPES = [(2, 4), (4, 2), (2, 2), (3, 1), (1, 8)]
 
 
-@pytest.mark.parametrize("shape", choices(SHAPES, lambda x: x in ((4, 2), (1, 8))))
+@pytest.mark.parametrize("shape", choices(SHAPES, lambda x: x == (4, 2)))
 def test_slices_of_another_count_hold_the_same(tmp_path, shape):
     step, state = two_axes(2, 4)
     for i in range(3):

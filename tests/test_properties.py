@@ -21,7 +21,7 @@ from _harness import Scripted, agreed, assert_same, make_mesh
 import gravac_jax as gravac
 from gravac_jax import _portable
 
-QUICK, MANY = 30, 560
+QUICK, MANY = 50, 560
 EVIDENCE_BYTES = 1000
 BFLOAT16 = ml_dtypes.bfloat16
 LEAVES = {
@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-SOME = ("mixed dtypes", "bytes", "aged momentum", "adam", "leader", "low rank", "mesh")
+SOME = ("mixed dtypes", "bytes", "adam", "low rank", "mesh")
 
 
 @functools.cache
@@ -339,7 +339,7 @@ def alone(name):
     return tx.update, jax.jit(tx.update), tx.init(jnp.zeros((4, 6)))
 
 
-@few_or_many(ALONE, ["top k"], 2, 30)
+@few_or_many(ALONE, [], 2, 30)
 def test_compiled_or_not_it_is_the_same(name, examples):
     """On numbers whose sums and halves are exact."""
     eighths = st.integers(-64, 64).map(lambda x: x / 8)
