@@ -56,12 +56,17 @@ class Own:
         named |= {("memory", *k): x for k, x in numbers.items()}
         return named | {("exchange", *k): x for k, x in exchange.items()}
 
-    @functools.cached_property
-    def shared(self) -> Named:
-        """What is the same on all replicas."""
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the state that are the same on all replicas."""
         fields = self.state._asdict()
         del fields["local"], fields["layout"]
-        return _tree.by_path(fields)
+        return fields
+
+    @functools.cached_property
+    def shared(self) -> Named:
+        """What is in them, by its name."""
+        return _tree.by_path(self.fields)
 
     @property
     def _memory(self) -> dict[Path, list[jax.Array]]:
@@ -89,10 +94,10 @@ def owns_of(tree: Any, params: Any) -> list[Own]:
     ]
 
 
-def others_of(tree: Any, owns: list[Own]) -> Named:
-    """The leaves that are no transform's."""
-    flat = _tree.by_path(tree).items()
-    return {path: x for path, x in flat if not any(own.has(path) for own in owns)}
+def others_of(named: Named, owns: list[Own]) -> Named:
+    """What is no transform's."""
+    is_other = lambda path: not any(own.has(path) for own in owns)
+    return {path: x for path, x in named.items() if is_other(path)}
 
 
 def write(tree: Any, params: Any) -> Named:
@@ -106,7 +111,7 @@ def write(tree: Any, params: Any) -> Named:
       ValueError: if they are others, or the state is not as `gravac.place` makes it.
     """
     owns = owns_of(tree, params)
-    written = others_of(tree, owns)
+    written = others_of(_tree.by_path(tree), owns)
     _restore_checks.can_be_saved(written)
     for own in owns:
         written |= {own.path + name: x for name, x in _written(own)}

@@ -51,6 +51,8 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     ours = [_tree.names(path) for path, x in flat if is_ours(x)]
     if len(ours) != 1 or not ours[0] or not ours[0][-1].isdecimal():
         return same
+    if (*ours[0], "version") in saved:
+        return same
     *above, place = ours[0]
     chain = tuple(above)
     here = {
@@ -58,8 +60,6 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
         for path, x in flat
         if not is_ours(x) and _ledger.is_saved(x)
     }
-    if (*ours[0], "version") in saved:
-        return same
 
     def moved_up(path: Path) -> Path:
         if path[: len(chain)] != chain or int(path[len(chain)]) < int(place):
@@ -92,11 +92,10 @@ def plan(saved: Named, tree: Any, params: Any) -> Named:
       ValueError: if what was saved does not fit.
     """
     owns = _ledger.owns_of(tree, params)
-    others = _ledger.others_of(tree, owns)
-    rest = {k: x for k, x in saved.items() if not any(own.has(k) for own in owns)}
+    others = _ledger.others_of(_tree.by_path(tree), owns)
     others = {k: x for k, x in others.items() if _ledger.is_saved(x)}
     here = {k: (kind_of(x), _ledger.shape_of(x)) for k, x in others.items()}
-    _restore_checks.fits(here, rest)
+    _restore_checks.fits(here, _ledger.others_of(saved, owns))
     wanted = {k: _like(x) for k, x in others.items()}
     for own in owns:
         mine = own.below({k: shape for k, (_, shape) in saved.items()})
@@ -125,8 +124,10 @@ def _wanted(own: Own, saved: Named) -> Iterator[tuple[Path, Any]]:
     _restore_checks.exchange(rows, saved)
     yield ("version",), 0
     yield ("replicas",), 0
+    decides_alike = _decides_alike(own, saved)
     for name, x in own.shared.items():
-        if saved.get(name) == x.shape and _decides_alike(name, own, saved):
+        is_kept = decides_alike or name[0] not in _DECIDED
+        if is_kept and saved.get(name) == x.shape:
             yield name, _like(x)
     for name, x in own.rows.items():
         shape = saved.get(name)
@@ -140,11 +141,11 @@ def _wanted(own: Own, saved: Named) -> Iterator[tuple[Path, Any]]:
             yield ("memory", *name, *path), x
 
 
-def _decides_alike(name: Path, own: Own, saved: Named) -> bool:
-    """Whether a name is no part of decisions, or all of them can be read."""
+def _decides_alike(own: Own, saved: Named) -> bool:
+    """Whether all that belongs to decisions can be read."""
     decided = lambda x: {k: v for k, v in x.items() if k[0] in _DECIDED}
     shapes = {k: x.shape for k, x in own.shared.items() if _ledger.is_saved(x)}
-    return name[0] not in _DECIDED or decided(shapes) == decided(saved)
+    return decided(shapes) == decided(saved)
 
 
 def read(saved: Named, tree: Any, params: Any) -> Any:
@@ -154,8 +155,6 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
       ValueError: if it was written by another version.
     """
     owns = {own.path: own for own in _ledger.owns_of(tree, params)}
-    is_ours = _state.is_transform_state
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_ours)
 
     def leaf(path: Path, x: Any) -> Any:
         if path not in owns:
@@ -163,11 +162,11 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
         mine = owns[path].below(saved)
         return _read(owns[path], mine) if mine else x
 
-    leaves = [leaf(_tree.names(path), x) for path, x in flat]
+    filled = _filled(tree, leaf, _state.is_transform_state)
     # What was not read is in memory of its own too: the caller's may be donated.
     copy = lambda x: jax.device_put(jnp.copy(x), x.sharding)
     own = lambda x, old: copy(x) if x is old and isinstance(x, jax.Array) else x
-    return jax.tree.map(own, jax.tree.unflatten(structure, leaves), tree)
+    return jax.tree.map(own, filled, tree)
 
 
 def _read(own: Own, saved: Named) -> TransformState:
@@ -178,17 +177,15 @@ def _read(own: Own, saved: Named) -> TransformState:
     if not ladders or not np.array_equal(*ladders, *jax.tree.leaves(state.ladder)):
         _restore_checks.begins_anew(is_other_controller=not ladders)
         saved = {k: x for k, x in saved.items() if k[0] not in _DECIDED}
-    fields = state._asdict()
-    del fields["local"], fields["layout"]
-    fields = _filled(fields, lambda name, x: saved.get(name, x))
+    fields = _filled(own.fields, lambda name, x: saved.get(name, x))
     if saved[("replicas",)] != (own.form.replicas or 1):
         fields["controller"] = _moved(fields["controller"], state.controller)
     return state._replace(local=_local(own, saved), **fields)
 
 
-def _filled(tree: Any, value: Callable[[Path, Any], Any]) -> Any:
+def _filled(tree: Any, value: Callable[[Path, Any], Any], is_leaf: Any = None) -> Any:
     """`tree` with other leaves, by their names."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     leaves = [value(_tree.names(path), x) for path, x in flat]
     return jax.tree.unflatten(structure, leaves)
 

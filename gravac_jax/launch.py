@@ -154,7 +154,7 @@ def _rehearse(options: argparse.Namespace) -> None:
     except KeyboardInterrupt as stop:
         number = stop.args[0]
         name = signal.Signals(number).name
-        if job is not None and not any(status != 0 for status in job.statuses):
+        if job is not None and all(status == 0 for status in job.statuses):
             sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended well\n")
             return
         sys.stderr.write(f"{_PROGRAM}: {name}; all processes were ended\n")

@@ -232,11 +232,9 @@ def few_or_many(names, some, few, many):
     )
 
 
-@few_or_many(CASES, SOME, QUICK, MANY)
-def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
-    case = CASES[name]
-
-    @hypothesis.settings(
+def tries(examples):
+    """Settings of so many examples: in the default run always the same ones."""
+    return hypothesis.settings(
         max_examples=examples,
         deadline=None,
         derandomize=examples == QUICK,
@@ -244,6 +242,13 @@ def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
+
+
+@few_or_many(CASES, SOME, QUICK, MANY)
+def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, examples):
+    case = CASES[name]
+
+    @tries(examples)
     @hypothesis.given(rung=st.integers(0, len(case.ladder) - 1), sized=runs(case))
     def check(rung, sized):
         holds(name, rung, *sized)
@@ -293,14 +298,7 @@ def test_of_slices_nothing_is_lost(examples):
     )
     batches = st.fixed_dictionaries({k: draw(x[0]) for k, x in SLICED.items()})
 
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=examples == QUICK,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @tries(examples)
     @hypothesis.given(
         rung=st.integers(0, 1), batches=st.lists(batches, min_size=2, max_size=2)
     )
