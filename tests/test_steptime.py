@@ -292,11 +292,11 @@ def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
     monkeypatch.setattr(Network, "unavailable", lambda: "no network")
     cut = (4, "fixed10")
     steptime.measure(args)
-    assert jobs == [(2, [None]), (4, [None])]
+    assert jobs == [(2, [[None, None]]), (4, [[None, None]])]
     cut = None
     steptime.measure(args)
     steptime.measure(args)
-    assert jobs[2:] == [(4, [None])]
+    assert jobs[2:] == [(4, [[None, None]])]
     found = [json.loads(x) for x in out.read_text().splitlines()[1:]]
     assert [(x["hosts"], x["method"]) for x in found] == [
         *((2, name) for name in setting.methods),

@@ -4,7 +4,7 @@ Every method trains the same model from the same params on the same batches, a p
 in each host. They take turns of a few steps, in rotating order, so that whatever else
 the machine does falls on all alike; a turn's seconds are those of all its steps, until
 the last result is there. Times of steps are measured by `gravac.StepClock`, and all
-controllers are told.
+controllers are told. Losses are of averaged params, as in end_to_end.py.
 
 Needs root, for the network.
 
@@ -86,9 +86,9 @@ def race(args: Args) -> list[Line]:
 
 
 def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
-    """Factors and seconds of steps over steps; held-out losses over seconds."""
-    figure, axes = plt.subplots(3, figsize=(7, 8), layout="constrained")
-    above, middle, below = axes
+    """Factors, seconds and bytes of steps over steps; held-out losses over seconds."""
+    figure, axes = plt.subplots(4, figsize=(7, 10), layout="constrained")
+    above, middle, bytes_sent, below = axes
     for name, style in zip(setting.methods, STYLES, strict=False):
         mine = [x for x in lines if x["method"] == name]
         factors = [factor for x in mine for factor in x["factors"]]
@@ -97,9 +97,11 @@ def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
         seconds = np.array([x["seconds"] for x in mine])
         steps = [x["step"] - setting.turn / 2 for x in mine]
         middle.plot(steps, 1e3 * seconds / setting.turn, style, label=name)
+        mbytes = np.array([x["wire_bytes"] for x in mine]) / 1e6
+        bytes_sent.plot(steps, mbytes / setting.turn, style, label=name)
         losses = [x["held_out_loss"] for x in mine]
         below.plot(np.cumsum(seconds), losses, style, label=name)
-    for axis in (above, middle):
+    for axis in (above, middle, bytes_sent):
         for i, mbit in enumerate(setting.bandwidths_mbit):
             if mbit < max(setting.bandwidths_mbit):
                 span = (i * setting.steps, (i + 1) * setting.steps)
@@ -108,8 +110,9 @@ def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
     above.set(ylabel="factor")
     middle.set(ylabel="milliseconds a step")
     middle.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
+    bytes_sent.set(ylabel="Mbyte sent a step")
     below.set(xlabel="seconds of the method's own steps")
-    below.set(ylabel="held-out nats a byte", xlim=(0, None))
+    below.set(ylabel="held-out loss, nats", xlim=(0, None))
     below.set_ylim(top=float(np.quantile([x["held_out_loss"] for x in lines], 0.9)))
     above.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
     below.legend(loc="upper right", ncols=2, frameon=False)

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import network
+from closed_loop import AVERAGED
+from dense import wire_bytes
 from steptime_methods import method
 from tasks import Task, load
 from tasks.pipeline import batches, evaluation
@@ -46,6 +49,8 @@ class Setting:
     """Its size."""
     learning_rate: float | None = None
     """Default: what the preset suggests."""
+    warm_up_steps: int = 25
+    """In which the learning rate rises to that."""
     seed: int = 0
     """Of params and batches."""
 
@@ -57,48 +62,58 @@ class Racer:
         self, name: str, task: Task, params: Any, mesh: Any, setting: Setting
     ) -> None:
         rate = setting.learning_rate or task.learning_rate
+        ramp = optax.linear_schedule(0, rate, setting.warm_up_steps)
         tx = optax.chain(
             method(name).exchange,
             optax.clip_by_global_norm(1.0),
-            optax.sgd(rate, momentum=0.9, nesterov=True),
+            optax.sgd(ramp, momentum=0.9, nesterov=True),
         )
 
         def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
             loss, grads = gravac.value_and_grad(task.loss)(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params, **times)
             info = optax.tree.get(opt_state, "StepInfo")
-            # The baseline of its own has no report: all of its steps are dense.
-            factor = np.float32(1) if info is None else info.factor
-            return optax.apply_updates(params, updates), opt_state, loss, factor
+            # A baseline of its own has no report: all of its steps are dense.
+            report = dense if info is None else (info.factor, info.wire_bytes)
+            params = optax.apply_updates(params, updates)
+            return params, opt_state, (loss, *report)
 
-        self.name = name
+        self.name, value_bytes = name, method(name).value_bytes
+        entries = sum(x.size for x in jax.tree.leaves(params))
+        sent_bytes = wire_bytes(entries, jax.process_count(), value_bytes or 4)
+        dense = np.float32(1), np.float32(sent_bytes)
         self.step = gravac.data_parallel(train_step, mesh)
         self._first = params, tx.init(params)
-        self.mesh, self.clock = mesh, gravac.StepClock()
+        self.mesh = mesh
 
     def begin(self, data: Sequence[Any]) -> None:
         """Compile; then all begins anew."""
-        self.state = gravac.place(self._first, self.mesh)
+        self._reset()
         self.advance(data)
+        self._reset()
+
+    def _reset(self) -> None:
         self.clock = gravac.StepClock()
         self.state = gravac.place(self._first, self.mesh)
+        self.average = jax.tree.map(jnp.copy, self._first[0])
 
     def advance(self, data: Sequence[Any]) -> dict[str, Any]:
         """Train on `data`, as fast as it goes; seconds are those of all its steps."""
         seen = []
         start = time.perf_counter()
         for batch in data:
-            *self.state, loss, factor = self.step(
-                *self.state, batch, **self.clock.times()
-            )
-            self.clock.record(loss)
-            seen.append((loss, factor))
+            *self.state, report = self.step(*self.state, batch, **self.clock.times())
+            self.clock.record(report[0])
+            seen.append(report)
         self.clock.wait()
         seconds = time.perf_counter() - start
-        losses, factors = np.asarray(jax.device_get(seen), np.float64).T
+        losses, factors, sent = np.asarray(jax.device_get(seen), np.float64).T
+        mine = jax.tree.map(lambda x: x.addressable_data(0), self.state[0])
+        self.average = _mixed(self.average, mine, 1 - (1 - AVERAGED) ** len(data))
         return {
             "seconds": round(seconds, 6),
             "factors": factors.round(1).tolist(),
+            "wire_bytes": float(sent.sum()),
             "training_loss": round(float(losses.mean()), 5),
         }
 
@@ -120,7 +135,7 @@ class Race:
             local=range(self.process, self.process + 1),
         )
         self.draw = lambda steps: [next(source) for _ in range(steps)]
-        self.held_out = list(itertools.islice(evaluation(task.test, 128), 4))
+        self.held_out = list(itertools.islice(evaluation(task.test, 128), 8))
         self.loss = jax.jit(task.loss)
         self.racers = [Racer(x, task, params, mesh, setting) for x in setting.methods]
         warm_up = self.draw(WARM_UP_STEPS)
@@ -151,11 +166,16 @@ class Race:
                     }
 
     def _evaluate(self, racer: Racer) -> float:
-        params = jax.tree.map(lambda x: x.addressable_data(0), racer.state[0])
-        return float(np.mean([self.loss(params, batch) for batch in self.held_out]))
+        losses = [self.loss(racer.average, batch) for batch in self.held_out]
+        return float(np.mean(losses))
 
     def _meet(self) -> None:
         multihost_utils.sync_global_devices("meet")
+
+
+@jax.jit
+def _mixed(average: Any, params: Any, weight: jax.Array) -> Any:
+    return jax.tree.map(lambda x, y: x + weight * (y - x), average, params)
 
 
 def main(data_dir: str, out: str, setting: str) -> None:

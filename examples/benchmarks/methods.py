@@ -1,10 +1,10 @@
 """The methods that benchmarks compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with (where nobody tells it times, it chooses for the network of `WireCost()`), and
-`fixed10` the static factor 10; any factor will do. `ladder10` is the same on
-the default's ladder, whose other rungs it never takes. The other families differ from
-`fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
+with, `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
+controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
+the same on the default's ladder, whose other rungs it never takes. The other families
+differ from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
 `lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
 optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
@@ -32,6 +32,9 @@ METHODS = {
     "default": {"controller": gravac.Fastest()},
     "fastest": {"controller": gravac.Fastest()},
     "gravac": {"controller": gravac.GraVAC()},
+    "gravac0.7": {"controller": gravac.GraVAC(epsilon=0.7)},
+    "gravac0.9": {"controller": gravac.GraVAC(epsilon=0.9)},
+    "accordion": {"controller": gravac.Accordion(10, 100)},
 }
 
 

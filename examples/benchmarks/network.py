@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -116,6 +116,7 @@ class Hosts:
     """
 
     links: Links
+    coordinator: Callable[[], str]
 
     def __init__(self, hosts: int) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
@@ -150,7 +151,7 @@ class Hosts:
         Returns:
           The job; leaving the network ends it.
         """
-        coordinator = self._coordinator()
+        coordinator = self.coordinator()
         job = [sys.executable, "-m", "gravac_jax.launch", "--detect", "deactivate"]
         job += ["--coordinator", coordinator, "--processes", str(self.hosts)]
         return self.run(
@@ -209,7 +210,8 @@ class Network(Hosts):
         links.set_bandwidth(self._bandwidth_mbit)
         return links
 
-    def _coordinator(self) -> str:
+    def coordinator(self) -> str:
+        """A free address in the first host, where a job's processes may meet."""
         return f"{_address(0)}:{next(self._ports)}"
 
     def _enter(self, i: int) -> list[str]:
@@ -223,7 +225,8 @@ class Loopback(Hosts):
     def _connect(self) -> Links:
         return Links("loopback, no rate limit: not a network")
 
-    def _coordinator(self) -> str:
+    def coordinator(self) -> str:
+        """A free address, where a job's processes may meet."""
         return free_coordinator()
 
     def _enter(self, i: int) -> list[str]:

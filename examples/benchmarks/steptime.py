@@ -22,11 +22,14 @@ same gradients can be faster than it by more than 1 + r. That is taken as the de
 over `slowest compute`, a step's computation on the slowest replica; a method's share of
 it is `slowest compute` over its own step, the same against every baseline.
 
-The default method trains for some steps before it is timed, and every bandwidth finds
-it there: these are the seconds of that stretch of a run, not of a whole run, in which
-the factor grows. `factor` is that of all timed steps together, entries over entries
-sent. It is not told the seconds of its steps: it chooses for the link that
-`gravac.WireCost` assumes.
+A network may be given by `--ratios` in place of its bandwidth: there, by bytes alone, a
+dense float32 exchange takes so many times as long as computation did when the job
+began. Above 4 Gbit/s links are left without a limit, which the machine does not reach.
+
+A method that chooses its factor is told the seconds of its steps, and trains for some
+at each bandwidth before it is timed there: these are the seconds of that stretch of a
+run, not of a whole one. `factor` is that of all timed steps together, entries over
+entries sent.
 
 Needs root, for the network. Without, the processes talk over loopback, no bytes are
 counted, and all figures say so.
@@ -46,9 +49,9 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import steptime_report
-from journal import Journal
+from journal import Journal, Line
 from network import MAX_HOSTS, Hosts, Loopback, Network, NetworkError
-from steptime_inside import Setting
+from steptime_inside import Link, Setting
 from steptime_methods import method
 from tasks import DataError, load
 from tasks.pipeline import batches
@@ -70,6 +73,8 @@ class Args:
     """Replicas, each in a host of its own."""
     bandwidths_mbit: tuple[float, ...] = (1000, 300, 100)
     """Of each host's link in each direction."""
+    ratios: tuple[float, ...] = ()
+    """Of a dense exchange to computation; takes the place of bandwidths."""
     timeout_seconds: float = 7200
     """For each number of hosts."""
     setting: Annotated[Setting, tyro.conf.OmitArgPrefixes] = dataclasses.field(
@@ -90,6 +95,8 @@ def check(args: Args) -> None:
         raise SystemExit(f"--hosts must be from 2 to {MAX_HOSTS}, got {args.hosts}")
     if not all(0 < mbit < math.inf for mbit in args.bandwidths_mbit):
         raise SystemExit(f"--bandwidths-mbit must be > 0, got {args.bandwidths_mbit}")
+    if not all(0 < ratio < math.inf for ratio in args.ratios):
+        raise SystemExit(f"--ratios must be > 0, got {args.ratios}")
     if not 1 <= setting.turns <= setting.steps:
         raise SystemExit(f"--turns must be from 1 to --steps, got {setting.turns}")
     for name in setting.methods:
@@ -109,27 +116,35 @@ def measure(args: Args) -> None:
         print(f"{reason}; the figures will be of loopback")
     setting = dataclasses.asdict(args.setting)
     journal = Journal(args.out, setting | {"is_emulated": not reason})
-    wanted = [None] if reason else args.bandwidths_mbit
+    by_rate = [Link(bandwidth_mbit=x) for x in args.bandwidths_mbit]
+    by_ratio = [Link(ratio=x) for x in args.ratios]
+    wanted = [Link()] if reason else by_ratio or by_rate
     # Before the first job: from then on the file is theirs.
     missing = {n: missing_of(n, wanted, journal, args.setting) for n in args.hosts}
-    for hosts, bandwidths_mbit in missing.items():
-        if bandwidths_mbit:
+    for hosts, links in missing.items():
+        if links:
             network = Loopback(hosts) if reason else Network(hosts)
-            figures = [json.dumps(setting), json.dumps(bandwidths_mbit)]
+            figures = [json.dumps(setting), json.dumps(links)]
             script = [str(INSIDE), str(args.data_dir), str(args.out), *figures]
             run(network, script, args.timeout_seconds)
 
 
 def missing_of(
-    hosts: int, wanted: Sequence[float | None], journal: Journal, setting: Setting
-) -> list[float | None]:
-    """The bandwidths without a line of every method; what they have is dropped."""
+    hosts: int, wanted: Sequence[Link], journal: Journal, setting: Setting
+) -> list[Link]:
+    """The links without a line of every method; what they have is dropped."""
     lines = [x for x in journal.lines if x["hosts"] == hosts]
-    found = {(x["bandwidth_mbit"], x["method"]) for x in lines}
-    is_whole = lambda mbit: all((mbit, name) in found for name in setting.methods)
-    missing = [mbit for mbit in wanted if not is_whole(mbit)]
-    journal.drop(lambda x: x["hosts"] == hosts and x["bandwidth_mbit"] in missing)
+    found = {(link_of(x), x["method"]) for x in lines}
+    is_whole = lambda link: all((link, name) in found for name in setting.methods)
+    missing = [link for link in wanted if not is_whole(link)]
+    journal.drop(lambda x: x["hosts"] == hosts and link_of(x) in missing)
     return missing
+
+
+def link_of(line: Line) -> Link:
+    """The link that a line is of, as it was asked for."""
+    ratio = line.get("ratio")
+    return Link(None if ratio else line["bandwidth_mbit"], ratio)
 
 
 def run(network: Hosts, script: list[str], timeout_seconds: float) -> None:

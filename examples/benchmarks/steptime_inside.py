@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ from tasks.pipeline import batches
 
 WARM_UP_STEPS = 3
 ALONE_EVERY = 4  # parts are timed of one step in so many: each costs as much again
+PROBED_STEPS = 20  # of computation, to find the bandwidth of a ratio
+MAX_MBIT = 4000  # emulated links of more are slower than those without a limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,17 @@ class Setting:
     """Timed steps of each method at each bandwidth."""
     turns: int = 5
     """In so many turns."""
-    settle_steps: int = 800
-    """Training steps of the default method before it is timed."""
+    settle_steps: int = 200
+    """Training steps of a method that chooses, before it is timed at a bandwidth."""
     seed: int = 0
     """Of params and batches."""
+
+
+class Link(NamedTuple):
+    """What every host has: one of both figures, or neither for no limit."""
+
+    bandwidth_mbit: float | None = None
+    ratio: float | None = None  # of a dense exchange to computation
 
 
 @dataclasses.dataclass
@@ -64,6 +73,7 @@ class Log:
     # Of some steps: whole, alone, and the wait after it.
     part_seconds: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
     factors: list[float] = dataclasses.field(default_factory=list)
+    rungs: list[int] = dataclasses.field(default_factory=list)
     wire_bytes: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: int = 0
 
@@ -99,23 +109,29 @@ class Replica:
         )
         draw = lambda steps: [next(source) for _ in range(steps)]
         self.data = draw(self.setting.steps)
-        warm_up, settling = draw(WARM_UP_STEPS), draw(self.setting.settle_steps)
+        warm_up, self.settling = draw(WARM_UP_STEPS), draw(self.setting.settle_steps)
         for runner in self.runners:
-            runner.settle(warm_up + settling * runner.method.is_adaptive)
+            runner.prepare(warm_up)
+        self.meet()
+        (dense,) = (x for x in self.runners if x.method.name == "dense")
+        batch = warm_up[0]
+        taken = [dense.alone.advance(batch, np.int32(0)) for _ in range(PROBED_STEPS)]
+        self.compute_seconds = float(np.median(_everybody(taken)))
 
-    def measure(self, bandwidth_mbit: float | None) -> list[dict[str, Any]]:
-        """Time all methods at one bandwidth, in turns.
+    def measure(self, link: Link) -> list[dict[str, Any]]:
+        """Time all methods on one network, in turns.
 
         Args:
-          bandwidth_mbit: of the links from now on, None for no limit.
+          link: that of every host from now on.
 
         Returns:
           A line per method.
         """
+        bandwidth_mbit = self._bandwidth_mbit(link)
         self._set_bandwidth(bandwidth_mbit)
         logs = {runner.method.name: Log() for runner in self.runners}
         for runner in self.runners:
-            runner.rewind()
+            runner.begin(self.settling)
         size = -(-self.setting.steps // self.setting.turns)
         for turn, start in enumerate(range(0, self.setting.steps, size)):
             first = turn % len(self.runners)
@@ -126,6 +142,7 @@ class Replica:
             {
                 "hosts": self.replicas,
                 "bandwidth_mbit": bandwidth_mbit,
+                "ratio": link.ratio,
                 "network": self.links.label,
                 "method": name,
                 "params": self.params,
@@ -133,6 +150,14 @@ class Replica:
             }
             for name, log in logs.items()
         ]
+
+    def _bandwidth_mbit(self, link: Link) -> float | None:
+        """In two digits, where it is that of a ratio."""
+        if link.ratio is None:
+            return link.bandwidth_mbit
+        dense_bytes = wire_bytes(self.params, self.replicas, value_bytes=4)
+        mbit = 8e-6 * dense_bytes / (link.ratio * self.compute_seconds)
+        return None if mbit > MAX_MBIT else float(f"{mbit:.2g}")
 
     def _set_bandwidth(self, bandwidth_mbit: float | None) -> None:
         self.meet()  # whatever is under way may be lost
@@ -156,7 +181,7 @@ class Replica:
 
     def _time_whole(self, runner: Runner, batch: Any, log: Log) -> tuple[float, Any]:
         """One step; returns its seconds and its rung."""
-        seconds = runner.whole.advance(batch)
+        seconds = runner.advance(batch)
         if value_bytes := runner.method.value_bytes:
             factor, sent = 1.0, wire_bytes(self.params, self.replicas, value_bytes)
         else:
@@ -165,7 +190,8 @@ class Replica:
         log.whole_seconds.append(seconds)
         log.factors.append(factor)
         log.wire_bytes.append(sent)
-        return seconds, np.int32(runner.method.rung(factor))
+        log.rungs.append(runner.method.rung(factor))
+        return seconds, np.int32(log.rungs[-1])
 
     def _sent_bytes(self) -> int:
         counts = self.links.traffic()
@@ -194,6 +220,7 @@ class Replica:
             # Of all entries over all that were sent: rungs alternate.
             "factor": float(1 / np.mean(1 / np.asarray(log.factors))),
             "factors": [min(log.factors), max(log.factors)],
+            "taken": np.bincount(log.rungs).tolist(),
             "wire_bytes": float(np.mean(log.wire_bytes)),
             "interface_bytes": float(interface_bytes) if self.links.hosts else None,
         }
@@ -217,11 +244,11 @@ def _quartiles(x: np.ndarray) -> list[float]:
     return [round(float(q), 6) for q in np.percentile(x, (25, 50, 75))]
 
 
-def main(data_dir: str, out: str, setting: str, bandwidths_mbit: str) -> None:
-    """Time everything, one bandwidth after the other; process 0 appends to `out`."""
+def main(data_dir: str, out: str, setting: str, links: str) -> None:
+    """Time everything, one network after the other; process 0 appends to `out`."""
     replica = Replica(Setting(**json.loads(setting)), Path(data_dir))
-    for bandwidth_mbit in json.loads(bandwidths_mbit):
-        lines = replica.measure(bandwidth_mbit)
+    for link in json.loads(links):
+        lines = replica.measure(Link(*link))
         if replica.process == 0:
             with Path(out).open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -97,10 +97,10 @@ class Trainer:
         """Go back to the marked state."""
         self.state = _copy(self._marked)
 
-    def advance(self, *inputs: Any) -> float:
+    def advance(self, *inputs: Any, **times: Any) -> float:
         """Take a step; returns the seconds until the last of its results is there."""
         start = time.perf_counter()
-        results = jax.block_until_ready(self._step(*self.state, *inputs))
+        results = jax.block_until_ready(self._step(*self.state, *inputs, **times))
         seconds = time.perf_counter() - start
         self.state = results[: len(self.state)]
         return seconds
@@ -130,9 +130,9 @@ class Runner:
         )
         tx = optax.chain(method.exchange, optimizer)
 
-        def whole(params: Any, opt_state: Any, batch: Any) -> Any:
+        def whole(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
             loss, grads = gravac.value_and_grad(task.loss)(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
+            updates, opt_state = tx.update(grads, opt_state, params, **times)
             return optax.apply_updates(params, updates), opt_state, loss
 
         def alone(params: Any, opt_state: Any, batch: Any, rung: jax.Array) -> Any:
@@ -146,16 +146,28 @@ class Runner:
         self.whole = Trainer(gravac.data_parallel(whole, mesh), state)
         self._alone = jax.jit(alone, donate_argnums=(0, 1))
 
-    def settle(self, data: Sequence[Any]) -> None:
-        """Train on `data`; all timing begins where this ends."""
+    def prepare(self, data: Sequence[Any]) -> None:
+        """Compile, by training on `data`; every network finds what this leaves."""
         for batch in data:
-            self.whole.advance(batch)
+            # Nobody is told of seconds that were spent on compiling.
+            self._last_seconds = np.float32(np.nan)
+            self.advance(batch)
         self.whole.mark()
         mine = lambda x: jnp.array(x.addressable_data(0), copy=True)
         self.alone = Trainer(self._alone, jax.tree.map(mine, self.whole.state))
         self.alone.advance(data[0], np.int32(0))
 
-    def rewind(self) -> None:
-        """Go back to where timing begins."""
+    def begin(self, data: Sequence[Any]) -> None:
+        """Go back to that; a method that chooses finds its factor on `data` first."""
         self.whole.rewind()
         self.alone.rewind()
+        self._last_seconds = np.float32(np.nan)
+        for batch in data[: len(data) * self.method.is_adaptive]:
+            self.advance(batch)
+
+    def advance(self, batch: Any) -> float:
+        """Take a step, which is told how long the one before it took."""
+        times = {"step_seconds": self._last_seconds} if self.method.is_adaptive else {}
+        seconds = self.whole.advance(batch, **times)
+        self._last_seconds = np.float32(seconds)
+        return seconds

@@ -1,0 +1,255 @@
+"""Tables and a picture of end_to_end.py: what a method brings, and of what is possible.
+
+With r a dense exchange over computation, nothing that computes the same gradients is
+faster than dense steps by more than 1 + r. A baseline's 1 + r is its own step over a
+step's computation, as steptime.py has measured both, so one of 16 bits has another;
+the speed-up over the better of both is given as a share of that one's.
+
+    python examples/benchmarks/end_to_end_report.py --timed STEPS --runs RUNS --hosts 4
+"""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import journal
+from closed_loop import reached
+from journal import Line
+from quality_results import upper_bound
+from step_seconds import BASELINES, Mbit, Timed
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+STYLES = (
+    "k-",
+    "k--",
+    "C0-o",
+    "C1-s",
+    "C2-^",
+    "C3-v",
+    "C4--o",
+    "C5--s",
+    "C6--^",
+    "C7-.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to report on."""
+
+    timed: Path
+    """A record of steptime.py."""
+    runs: Path
+    """A record of end_to_end.py."""
+    hosts: int = 4
+    """Replicas of both."""
+    torch: Path | None = None
+    """A record of torch_ddp.py."""
+    live: tuple[Path, ...] = ()
+    """Records of live.py on some of the networks, with the same seed and rate."""
+    picture: Path | None = None
+    """PNG or SVG, of speed-ups over the ratio."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A method on a network; figures of seeds, in the order of all others'."""
+
+    steps: list[float]
+    seconds: list[float]
+    wire_bytes: list[float]
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean over a run's course, and over runs."""
+        seconds = sum(self.seconds)
+        return seconds / sum(self.steps) if math.isfinite(seconds) else math.nan
+
+
+def outcomes(runs: list[Line], timed: Timed, link: Mbit) -> dict[str, Outcome]:
+    """By method, of those that have reached the target with some seed, or never."""
+    found: dict[str, Outcome] = {}
+    for run in runs:
+        if run.get("bandwidth_mbit", link) != link:
+            continue
+        outcome = found.setdefault(run["method"], Outcome([], [], []))
+        for figures, mine in zip(
+            (outcome.steps, outcome.seconds, outcome.wire_bytes),
+            _at_target(run, timed, link),
+            strict=True,
+        ):
+            figures.append(mine)
+    return found
+
+
+def _at_target(run: Line, timed: Timed, link: Mbit) -> tuple[float, ...]:
+    """Steps, seconds and bytes; infinite where the target was not reached."""
+    name, taken = run["method"], run["taken"]
+    steps = [float(sum(x)) for x in taken]
+    own = timed.own_seconds(name)
+    seconds = [timed.steps(link, name, x) + own * sum(x) for x in taken]
+    at = lambda figures: reached(run["losses"], figures, run["target"])
+    found = map(at, (steps, seconds, run["wire_bytes"]))
+    return tuple(math.inf if x is None else x for x in found)
+
+
+def limit(timed: Timed, link: Mbit, baseline: str) -> float:
+    """1 + r: what no method is faster than that baseline by."""
+    return timed.mean(link, baseline) / timed.median(link, "dense", "slowest_compute")
+
+
+def better_baseline(found: dict[str, Outcome]) -> str:
+    """The dense baseline that reaches the target sooner."""
+    return min(
+        (x for x in BASELINES if x in found), key=lambda x: np.mean(found[x].seconds)
+    )
+
+
+def speed_ups(mine: Outcome, other: Outcome) -> list[float]:
+    """Seed by seed: how many times as fast to the target."""
+    return [y / x for x, y in zip(mine.seconds, other.seconds, strict=False)]
+
+
+def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
+    """The table of a network, its heading first."""
+    found = outcomes(runs, timed, link)
+    baseline = better_baseline(found)
+    ceiling = limit(timed, link, baseline)
+    static = [x for x in found if x in timed.static]
+    best = min(static, key=lambda x: np.mean(found[x].seconds))
+    head = ["method", "steps", "ms a step", "seconds (range)", "MB sent"]
+    others = [*(x for x in BASELINES if x in found), best, "fixed10", "accordion"]
+    others = [x for x in dict.fromkeys(others) if x in found]
+    head += [f"x {name}" for name in others]
+    table = [[*head, f"of {ceiling:.2f}", "share, 95% bound"]]
+    for name, x in found.items():
+        share = np.divide(speed_ups(x, found[baseline]), ceiling)
+        cells = [
+            name,
+            f"{np.mean(x.steps):.0f}",
+            f"{1e3 * x.step_seconds:.1f}",
+            f"{np.mean(x.seconds):.1f} ({min(x.seconds):.1f} to {max(x.seconds):.1f})",
+            f"{np.mean(x.wire_bytes) / 1e6:.0f}",
+            *(f"{np.mean(speed_ups(x, found[other])):.2f}" for other in others),
+            f"{share.mean():.0%}",
+            f"{-upper_bound([-y for y in share]):.0%}",
+        ]
+        table.append([x.replace("inf", "-").replace("nan", "-") for x in cells])
+    return table
+
+
+def floors(timed: Timed, link: Mbit) -> list[list[str]]:
+    """What compute and bytes alone would take, over what a step takes."""
+    table = [["method", "ms a step", "compute", "bytes / rate", "share of the floor"]]
+    for (where, name), line in timed.lines.items():
+        if where == link:
+            compute = timed.median(link, "dense", "slowest_compute")
+            sending = 8e-6 * line["wire_bytes"] / link if link else 0.0
+            step = timed.mean(link, name)
+            figures = [f"{1e3 * x:.1f}" for x in (step, compute, sending)]
+            table.append([name, *figures, f"{(compute + sending) / step:.0%}"])
+    return table
+
+
+def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
+    """Milliseconds of a step beyond its computation, by method and network."""
+    title = lambda x: "no limit" if x is None else f"{x:g}"
+    table = [["Mbit/s", *map(title, timed.links)]]
+    excess = lambda x: f"{1e3 * (x['step_seconds'][1] - x['compute_seconds'][1]):.0f}"
+    at = {("ours", *key): x for key, x in timed.lines.items()}
+    for x in torch:
+        if x["hosts"] == hosts:
+            at["PyTorch", x["bandwidth_mbit"], x["method"]] = x
+    for kind, name in dict.fromkeys((kind, name) for kind, _, name in at):
+        lines = [at.get((kind, link, name)) for link in timed.links]
+        table.append([f"{kind}: {name}", *(excess(x) if x else "-" for x in lines)])
+    return table
+
+
+def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
+    """Seconds to the target of the first seed, beside those of real hosts."""
+    table = [["Mbit/s", "method", "product", "live", "live / product"]]
+    first = [x for x in runs if x["seed"] == runs[0]["seed"]]
+    for link, name in dict.fromkeys((x["bandwidth_mbit"], x["method"]) for x in live):
+        mine = [(x["bandwidth_mbit"], x["method"]) == (link, name) for x in live]
+        lines = [x for x, is_mine in zip(live, mine, strict=True) if is_mine]
+        clock = np.cumsum([x["seconds"] for x in lines]).tolist()
+        losses = [x["held_out_loss"] for x in lines]
+        found = outcomes(first, timed, link)
+        if name in found:
+            product = found[name].seconds[0]
+            measured = reached(losses, clock, first[0]["target"]) or math.nan
+            figures = f"{product:.1f}", f"{measured:.1f}", f"{measured / product:.2f}"
+            table.append([f"{link:g}", name, *figures])
+    return table
+
+
+def markdown(table: list[list[str]]) -> str:
+    """The heading first; numbers to the right."""
+    head, *rest = table
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(x) + " |" for x in [head, rule, *rest])
+
+
+def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
+    """Speed-ups over the better dense baseline, by the ratio of a dense exchange."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    ratio = lambda link: limit(timed, link, "dense") - 1
+    at = [ratio(link) for link in timed.links]
+    found = [outcomes(runs, timed, link) for link in timed.links]
+    baselines = [better_baseline(x) for x in found]
+    ceilings = map(lambda *x: limit(timed, *x), timed.links, baselines)
+    axis.plot(at, list(ceilings), "k:", label="1 + r of that baseline")
+    for name, style in zip(found[0], STYLES, strict=False):
+        pairs = zip(found, baselines, strict=True)
+        ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
+        axis.plot(at, ups, style, label=name, linewidth=1, markersize=4)
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="a dense exchange over computation (measured)",
+        ylabel="time to the target: better dense baseline\nover the method's",
+    )
+    axis.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.legend(fontsize="small", ncols=2)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)
+
+
+def text(args: Args) -> str:
+    """All tables, as Markdown."""
+    _, lines = journal.read(args.timed)
+    _, runs = journal.read(args.runs)
+    timed = Timed(lines, args.hosts)
+    parts = []
+    for link in timed.links:
+        where = "no limit" if link is None else f"{link:g} Mbit/s"
+        ratio = limit(timed, link, "dense") - 1
+        parts.append(f"### {args.hosts} hosts, {where}: r = {ratio:.2f}")
+        parts.append(markdown(rows(timed, runs, link)))
+        parts.append(markdown(floors(timed, link)))
+    own = {x["method"]: 1e3 * timed.own_seconds(x["method"]) for x in runs}
+    told = ", ".join(f"{name} {ms:.1f}" for name, ms in own.items() if ms)
+    parts.append(f"A controller's own milliseconds a step: {told or 'not timed'}.")
+    if args.torch:
+        _, torch = journal.read(args.torch)
+        parts.append(markdown(beyond(timed, torch, args.hosts)))
+    for path in args.live:
+        parts.append(markdown(validation(timed, runs, journal.read(path)[1])))
+    if args.picture:
+        draw(timed, runs, args.picture)
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(text(tyro.cli(Args)))

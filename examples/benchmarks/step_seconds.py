@@ -1,0 +1,80 @@
+"""Seconds of a step by network, method and factor, out of a record of steptime.py."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from journal import Line
+from methods import arguments
+
+BASELINES = ("dense", "dense16")
+Mbit = float | None  # of a network's links; None is no limit
+
+
+def ladder_of(name: str) -> tuple[float, ...]:
+    """The factors that a method may take."""
+    return arguments(name)["controller"].ladder
+
+
+class Timed:
+    """The lines of one number of hosts.
+
+    Args:
+      lines: of the record.
+      hosts: which of them.
+
+    Raises:
+      SystemExit: if there are no dense steps or static factors among them.
+    """
+
+    def __init__(self, lines: Iterable[Line], hosts: int) -> None:
+        mine = [x for x in lines if x["hosts"] == hosts]
+        self.lines = {(x["bandwidth_mbit"], x["method"]): x for x in mine}
+        names = {x["method"] for x in mine}
+        static = [x for x in names if x.removeprefix("fixed").isdecimal()]
+        self.static = sorted(static, key=lambda x: -float(x.removeprefix("fixed")))
+        if "dense" not in names or not static:
+            raise SystemExit(f"no dense or no static steps of {hosts} hosts are timed")
+        links = {x["bandwidth_mbit"] for x in mine}
+        self.links: list[Mbit] = sorted(links, key=lambda x: -(x or np.inf))
+
+    def step(self, link: Mbit, name: str, factor: float) -> float:
+        """A step at a factor, without what choosing it costs.
+
+        A method with one factor has its own; others have that of static factors,
+        between which it is linear in the bytes, and so in one over the factor.
+        """
+        if (link, name) in self.lines and len(ladder_of(name)) == 1:
+            return self.mean(link, name)
+        if factor == 1:
+            return self.mean(link, "dense")
+        at = [1 / float(x.removeprefix("fixed")) for x in self.static]
+        known = [self.mean(link, x) for x in self.static]
+        return float(np.interp(1 / factor, at, known))
+
+    def steps(self, link: Mbit, name: str, taken: Iterable[int]) -> float:
+        """As many steps at each rung as `taken` says."""
+        course = zip(taken, ladder_of(name), strict=False)
+        return sum(n * self.step(link, name, factor) for n, factor in course if n)
+
+    def own_seconds(self, name: str) -> float:
+        """What a step of a controller takes beside static factors like its own.
+
+        The median over networks; 0 for a method that has one factor or was not timed.
+        """
+        if len(ladder_of(name)) == 1:
+            return 0.0
+        found = [
+            self.mean(link, name)
+            - self.steps(link, name, line["taken"]) / line["steps"]
+            for link in self.links
+            if (line := self.lines.get((link, name)))
+        ]
+        return float(np.median(found)) if found else 0.0
+
+    def mean(self, link: Mbit, name: str) -> float:
+        """Of all timed steps of a method: its rungs may alternate."""
+        return self.lines[link, name]["mean_step_seconds"]
+
+    def median(self, link: Mbit, name: str, part: str) -> float:
+        """Of the seconds of a part of a method's steps."""
+        return self.lines[link, name][f"{part}_seconds"][1]

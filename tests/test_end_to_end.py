@@ -1,0 +1,226 @@
+"""Times to a quality: what is made of steps and seconds, and that runs go on."""
+
+import end_to_end
+import end_to_end_report as report
+import journal
+import numpy as np
+import pytest
+import torch_ddp
+from network import Network
+from step_seconds import Timed
+
+COMPUTE = 0.02
+# A dense exchange takes 0.2 s at 100 Mbit/s, and a tenth of it at 1000.
+STATIC = {"dense": 0.2, "dense16": 0.1, "fixed10": 0.1, "fixed100": 0.01}
+TAKEN = [0, 6, 0, 0, 0, 0, 4, 0, 0]  # of the default: six at factor 10, four at 320
+
+
+def line(mbit, name, seconds, **others):
+    return {
+        "hosts": 2,
+        "bandwidth_mbit": mbit,
+        "method": name,
+        "mean_step_seconds": seconds,
+        "step_seconds": [0.0, seconds, 1.0],
+        "compute_seconds": [0.0, COMPUTE, 1.0],
+        "slowest_compute_seconds": [0.0, COMPUTE, 1.0],
+        "wire_bytes": 1e6,
+        "steps": 10,
+        **others,
+    }
+
+
+def record(own_seconds=0.003):
+    """Lines as steptime.py writes them, of two bandwidths."""
+    lines = []
+    for mbit, slower in ((100.0, 1.0), (1000.0, 0.1)):
+        static = {x: COMPUTE + slower * y for x, y in STATIC.items()}
+        lines += [line(mbit, *x) for x in static.items()]
+        at_320 = static["fixed100"]  # beyond what was measured
+        mean = 0.6 * static["fixed10"] + 0.4 * at_320 + own_seconds
+        lines.append(line(mbit, "default", mean, taken=TAKEN))
+    return lines
+
+
+def test_networks_go_from_fast_to_slow_and_no_limit_is_the_fastest():
+    lines = record()
+    lines += [{**x, "bandwidth_mbit": None} for x in lines[:4]]
+    assert Timed(lines, 2).links == [None, 1000.0, 100.0]
+    assert Timed(lines, 2).static == ["fixed100", "fixed10"]
+
+
+def test_seconds_between_measured_factors_follow_the_bytes():
+    timed = Timed(record(), 2)
+    for factor, seconds in ((1, 0.22), (10, 0.12), (100, 0.03), (1000, 0.03)):
+        assert timed.step(100.0, "default", factor) == pytest.approx(seconds)
+    # 20 ms, and one over the factor of a second.
+    assert timed.step(100.0, "default", 40) == pytest.approx(0.02 + 1 / 40)
+    assert timed.step(1000.0, "default", 10) == pytest.approx(0.03)
+
+
+def test_a_method_that_was_timed_has_its_own_seconds():
+    lines = [*record(), line(100.0, "lowrank10", 0.07)]
+    timed = Timed(lines, 2)
+    assert timed.step(100.0, "lowrank10", 10) == 0.07
+    assert timed.step(1000.0, "lowrank10", 10) == pytest.approx(0.03)
+    assert timed.step(100.0, "dense16", 1) == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("own_seconds", [0.0, 0.003, -0.001])
+def test_a_controller_costs_what_its_steps_take_beside_static_ones(own_seconds):
+    timed = Timed(record(own_seconds), 2)
+    assert timed.own_seconds("default") == pytest.approx(own_seconds)
+    assert timed.own_seconds("fixed10") == timed.own_seconds("gravac") == 0
+
+
+@pytest.mark.parametrize("missing", ["dense", "fixed"])
+def test_a_record_without_what_others_are_compared_with_is_refused(missing):
+    lines = [x for x in record() if not x["method"].startswith(missing)]
+    with pytest.raises(SystemExit, match="no dense or no static steps of 2 hosts"):
+        Timed(lines, 2)
+
+
+def run(name, steps, seed=0, mbit=None, rung=0, rungs=1):
+    """A run that reaches its target of 1 after so many steps, between evaluations."""
+    counts = lambda n: np.eye(rungs, dtype=int)[rung] * n
+    key = {"seed": seed, "method": name, "target": 1.0}
+    return {
+        **({} if mbit is None else {"bandwidth_mbit": mbit}),
+        **key,
+        "losses": [1.5, 0.5],
+        "taken": [counts(steps - 10).tolist(), counts(steps + 10).tolist()],
+        "wire_bytes": [1e6 * (steps - 10), 1e6 * (steps + 10)],
+    }
+
+
+RUNS = [
+    *(run("dense", 100, seed) for seed in (0, 1)),
+    *(run("dense16", 100, seed) for seed in (0, 1)),
+    *(run("fixed10", 110 + 20 * seed, seed) for seed in (0, 1)),
+    *(run("default", 100, seed, 100.0, 1, 9) for seed in (0, 1)),
+    *(run("default", 100, seed, 1000.0, 0, 9) for seed in (0, 1)),
+]
+
+
+def test_an_outcome_has_steps_seconds_and_bytes_of_every_seed():
+    found = report.outcomes(RUNS, Timed(record(), 2), 100.0)
+    assert found["fixed10"].steps == pytest.approx([110, 130])
+    assert found["fixed10"].seconds == pytest.approx([110 * 0.12, 130 * 0.12])
+    assert found["fixed10"].wire_bytes == pytest.approx([110e6, 130e6])
+    # At factor 10, and 3 ms of its own.
+    assert found["default"].seconds == pytest.approx([100 * 0.123] * 2)
+    assert found["default"].step_seconds == pytest.approx(0.123)
+    fast = report.outcomes(RUNS, Timed(record(), 2), 1000.0)
+    assert fast["default"].seconds == pytest.approx([100 * 0.043] * 2)
+
+
+def test_a_target_that_was_never_reached_is_no_number():
+    never = run("fixed10", 50) | {"losses": [2.0, 1.5]}
+    found = report.outcomes([*RUNS[:4], never], Timed(record(), 2), 100.0)
+    assert np.isinf(found["fixed10"].seconds).all()
+    rows = report.rows(Timed(record(), 2), [*RUNS[:4], never], 100.0)
+    assert dict((x[0], x[1]) for x in rows)["fixed10"] == "-"
+
+
+def test_a_share_is_of_the_limit_of_the_better_baseline():
+    timed = Timed(record(), 2)
+    assert report.limit(timed, 100.0, "dense") == pytest.approx(11)
+    assert report.limit(timed, 100.0, "dense16") == pytest.approx(6)
+    head, *rows = report.rows(timed, RUNS, 100.0)
+    table = {x[0]: dict(zip(head, x, strict=True)) for x in rows}
+    assert head[-2] == "of 6.00"  # dense16 is there sooner
+    assert table["dense"]["x dense16"] == "0.55"
+    assert table["dense16"]["of 6.00"] == "17%"
+    # 0.12 over 0.123 of the baseline's time.
+    assert table["default"]["of 6.00"] == "16%"
+    assert table["default"]["x fixed10"] == f"{(110 + 130) / 2 * 0.12 / 12.3:.2f}"
+
+
+def test_a_floor_is_computation_and_bytes_at_the_rate():
+    table = {x[0]: x for x in report.floors(Timed(record(), 2), 100.0)}
+    assert table["fixed10"][1:] == ["120.0", "20.0", "80.0", "83%"]
+
+
+def test_what_is_beyond_computation_stands_beside_that_of_others():
+    ddp = [line(100.0, "topk10", 0.15), line(100.0, "topk10", 0.15, hosts=4)]
+    table = {x[0]: x[1:] for x in report.beyond(Timed(record(), 2), ddp, 2)}
+    assert table["Mbit/s"] == ["1000", "100"]
+    assert table["PyTorch: topk10"] == ["-", "130"]
+    assert table["ours: fixed10"] == ["10", "100"]
+
+
+def test_a_picture_and_all_tables_are_made_of_two_records(tmp_path):
+    timed, runs = (journal.Journal(tmp_path / x, {}) for x in ("timed", "runs"))
+    for x in record():
+        timed.append(x)
+    for x in RUNS:
+        runs.append(x)
+    picture = tmp_path / "picture.png"
+    args = report.Args(timed.path, runs.path, 2, picture=picture)
+    text = report.text(args)
+    assert "### 2 hosts, 1000 Mbit/s: r = 1.00" in text
+    assert "### 2 hosts, 100 Mbit/s: r = 10.00" in text
+    assert "default 3.0" in text
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_runs_are_made_once(tmp_path, capsys):
+    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
+    timed = journal.Journal(tmp_path / "steps.jsonl", {})
+    for x in record():
+        timed.append(x)
+    args = end_to_end.Args(
+        tmp_path,
+        timed.path,
+        tmp_path / "out.jsonl",
+        task="lstm-bytes",
+        hosts=2,
+        methods=("dense", "fixed100", "default", "accordion"),
+        seeds=1,
+        steps=2 * end_to_end.EVERY,
+    )
+    end_to_end.main(args)
+    _, lines = journal.read(args.out)
+    names = [x["method"] for x in lines]
+    assert names == ["dense", "fixed100", "default", "default", "accordion"]
+    for x in lines:
+        evaluations = range(1, len(x["losses"]) + 1)
+        assert [sum(y) for y in x["taken"]] == [
+            end_to_end.EVERY * n for n in evaluations
+        ]
+        assert x["wire_bytes"] == sorted(x["wire_bytes"])
+    before = args.out.read_text()
+    end_to_end.main(args)
+    assert args.out.read_text() == before
+    assert "| accordion |" in capsys.readouterr().out
+
+
+def test_pytorch_is_timed_on_the_networks_of_the_record():
+    lines = [*record(), line(None, "dense", 0.1, hosts=4, ratio=0.1)]
+    assert torch_ddp.networks(lines) == {
+        2: [(100.0, None), (1000.0, None)],
+        4: [(None, 0.1)],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")  # one test of them at a time
+@pytest.mark.parametrize("task", ["lstm-bytes", "resnet-cifar10"])
+def test_pytorch_runs_every_method_once(tmp_path, task):
+    pytest.importorskip("torch")
+    if reason := Network.unavailable():
+        pytest.skip(reason)
+    shapes = {"task": task, "preset": "tiny", "rows": None}
+    timed = journal.Journal(tmp_path / "steps.jsonl", shapes)
+    timed.append(line(100.0, "dense", 0.1))
+    setting = torch_ddp.Setting(steps=4, turns=2)
+    args = torch_ddp.Args(timed.path, tmp_path / "out.jsonl", setting=setting)
+    torch_ddp.main(args)
+    _, lines = journal.read(args.out)
+    assert [x["method"] for x in lines] == list(setting.methods)
+    for x in lines:
+        assert 0 < x["compute_seconds"][1] < x["step_seconds"][1]
+    before = args.out.read_text()
+    torch_ddp.main(args)
+    assert args.out.read_text() == before
