@@ -15,7 +15,7 @@ from gravac_jax import _compaction, _payload, _tree
 from gravac_jax._compaction import Marks
 from gravac_jax._payload import Payload
 
-PIECES = 16  # of the largest payload; arbitrary
+PIECES = 8  # of the largest payload; of 16, their many small kernels wait for threads
 
 
 class Collected(NamedTuple):
@@ -48,6 +48,7 @@ def collect(
     capacity: int,
     thresholds: jax.Array,
     rounded: Callable[[jax.Array, jax.Array], jax.Array] = lambda values, _: values,
+    looks: jax.Array | bool = True,
 ) -> Collected:
     """Fill `k` (`[]` int32) slots with the marked entries of `bucket` (`[n]`).
 
@@ -58,6 +59,7 @@ def collect(
       capacity: static, of the payload.
       thresholds: `[rungs]` float32, squares.
       rounded: what others receive of values (`[c]`) with these indices (`[c]`).
+      looks: whether the excess is asked for; zeros where it is not.
 
     Returns:
       What was collected.
@@ -75,7 +77,7 @@ def collect(
             indices=jax.lax.dynamic_update_slice(t.indices, indices, (t.slot,)),
             values=jax.lax.dynamic_update_slice(t.values, values, (t.slot,)),
             energy=t.energy + _tree.energy(values),
-            excess=t.excess + _tree.excess(jnp.square(values), thresholds),
+            excess=t.excess + _tree.excess_if(looks, jnp.square(values), thresholds),
         )
 
     begins = _compaction.begins(marks, piece * pieces)

@@ -102,10 +102,11 @@ def energies(
     energy: jax.Array,
     n: int,
     is_blind: bool = False,
+    looks: jax.Array | bool = True,
 ) -> jax.Array:
     """`[rungs]` float32, what each of `counts` would have sent of the bucket.
 
-    Exact for `k` and for n; within 2% for others on gradients.
+    Exact for `k` and for n; within 2% for others on gradients, where the step looks.
     Smaller counts are read from the payload, which holds what they would send (GraVAC's
     multi-level compression); larger ones add what the sample says of the rest.
 
@@ -120,6 +121,7 @@ def energies(
       n: static, entries of the bucket.
       is_blind: static, whether entries were chosen without regard to their size, so
         that each rung sends its share of them.
+      looks: whether others than `k` and n are asked for, of which else nothing is said.
     """
     entries, sent_entries = jnp.asarray(counts, jnp.int32), marks.total
     within = sent.excess + entries.astype(jnp.float32) * outlook.thresholds
@@ -128,7 +130,7 @@ def energies(
     # What a sample says of the tail errs as what it says of the whole, which is known.
     kept = jnp.maximum(energy - sent.energy, 0)
     share = kept / jnp.maximum(jnp.sum(squares), _tree.SMALLEST_NORMAL)
-    left = _tree.excess(squares, outlook.thresholds) * share
+    left = _tree.excess_if(looks, squares, outlook.thresholds) * share
     missing = (entries - sent_entries).astype(jnp.float32)
     beyond = left + missing * outlook.thresholds
     if is_blind:

@@ -98,6 +98,7 @@ def select(
       The selection and the new state.
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
+    looks = slots.looks if len(slots.counts) > 1 else False  # of one rung all is known
     outlook = _curve.look(bucket, slots.counts, k, key, slots.looks)
     choice, after = compressor.mark(
         bucket, state, k=k, bracket=outlook.bracket, key=key
@@ -108,7 +109,13 @@ def select(
     rounded = lambda values, indices: codec.rounded(values, exponents, indices)
     filled = slots.sparse[0] if len(set(slots.sparse)) == 1 else k
     collected = _collect.collect(
-        bucket, marks, filled, max(slots.sparse), outlook.thresholds, rounded
+        bucket,
+        marks,
+        filled,
+        max(slots.sparse),
+        outlook.thresholds,
+        rounded,
+        looks,
     )
     energies = _curve.energies(
         outlook,
@@ -119,6 +126,7 @@ def select(
         energy,
         n,
         compressor.is_blind,
+        looks,
     )
     is_empty = (slots.sent == n) | _tree.is_never(energies)
     residual = jnp.where(is_empty, 0, codec.kept(bucket, exponents, marks))

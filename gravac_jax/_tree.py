@@ -110,6 +110,21 @@ def excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.scan(add, begun, rows[1:])[0], axis=1)
 
 
+def excess_if(
+    predicate: jax.Array | bool, x: jax.Array, thresholds: jax.Array
+) -> jax.Array:
+    """`excess` of squares where `predicate` (`[]` bool, or static) holds, else zeros.
+
+    It takes a loop of many small turns.
+    """
+    some = lambda: excess(x, thresholds)
+    # Made from both, the zeros vary over the axis of replicas where they do.
+    none = lambda: jnp.where(x[0] < 0, thresholds, 0.0)
+    if isinstance(predicate, bool):
+        return some() if predicate else none()
+    return jax.lax.cond(predicate, some, none)
+
+
 def total(parts: Iterable[jax.Array]) -> jax.Array:
     """The sum of one or more arrays."""
     return functools.reduce(operator.add, parts)

@@ -142,7 +142,8 @@ def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
             f"{share.mean():.0%}",
             f"{-upper_bound([-y for y in share]):.0%}",
         ]
-        table.append([x.replace("inf", "-").replace("nan", "-") for x in cells])
+        is_number = lambda x: "inf" not in x and "nan" not in x
+        table.append([x if is_number(x) else "-" for x in cells])
     return table
 
 

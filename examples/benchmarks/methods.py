@@ -5,7 +5,8 @@ with, `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
 controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
 the same on the default's ladder, whose other rungs it never takes. The other families
 differ from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
-`lowrankshort10`, and `leaves10` with a bucket for each leaf), or in their memory:
+`lowrankshort10`, `leaves10` with a bucket for each leaf, and `all10`, in which small
+matrices do not go dense), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
 optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
 warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
@@ -66,6 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lowrank": {"exchange": LOW_RANK},
     "lowrankshort": {"exchange": SHORT_LOW_RANK},
     "leaves": {"bucket_bytes": 1},
+    "all": {"compress": gravac.matrices(1)},
     "momentum": corrected("aged"),
     "literal": corrected("literal"),
     "unmasked": corrected("none"),

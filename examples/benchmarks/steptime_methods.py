@@ -157,6 +157,11 @@ class Runner:
         self.alone = Trainer(self._alone, jax.tree.map(mine, self.whole.state))
         self.alone.advance(data[0], np.int32(0))
 
+    def program(self, batch: Any) -> str:
+        """What the step alone is compiled to."""
+        state = self.alone.state
+        return self._alone.lower(*state, batch, np.int32(0)).compile().as_text()
+
     def begin(self, data: Sequence[Any]) -> None:
         """Go back to that; a method that chooses finds its factor on `data` first."""
         self.whole.rewind()
