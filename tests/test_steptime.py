@@ -15,7 +15,7 @@ import pytest
 import steptime
 import steptime_report
 import tyro
-from dense import dense16, dense32, wire_bytes
+from dense import dense16, dense32, dense_half, wire_bytes
 from network import Network
 from rich.console import Console
 from steptime_methods import method
@@ -95,6 +95,17 @@ def test_the_mean_in_32_bits_is_the_mean():
         expected = np.asarray(grads[name]).astype(np.float64).mean(0)
         largest = abs(np.asarray(grads[name])).sum(0)
         assert (abs(mean - expected) <= 2**-23 * largest).all()
+
+
+def test_half_precision_travels_in_one_all_reduce_of_16_bits():
+    compiled, grads = averaged(dense_half())
+    assert collectives(compiled) == {("all-reduce", "f16")}
+    assert compiled.as_text().count(" all-reduce(") == 1
+    small = jax.tree.map(lambda x: x / np.float32(1e6), grads)
+    for name, mean in compiled(small).items():
+        each = np.asarray(small[name]).astype(np.float64)
+        lost = 2**-10 * abs(each).sum(0) + REPLICAS * 2**-24
+        assert (abs(mean - each.mean(0)) <= lost).all()
 
 
 def test_16_bits_are_half_the_bytes_of_32():

@@ -1,6 +1,6 @@
 """Dense means of gradients, in 32 and in 16 bits: what a compressed step must beat.
 
-Both travel as one fused buffer, which is never slower than leaf by leaf, and have no
+All travel as one fused buffer, which is never slower than leaf by leaf, and have no
 state. bfloat16 travels as uint16, because XLA's CPU backend turns collectives of
 bfloat16 into collectives of float32: every replica adds up a shard of its own, in
 float32, and the rounded means are gathered. That moves what a ring all-reduce does, at
@@ -56,6 +56,30 @@ def dense16(axis_name: str = "data") -> optax.GradientTransformation:
       r((r(x_1) + ... + r(x_N)) / N), the sum in float32 and in this order.
     """
     return _fused(lambda x: _mean16(x, axis_name))
+
+
+def dense_half(axis_name: str = "data") -> optax.GradientTransformation:
+    """Average gradients over replicas in float16, by an all-reduce.
+
+    As `dense32`, of half the bytes, and what PyTorch's float16 hook does: every replica
+    divides by N, rounds, and the sum is one of float16. XLA's CPU backend lets float16
+    travel as it is, and gloo's all-reduce uses both directions of a link at a time,
+    which two collectives in place of one do not: between two hosts at 140 Mbit/s it is
+    a third faster than `dense16`. But entries beyond 65,504 N become infinite, and what
+    is below 3e-8 N is lost.
+
+    Args:
+      axis_name: the mapped axis.
+
+    Returns:
+      An `optax.GradientTransformation`.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        mine = (x / jax.lax.axis_size(axis_name)).astype(jnp.float16)
+        return jax.lax.psum(mine, axis_name).astype(jnp.float32)
+
+    return _fused(mean)
 
 
 def wire_bytes(entries: int, replicas: int, value_bytes: int) -> float:

@@ -47,8 +47,8 @@ class Args:
 
     timed: Path
     """A record of steptime.py."""
-    runs: Path
-    """A record of end_to_end.py."""
+    runs: Path | None = None
+    """A record of end_to_end.py; without, the tables are of steps alone."""
     hosts: int = 4
     """Replicas of both."""
     torch: Path | None = None
@@ -230,16 +230,18 @@ def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
 def text(args: Args) -> str:
     """All tables, as Markdown."""
     _, lines = journal.read(args.timed)
-    _, runs = journal.read(args.runs)
+    runs = journal.read(args.runs)[1] if args.runs else []
     timed = Timed(lines, args.hosts)
     parts = []
     for link in timed.links:
         where = "no limit" if link is None else f"{link:g} Mbit/s"
         ratio = limit(timed, link, "dense") - 1
         parts.append(f"### {args.hosts} hosts, {where}: r = {ratio:.2f}")
-        parts.append(markdown(rows(timed, runs, link)))
+        if runs:
+            parts.append(markdown(rows(timed, runs, link)))
         parts.append(markdown(floors(timed, link)))
-    own = {x["method"]: 1e3 * timed.own_seconds(x["method"]) for x in runs}
+    names = dict.fromkeys(name for _, name in timed.lines)
+    own = {x: 1e3 * timed.own_seconds(x) for x in names}
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in own.items() if ms)
     parts.append(f"A controller's own milliseconds a step: {told or 'not timed'}.")
     if args.torch:

@@ -1,7 +1,7 @@
 """The methods whose steps are timed: what each exchanges, and its compiled steps.
 
-`dense` and `dense16` are the baselines, `default` is `gravac.transform()` as it comes,
-and `fixed10` the static factor 10; any factor will do.
+`dense`, `dense16` (bfloat16) and `densehalf` (float16) are the baselines, `default` is
+`gravac.transform()` as it comes, `fixed10` the static factor 10; any factor will do.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from dense import dense16, dense32
+from dense import dense16, dense32, dense_half
 from methods import arguments
 from tasks import Task
 
@@ -60,6 +60,7 @@ class Method:
 DENSE = {
     "dense": Method("dense", dense32("data"), value_bytes=4),
     "dense16": Method("dense16", dense16("data"), value_bytes=2),
+    "densehalf": Method("densehalf", dense_half("data"), value_bytes=2),
 }
 
 

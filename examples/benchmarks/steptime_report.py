@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 PARTS = ("compute", "selection", "wait", "exchange")
-BASELINES = ("dense", "dense16")
+BASELINES = ("dense", "dense16", "densehalf")
 WIDTH = 132  # where the output is no terminal
 
 

@@ -1,0 +1,25 @@
+"""Tables in records are what their programs make of the lines."""
+
+from pathlib import Path
+
+import end_to_end_report
+import pytest
+
+RECORDS = Path(end_to_end_report.__file__).parent / "records"
+END_TO_END = RECORDS / "2026-11-22_end_to_end"
+HOSTS_OF_RUNS = {"ptb": 2, "cnn": 4}
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("ptb", 2), ("ptb", 4), ("cnn", 4)])
+def test_the_tables_of_the_end_to_end_record_are_made_of_its_lines(name, hosts):
+    path = lambda kind: END_TO_END / f"{name}_{kind}.jsonl"
+    live = END_TO_END / f"{name}_{hosts}_live.jsonl"
+    args = end_to_end_report.Args(
+        path("steps"),
+        path("runs") if hosts == HOSTS_OF_RUNS[name] else None,
+        hosts,
+        torch=path("torch"),
+        live=(live,) if live.exists() else (),
+    )
+    text = (END_TO_END / f"{name}_{hosts}.md").read_text()
+    assert end_to_end_report.text(args) + "\n" == text
