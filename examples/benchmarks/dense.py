@@ -64,9 +64,9 @@ def dense_half(axis_name: str = "data") -> optax.GradientTransformation:
     As `dense32`, of half the bytes, and what PyTorch's float16 hook does: every replica
     divides by N, rounds, and the sum is one of float16. XLA's CPU backend lets float16
     travel as it is, and gloo's all-reduce uses both directions of a link at a time,
-    which two collectives in place of one do not: between two hosts at 140 Mbit/s it is
-    a third faster than `dense16`. But entries beyond 65,504 N become infinite, and what
-    is below 3e-8 N is lost.
+    which two collectives in place of one do not: between two hosts at 140 Mbit/s a
+    step of 2.8 million params takes 441 ms, and 608 with `dense16`. But entries beyond
+    65,504 N become infinite, and what is below 3e-8 N is lost.
 
     Args:
       axis_name: the mapped axis.
