@@ -15,7 +15,7 @@ from gravac_jax import _compaction, _payload, _tree
 from gravac_jax._compaction import Marks
 from gravac_jax._payload import Payload
 
-PIECES = 8  # of the largest payload; of 16, their many small kernels wait for threads
+PIECES = 8  # of the largest payload; 16 are slower: threads wait at each small kernel
 
 
 class Collected(NamedTuple):

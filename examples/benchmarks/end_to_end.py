@@ -196,7 +196,7 @@ def race(args: Args, console: Console) -> list[Line]:
                 if is_told(name):
                     key["bandwidth_mbit"] = link
                 steps = [timed.step(link, name, x) for x in ladder_of(name)]
-                seconds = np.array(steps) + timed.own_seconds(name)
+                seconds = np.array(steps) + timed.own_seconds(link, name)
                 run = functools.partial(bench.run, name, seconds, seed)
                 target = _made(runs, key, target, run)["target"]
     return runs.lines

@@ -61,8 +61,9 @@ class Args:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A method on a network; figures of seeds, in the order of all others'."""
+    """A method on a network; infinite where the target was not reached."""
 
+    seeds: list[int]
     steps: list[float]
     seconds: list[float]
     wire_bytes: list[float]
@@ -75,12 +76,13 @@ class Outcome:
 
 
 def outcomes(runs: list[Line], timed: Timed, link: Mbit) -> dict[str, Outcome]:
-    """By method, of those that have reached the target with some seed, or never."""
+    """By method."""
     found: dict[str, Outcome] = {}
     for run in runs:
         if run.get("bandwidth_mbit", link) != link:
             continue
-        outcome = found.setdefault(run["method"], Outcome([], [], []))
+        outcome = found.setdefault(run["method"], Outcome([], [], [], []))
+        outcome.seeds.append(run["seed"])
         for figures, mine in zip(
             (outcome.steps, outcome.seconds, outcome.wire_bytes),
             _at_target(run, timed, link),
@@ -94,7 +96,7 @@ def _at_target(run: Line, timed: Timed, link: Mbit) -> tuple[float, ...]:
     """Steps, seconds and bytes; infinite where the target was not reached."""
     name, taken = run["method"], run["taken"]
     steps = [float(sum(x)) for x in taken]
-    own = timed.own_seconds(name)
+    own = timed.own_seconds(link, name)
     seconds = [timed.steps(link, name, x) + own * sum(x) for x in taken]
     at = lambda figures: reached(run["losses"], figures, run["target"])
     found = map(at, (steps, seconds, run["wire_bytes"]))
@@ -114,8 +116,12 @@ def better_baseline(found: dict[str, Outcome]) -> str:
 
 
 def speed_ups(mine: Outcome, other: Outcome) -> list[float]:
-    """Seed by seed: how many times as fast to the target."""
-    return [y / x for x, y in zip(mine.seconds, other.seconds, strict=False)]
+    """Of every seed that both have: how many times as fast to the target."""
+    theirs = dict(zip(other.seeds, other.seconds, strict=True))
+    own = zip(mine.seeds, mine.seconds, strict=True)
+    found = [theirs[seed] / x for seed, x in own if seed in theirs]
+    is_known = all(map(math.isfinite, mine.seconds + other.seconds))
+    return found if found and is_known else [math.nan]
 
 
 def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
@@ -162,8 +168,7 @@ def floors(timed: Timed, link: Mbit) -> list[list[str]]:
 
 def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
     """Milliseconds of a step beyond its computation, by method and network."""
-    title = lambda x: "no limit" if x is None else f"{x:g}"
-    table = [["Mbit/s", *map(title, timed.links)]]
+    table = [["Mbit/s", *map(_title, timed.links)]]
     excess = lambda x: f"{1e3 * (x['step_seconds'][1] - x['compute_seconds'][1]):.0f}"
     at = {("ours", *key): x for key, x in timed.lines.items()}
     for x in torch:
@@ -191,6 +196,20 @@ def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[st
             figures = f"{product:.1f}", f"{measured:.1f}", f"{measured / product:.2f}"
             table.append([f"{link:g}", name, *figures])
     return table
+
+
+def own_costs(timed: Timed) -> list[list[str]]:
+    """What controllers take beside static factors like theirs, by network."""
+    table = [["own ms a step, by Mbit/s", *map(_title, timed.links)]]
+    for name in dict.fromkeys(name for _, name in timed.lines):
+        own = [1e3 * timed.own_seconds(link, name) for link in timed.links]
+        if any(own):
+            table.append([name, *(f"{ms:.1f}" for ms in own)])
+    return table
+
+
+def _title(link: Mbit) -> str:
+    return "no limit" if link is None else f"{link:g}"
 
 
 def markdown(table: list[list[str]]) -> str:
@@ -243,10 +262,7 @@ def text(args: Args) -> str:
         if runs:
             parts.append(markdown(rows(timed, runs, link)))
         parts.append(markdown(floors(timed, link)))
-    names = dict.fromkeys(name for _, name in timed.lines)
-    own = {x: 1e3 * timed.own_seconds(x) for x in names}
-    told = ", ".join(f"{name} {ms:.1f}" for name, ms in own.items() if ms)
-    parts.append(f"A controller's own milliseconds a step: {told or 'not timed'}.")
+    parts.append(markdown(own_costs(timed)))
     if args.torch:
         _, torch = journal.read(args.torch)
         parts.append(markdown(beyond(timed, torch, args.hosts)))

@@ -4,7 +4,7 @@ Every method trains the same model from the same params on the same batches, a p
 in each host. They take turns of a few steps, in rotating order, so that whatever else
 the machine does falls on all alike; a turn's seconds are those of all its steps, until
 the last result is there. Times of steps are measured by `gravac.StepClock`, and all
-controllers are told. Losses are of averaged params, as in end_to_end.py.
+controllers are told. Losses are of averaged params, which take in a turn's last ones.
 
 Needs root, for the network.
 

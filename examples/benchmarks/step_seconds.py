@@ -4,15 +4,15 @@ from collections.abc import Iterable
 
 import numpy as np
 from journal import Line
-from methods import arguments
+from steptime_methods import DENSE, method
 
-BASELINES = ("dense", "dense16")
+BASELINES = tuple(DENSE)
 Mbit = float | None  # of a network's links; None is no limit
 
 
 def ladder_of(name: str) -> tuple[float, ...]:
     """The factors that a method may take."""
-    return arguments(name)["controller"].ladder
+    return method(name).ladder
 
 
 class Timed:
@@ -41,7 +41,8 @@ class Timed:
         """A step at a factor, without what choosing it costs.
 
         A method with one factor has its own; others have that of static factors,
-        between which it is linear in the bytes, and so in one over the factor.
+        between and below which it is linear in the bytes, and so in one over the
+        factor.
         """
         if (link, name) in self.lines and len(ladder_of(name)) == 1:
             return self.mean(link, name)
@@ -49,6 +50,9 @@ class Timed:
             return self.mean(link, "dense")
         at = [1 / float(x.removeprefix("fixed")) for x in self.static]
         known = [self.mean(link, x) for x in self.static]
+        if 1 / factor > at[-1] and len(at) > 1:
+            slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
+            return known[-1] + slope * (1 / factor - at[-1])
         return float(np.interp(1 / factor, at, known))
 
     def steps(self, link: Mbit, name: str, taken: Iterable[int]) -> float:
@@ -56,20 +60,16 @@ class Timed:
         course = zip(taken, ladder_of(name), strict=False)
         return sum(n * self.step(link, name, factor) for n, factor in course if n)
 
-    def own_seconds(self, name: str) -> float:
+    def own_seconds(self, link: Mbit, name: str) -> float:
         """What a step of a controller takes beside static factors like its own.
 
-        The median over networks; 0 for a method that has one factor or was not timed.
+        0 for a method that has one factor, or was not timed there.
         """
-        if len(ladder_of(name)) == 1:
+        line = self.lines.get((link, name))
+        if line is None or len(ladder_of(name)) == 1:
             return 0.0
-        found = [
-            self.mean(link, name)
-            - self.steps(link, name, line["taken"]) / line["steps"]
-            for link in self.links
-            if (line := self.lines.get((link, name)))
-        ]
-        return float(np.median(found)) if found else 0.0
+        static = self.steps(link, name, line["taken"]) / line["steps"]
+        return self.mean(link, name) - static
 
     def mean(self, link: Mbit, name: str) -> float:
         """Of all timed steps of a method: its rungs may alternate."""

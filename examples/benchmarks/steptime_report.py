@@ -11,9 +11,10 @@ from journal import Line, read
 from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.table import Table
+from steptime_methods import DENSE
 
 PARTS = ("compute", "selection", "wait", "exchange")
-BASELINES = ("dense", "dense16", "densehalf")
+BASELINES = tuple(DENSE)
 WIDTH = 132  # where the output is no terminal
 
 
