@@ -20,6 +20,7 @@ def test_the_tables_of_the_end_to_end_record_are_made_of_its_lines(name, hosts):
         path("runs") if HOSTS_OF_RUNS.get(name) == hosts else None,
         hosts,
         torch=path("torch") if path("torch").exists() else None,
+        live=tuple(END_TO_END.glob(f"{name}_{hosts}_live.jsonl")),
     )
     text = (END_TO_END / f"{name}_{hosts}.md").read_text()
     assert end_to_end_report.text(args) + "\n" == text
