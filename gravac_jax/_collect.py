@@ -48,7 +48,7 @@ def collect(
     capacity: int,
     thresholds: jax.Array,
     rounded: Callable[[jax.Array, jax.Array], jax.Array] = lambda values, _: values,
-    looks: jax.Array | bool = True,
+    is_asked: jax.Array | bool = True,
 ) -> Collected:
     """Fill `k` (`[]` int32) slots with the marked entries of `bucket` (`[n]`).
 
@@ -59,7 +59,7 @@ def collect(
       capacity: static, of the payload.
       thresholds: `[rungs]` float32, squares.
       rounded: what others receive of values (`[c]`) with these indices (`[c]`).
-      looks: whether the excess is asked for; zeros where it is not.
+      is_asked: whether the excess is; zeros where it is not.
 
     Returns:
       What was collected.
@@ -77,7 +77,7 @@ def collect(
             indices=jax.lax.dynamic_update_slice(t.indices, indices, (t.slot,)),
             values=jax.lax.dynamic_update_slice(t.values, values, (t.slot,)),
             energy=t.energy + _tree.energy(values),
-            excess=t.excess + _tree.excess_if(looks, jnp.square(values), thresholds),
+            excess=t.excess + _tree.excess_if(is_asked, jnp.square(values), thresholds),
         )
 
     begins = _compaction.begins(marks, piece * pieces)

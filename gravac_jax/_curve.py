@@ -30,12 +30,14 @@ class Outlook(NamedTuple):
       squares: `[m]` float32.
       thresholds: `[rungs]` float32, squares that about the rung's count reach.
       bracket: of the magnitude that k entries reach.
+      is_asked: whether other rungs than that taken are asked for, `[]` bool or static.
     """
 
     places: jax.Array
     squares: jax.Array
     thresholds: jax.Array
     bracket: Bracket
+    is_asked: jax.Array | bool
 
 
 def look(
@@ -63,7 +65,7 @@ def look(
     is_marked = True if looks is True else k > 0
     bracket = _quantile.bracket_from(sampled, n, k, is_marked)
     squares = jnp.square(_compaction.from_bits(bits))
-    return Outlook(places, jnp.square(sampled), squares, bracket)
+    return Outlook(places, jnp.square(sampled), squares, bracket, is_asked)
 
 
 def shares(
@@ -102,11 +104,10 @@ def energies(
     energy: jax.Array,
     n: int,
     is_blind: bool = False,
-    looks: jax.Array | bool = True,
 ) -> jax.Array:
     """`[rungs]` float32, what each of `counts` would have sent of the bucket.
 
-    Exact for `k` and for n; within 2% for others on gradients, where the step looks.
+    Exact for `k` and for n; within 2% for others on gradients, where asked for.
     Smaller counts are read from the payload, which holds what they would send (GraVAC's
     multi-level compression); larger ones add what the sample says of the rest.
 
@@ -121,7 +122,6 @@ def energies(
       n: static, entries of the bucket.
       is_blind: static, whether entries were chosen without regard to their size, so
         that each rung sends its share of them.
-      looks: whether others than `k` and n are asked for, of which else nothing is said.
     """
     entries, sent_entries = jnp.asarray(counts, jnp.int32), marks.total
     within = sent.excess + entries.astype(jnp.float32) * outlook.thresholds
@@ -130,7 +130,7 @@ def energies(
     # What a sample says of the tail errs as what it says of the whole, which is known.
     kept = jnp.maximum(energy - sent.energy, 0)
     share = kept / jnp.maximum(jnp.sum(squares), _tree.SMALLEST_NORMAL)
-    left = _tree.excess_if(looks, squares, outlook.thresholds) * share
+    left = _tree.excess_if(outlook.is_asked, squares, outlook.thresholds) * share
     missing = (entries - sent_entries).astype(jnp.float32)
     beyond = left + missing * outlook.thresholds
     if is_blind:

@@ -98,7 +98,6 @@ def select(
       The selection and the new state.
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
-    looks = slots.looks if len(slots.counts) > 1 else False  # of one rung all is known
     outlook = _curve.look(bucket, slots.counts, k, key, slots.looks)
     choice, after = compressor.mark(
         bucket, state, k=k, bracket=outlook.bracket, key=key
@@ -115,7 +114,7 @@ def select(
         max(slots.sparse),
         outlook.thresholds,
         rounded,
-        looks,
+        outlook.is_asked,
     )
     energies = _curve.energies(
         outlook,
@@ -126,7 +125,6 @@ def select(
         energy,
         n,
         compressor.is_blind,
-        looks,
     )
     is_empty = (slots.sent == n) | _tree.is_never(energies)
     residual = jnp.where(is_empty, 0, codec.kept(bucket, exponents, marks))

@@ -7,8 +7,7 @@ initial params and batches; the target is what dense steps reach at 80% of their
 A method that looks at no times makes one run for all networks. A controller is told the
 seconds of its steps, with noise, and makes one for each; what it costs by itself,
 beside a static factor like its own, is what steptime.py has measured, and is part of
-them.
-end_to_end_report.py makes tables and pictures of both records.
+them. end_to_end_report.py makes tables and pictures of both records.
 
     python examples/benchmarks/end_to_end.py --data-dir DIR --timed STEPS --out OUT
 """
@@ -159,8 +158,8 @@ class Bench:
         for _ in range(longest // EVERY):
             seen = []
             for batch in itertools.islice(stream, EVERY):
-                *state, report = step(*state, batch, seconds=table)
-                seen.append(report)
+                *state, figures = step(*state, batch, seconds=table)
+                seen.append(figures)
             rungs, sent = map(np.asarray, zip(*jax.device_get(seen), strict=True))
             counts = counts + np.bincount(rungs.astype(int), minlength=len(counts))
             total += float(sent.sum(dtype=np.float64))

@@ -22,7 +22,9 @@ import journal
 from closed_loop import reached
 from journal import Line
 from quality_results import upper_bound
-from step_seconds import BASELINES, Mbit, Timed
+from step_seconds import Mbit, Timed
+from steptime_methods import BASELINES
+from steptime_report import rate
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -168,7 +170,7 @@ def floors(timed: Timed, link: Mbit) -> list[list[str]]:
 
 def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
     """Milliseconds of a step beyond its computation, by method and network."""
-    table = [["Mbit/s", *map(_title, timed.links)]]
+    table = [["Mbit/s", *map(rate, timed.links)]]
     excess = lambda x: f"{1e3 * (x['step_seconds'][1] - x['compute_seconds'][1]):.0f}"
     at = {("ours", *key): x for key, x in timed.lines.items()}
     for x in torch:
@@ -185,8 +187,8 @@ def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[st
     table = [["Mbit/s", "method", "product", "live", "live / product"]]
     first = [x for x in runs if x["seed"] == runs[0]["seed"]]
     for link, name in dict.fromkeys((x["bandwidth_mbit"], x["method"]) for x in live):
-        mine = [(x["bandwidth_mbit"], x["method"]) == (link, name) for x in live]
-        lines = [x for x, is_mine in zip(live, mine, strict=True) if is_mine]
+        key = {"bandwidth_mbit": link, "method": name}
+        lines = [x for x in live if key.items() <= x.items()]
         clock = np.cumsum([x["seconds"] for x in lines]).tolist()
         losses = [x["held_out_loss"] for x in lines]
         found = outcomes(first, timed, link)
@@ -200,16 +202,12 @@ def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[st
 
 def own_costs(timed: Timed) -> list[list[str]]:
     """What controllers take beside static factors like theirs, by network."""
-    table = [["own ms a step, by Mbit/s", *map(_title, timed.links)]]
+    table = [["own ms a step, by Mbit/s", *map(rate, timed.links)]]
     for name in dict.fromkeys(name for _, name in timed.lines):
         own = [1e3 * timed.own_seconds(link, name) for link in timed.links]
         if any(own):
             table.append([name, *(f"{ms:.1f}" for ms in own)])
     return table
-
-
-def _title(link: Mbit) -> str:
-    return "no limit" if link is None else f"{link:g}"
 
 
 def markdown(table: list[list[str]]) -> str:
@@ -256,9 +254,10 @@ def text(args: Args) -> str:
     timed = Timed(lines, args.hosts)
     parts = []
     for link in timed.links:
-        where = "no limit" if link is None else f"{link:g} Mbit/s"
         ratio = limit(timed, link, "dense") - 1
-        parts.append(f"### {args.hosts} hosts, {where}: r = {ratio:.2f}")
+        parts.append(
+            f"### {args.hosts} hosts, {rate(link, ' Mbit/s')}: r = {ratio:.2f}"
+        )
         if runs:
             parts.append(markdown(rows(timed, runs, link)))
         parts.append(markdown(floors(timed, link)))

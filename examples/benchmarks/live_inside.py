@@ -63,25 +63,27 @@ class Racer:
     ) -> None:
         rate = setting.learning_rate or task.learning_rate
         ramp = optax.linear_schedule(0, rate, setting.warm_up_steps)
+        chosen = method(name)
         tx = optax.chain(
-            method(name).exchange,
+            chosen.exchange,
             optax.clip_by_global_norm(1.0),
             optax.sgd(ramp, momentum=0.9, nesterov=True),
         )
+
+        entries = sum(x.size for x in jax.tree.leaves(params))
+        dense_bytes = wire_bytes(entries, jax.process_count(), chosen.value_bytes or 4)
 
         def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
             loss, grads = gravac.value_and_grad(task.loss)(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params, **times)
             info = optax.tree.get(opt_state, "StepInfo")
             # A baseline of its own has no report: all of its steps are dense.
+            dense = np.float32(1), np.float32(dense_bytes)
             report = dense if info is None else (info.factor, info.wire_bytes)
             params = optax.apply_updates(params, updates)
             return params, opt_state, (loss, *report)
 
-        self.name, value_bytes = name, method(name).value_bytes
-        entries = sum(x.size for x in jax.tree.leaves(params))
-        sent_bytes = wire_bytes(entries, jax.process_count(), value_bytes or 4)
-        dense = np.float32(1), np.float32(sent_bytes)
+        self.name = name
         self.step = gravac.data_parallel(train_step, mesh)
         self._first = params, tx.init(params)
         self.mesh = mesh

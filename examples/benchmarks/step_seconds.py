@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 from journal import Line
-from steptime_methods import DENSE, method
+from steptime_methods import method
 
-BASELINES = tuple(DENSE)
 Mbit = float | None  # of a network's links; None is no limit
 
 

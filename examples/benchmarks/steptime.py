@@ -41,7 +41,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -119,8 +119,9 @@ def measure(args: Args) -> None:
     by_rate = [Link(bandwidth_mbit=x) for x in args.bandwidths_mbit]
     by_ratio = [Link(ratio=x) for x in args.ratios]
     wanted = [Link()] if reason else by_ratio or by_rate
+    methods = args.setting.methods
     # Before the first job: from then on the file is theirs.
-    missing = {n: missing_of(n, wanted, journal, args.setting) for n in args.hosts}
+    missing = {n: missing_of(n, wanted, journal, methods) for n in args.hosts}
     for hosts, links in missing.items():
         if links:
             network = Loopback(hosts) if reason else Network(hosts)
@@ -130,12 +131,12 @@ def measure(args: Args) -> None:
 
 
 def missing_of(
-    hosts: int, wanted: Sequence[Link], journal: Journal, setting: Setting
+    hosts: int, wanted: Iterable[Link], journal: Journal, methods: Sequence[str]
 ) -> list[Link]:
     """The links without a line of every method; what they have is dropped."""
     lines = [x for x in journal.lines if x["hosts"] == hosts]
     found = {(link_of(x), x["method"]) for x in lines}
-    is_whole = lambda link: all((link, name) in found for name in setting.methods)
+    is_whole = lambda link: all((link, name) in found for name in methods)
     missing = [link for link in wanted if not is_whole(link)]
     journal.drop(lambda x: x["hosts"] == hosts and link_of(x) in missing)
     return missing

@@ -62,6 +62,7 @@ DENSE = {
     "dense16": Method("dense16", dense16("data"), value_bytes=2),
     "densehalf": Method("densehalf", dense_half("data"), value_bytes=2),
 }
+BASELINES = tuple(DENSE)
 
 
 def method(name: str) -> Method:

@@ -11,10 +11,9 @@ from journal import Line, read
 from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.table import Table
-from steptime_methods import DENSE
+from steptime_methods import BASELINES
 
 PARTS = ("compute", "selection", "wait", "exchange")
-BASELINES = tuple(DENSE)
 WIDTH = 132  # where the output is no terminal
 
 
@@ -29,8 +28,7 @@ def tables(path: Path) -> Group:
 def table(lines: list[Line], machine: str) -> Table:
     """One row per method: milliseconds (medians), megabytes, speed-ups."""
     line, hosts = lines[0], lines[0]["hosts"]
-    limit = line["bandwidth_mbit"]
-    bandwidth = "no limit" if limit is None else f"{limit:g} Mbit/s"
+    bandwidth = rate(line["bandwidth_mbit"], " Mbit/s")
     title = (
         f"{hosts} hosts, {bandwidth} ({line['network']})\n{line['params']:,} params,"
         f" {line['steps']} steps, {hosts} processes on {machine}"
@@ -70,6 +68,11 @@ def cells(line: Line, dense: dict[str, Line]) -> list[str]:
 def median(line: Line, part: str) -> float:
     """Seconds."""
     return line[f"{part}_seconds"][1]
+
+
+def rate(bandwidth_mbit: float | None, unit: str = "") -> str:
+    """As a title has it."""
+    return "no limit" if bandwidth_mbit is None else f"{bandwidth_mbit:g}{unit}"
 
 
 def show(path: Path) -> None:

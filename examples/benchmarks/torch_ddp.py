@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import journal
 from journal import Journal, Line
 from network import Network, NetworkError
+from steptime import link_of, missing_of
+from steptime_report import rate
 
 from gravac_jax.launch import ProcessDiedError
 
@@ -91,22 +93,18 @@ def measure(args: Args) -> list[Line]:
     head, lines = journal.read(args.timed)
     shapes = {name: head["configuration"][name] for name in ("task", "preset", "rows")}
     setting = dataclasses.asdict(args.setting) | shapes
-    out = Journal(args.out, setting)
-    for hosts, links in networks(lines).items():
-        missing = [link for link in links if not is_made(out, hosts, link[0], args)]
-        stale = [link[0] for link in missing]
-        of = lambda x, n=hosts, m=stale: x["hosts"] == n and x["bandwidth_mbit"] in m
-        out.drop(of)
-        if missing:
-            run(args, hosts, [json.dumps(setting), json.dumps(missing)])
-            out = Journal(args.out, setting)
+    out, methods = Journal(args.out, setting), args.setting.methods
+    wanted = {
+        hosts: {link_of({"bandwidth_mbit": x[0], "ratio": x[1]}): x for x in links}
+        for hosts, links in networks(lines).items()
+    }
+    # Before the first job: from then on the file is theirs.
+    missing = {n: missing_of(n, links, out, methods) for n, links in wanted.items()}
+    for hosts, links in missing.items():
+        if links:
+            figures = [wanted[hosts][link] for link in links]
+            run(args, hosts, [json.dumps(setting), json.dumps(figures)])
     return journal.read(args.out)[1]
-
-
-def is_made(out: Journal, hosts: int, mbit: float | None, args: Args) -> bool:
-    """Whether a network has a line of every method."""
-    at = lambda x: (x["hosts"], x["bandwidth_mbit"]) == (hosts, mbit)
-    return {x["method"] for x in out.lines if at(x)} >= set(args.setting.methods)
 
 
 def run(args: Args, hosts: int, figures: list[str]) -> None:
@@ -136,10 +134,9 @@ def table(lines: list[Line]) -> Table:
         found.add_column(column, justify="left" if column == "method" else "right")
     for x in lines:
         low, middle, high = (1e3 * s for s in x["step_seconds"])
-        limit = x["bandwidth_mbit"]
         found.add_row(
             str(x["hosts"]),
-            "no limit" if limit is None else f"{limit:g}",
+            rate(x["bandwidth_mbit"]),
             x["method"],
             f"{middle:.1f} ({low:.1f}-{high:.1f})",
             f"{1e3 * x['compute_seconds'][1]:.1f}",
