@@ -352,12 +352,13 @@ def start(*arguments, processes=1):
     )
 
 
-def lines_until(process, pattern):
-    """What it says until a line matches."""
+def lines_until(process, pattern, times=1):
+    """What it says until so many lines match."""
     said = []
     for line in process.stdout:
         said.append(line.strip())
-        if re.match(pattern, line):
+        times -= bool(re.match(pattern, line))
+        if not times:
             return said
     raise AssertionError(f"it ended without {pattern}: {said}")
 
@@ -390,17 +391,21 @@ def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, proces
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path):
-    steps = 3 * KILLS + 6
+    steps, torn = 16 * KILLS, set()
     whole = ends(start(tmp_path / "whole", steps))
-    restored, torn = [], 0
+    restored = []
+    unfinished = lambda: set((tmp_path / "cut").glob("*tmp*"))
     for kill in range(KILLS):
         run = start(tmp_path / "cut", steps, 0.02)
-        said = lines_until(run, rf"step {3 * kill + 3}$")
+        said = lines_until(run, "step", times=3)
         restored += [int(x.split()[1]) for x in said if x.startswith("restored")]
-        time.sleep(0.25 * kill / KILLS)  # now it writes, later it has written
+        left = unfinished()
+        time.sleep(0.2 * kill / KILLS)  # it writes, or has written
+        while kill % 2 and unfinished() <= left:  # surely it writes
+            assert run.poll() is None, "else it saved nothing"
         run.kill()
         run.communicate()
-        torn += len(list((tmp_path / "cut").glob("*tmp*")))
+        torn |= unfinished()
     assert torn, "else none was killed while it saved"
     assert restored, "else it never began again"
     assert all(step % 3 == 0 for step in restored)
@@ -412,7 +417,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
 def test_one_of_several_killed_while_all_save_takes_nothing_with_it(tmp_path, victim):
     whole = ends(start(tmp_path / "whole", 14, processes=2))
     for pause in (0.0, 0.1):
-        run = start(tmp_path / "cut", 14, 0.05, processes=2)
+        run = start(tmp_path / "cut", 14, 0.2, processes=2)
         try:
             lines_until(run, "step (3|9)$")
             time.sleep(pause)
