@@ -26,11 +26,13 @@ def test_seconds_are_those_of_the_all_gather_that_is_run():
 def test_the_loop_runs_and_goes_on_where_it_was(tmp_path):
     (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
     out = tmp_path / "lines.jsonl"
-    few = {"replicas": (2,), "steps": 40, "longest": 2.0}
+    few = {"replicas": (2,), "steps": 40, "longest": 2.0, "seeds": 2}
     closed_loop.main(closed_loop.Args(tmp_path, out, networks=1, **few))
     _, first = journal.read(out)
-    assert [x["kind"] for x in first] == ["fixed"] * 9 + ["network"]
+    assert [x["kind"] for x in first] == ["fixed"] * 18 + ["network"]
     assert first[0]["steps"] is not None
+    assert first[0]["target"] != first[9]["target"], "other batches"
+    assert len(first[-1]["taken_seconds"]) == 2
     assert sum(first[-1]["taken"]) % closed_loop.EVERY == 0
     before = out.read_text()
     closed_loop.main(closed_loop.Args(tmp_path, out, networks=1, **few))

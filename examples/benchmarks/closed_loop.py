@@ -3,7 +3,8 @@
 A small network learns which byte of a text comes next, on simulated replicas, so that
 residuals are real; seconds are those of a cost model, with noise. For many networks:
 the time until a held-out loss is reached, over that of the best fixed factor known
-beforehand, and over that of dense steps.
+beforehand, and over that of dense steps. When a run reaches a loss is a matter of some
+luck, so times are means over seeds.
 
     python examples/benchmarks/closed_loop.py --data-dir DIR --out FILE.jsonl
 """
@@ -54,6 +55,8 @@ class Args:
     """Of a dense run; the target is its loss after 80% of them."""
     longest: float = 3.0
     """Others run at most so many times as long."""
+    seeds: int = 3
+    """Of the batches; a time is the mean over them."""
     noise: float = 0.2
     """Standard deviation of the logarithm of a time."""
     learning_rate: float = 0.05
@@ -137,11 +140,18 @@ class Bench:
         return run
 
     def losses(
-        self, controller: Any, replicas: int, table: Any, steps: int, noise: int = 0
+        self,
+        controller: Any,
+        replicas: int,
+        table: Any,
+        steps: int,
+        noise: int = 0,
+        seed: int = 0,
     ) -> Any:
         """Losses of averaged params, the clock, and the rungs, stretch by stretch.
 
-        `table` has the seconds of each rung, or is a function of the stretch to it.
+        `table` has the seconds of each rung, or is a function of the stretch to it;
+        `noise` is a key of the times, `seed` of the batches.
         """
         at = table if callable(table) else lambda _: table
         tx, params = self.transform(controller), self.params()
@@ -151,7 +161,7 @@ class Bench:
         params, opt_state = gravac.place((params, tx.init(params)), replicas)
         state = params, opt_state, clock
         for i in range(steps // EVERY):
-            key = jax.random.fold_in(jax.random.key(100), i)
+            key = jax.random.fold_in(jax.random.key(100 + seed), i)
             state, loss, rungs = self.stretch(controller, replicas)(
                 state, key, jnp.asarray(at(i), jnp.float32)
             )
@@ -199,55 +209,77 @@ def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
     """Steps to the target at every fixed factor: made once for all networks."""
     args, lines = bench.args, journal.lines
     mine = lambda: [x for x in lines if x["kind"] == "fixed" and x["n"] == replicas]
-    done = {x["factor"] for x in mine()}
-    for factor in gravac.Fastest().ladder:
-        if factor in done:
+    done = {(x["seed"], x["factor"]) for x in mine()}
+    cases = itertools.product(range(args.seeds), gravac.Fastest().ladder)
+    for seed, factor in cases:
+        if (seed, factor) in done:
             continue
-        dense = [x for x in mine() if x["factor"] == 1]
+        dense = [x for x in mine() if (x["seed"], x["factor"]) == (seed, 1)]
         steps = args.steps if factor == 1 else round(args.longest * args.steps)
         losses: list[float] = []
         controller = gravac.Fixed(factor)
-        for loss, *_ in bench.losses(controller, replicas, [1.0], steps):
+        for loss, *_ in bench.losses(controller, replicas, [1.0], steps, seed=seed):
             losses.append(loss)
             if dense and loss <= dense[0]["target"]:
                 break
         target = dense[0]["target"] if dense else target_of(losses)
         at = [EVERY * (i + 1.0) for i in range(len(losses))]
-        own = {"kind": "fixed", "n": replicas, "factor": factor}
+        own = {"kind": "fixed", "n": replicas, "seed": seed, "factor": factor}
         taken = reached(losses, at, target)
         journal.append({**own, "target": target, "steps": taken})
     return mine()
 
 
-def compared(bench: Bench, seed: int, replicas: int, fixed: list[Line]) -> Line:
+def mean_steps(fixed: list[Line], factor: float) -> float:
+    """To the target at one factor; infinite if one of the seeds did not reach it."""
+    return float(
+        np.mean([x["steps"] or np.inf for x in fixed if x["factor"] == factor])
+    )
+
+
+def compared(bench: Bench, network: int, replicas: int, fixed: list[Line]) -> Line:
     """The controller on one network, and the fixed factors there."""
-    args = bench.args
     entries = sum(x.size for x in jax.tree.leaves(bench.params()))
-    table = tables(replicas, entries, seed)
-    times = np.array([x["steps"] or np.inf for x in fixed]) * table
-    target, longest = fixed[0]["target"], round(args.longest * args.steps)
-    losses, clock, seen = [], [], []
-    noise = 1000 + seed  # of the clock; data and params are those of all runs
+    table = tables(replicas, entries, network)
+    steps = [mean_steps(fixed, factor) for factor in gravac.Fastest().ladder]
+    times, targets = np.array(steps) * table, {x["seed"]: x["target"] for x in fixed}
+    noise = 1000 + network  # of the clock; data and params are those of all runs
+    runs = [run(bench, replicas, table, noise, *x) for x in targets.items()]
+    taken = [seconds for seconds, _ in runs]
+    mean, best = np.mean([x or np.inf for x in taken]), int(np.argmin(times))
+    over = lambda other: round(float(mean) / other, 4) if all(taken) else None
+    return {
+        "kind": "network",
+        "network": network,
+        "n": replicas,
+        "seconds": table.round(6).tolist(),
+        "best": best,
+        "taken_seconds": taken,
+        "over_best": over(times[best]),
+        "over_dense": over(times[0]),
+        "taken": np.sum([counts for _, counts in runs], axis=0).tolist(),
+    }
+
+
+def run(
+    bench: Bench, replicas: int, table: np.ndarray, noise: int, seed: int, target: float
+) -> tuple[float | None, np.ndarray]:
+    """Seconds of a run to its target, None if it missed it; and steps at each rung."""
+    args, losses, clock, seen = bench.args, [], [], []
     for loss, now, rungs in bench.losses(
-        CONTROLLERS[args.controller], replicas, table, longest, noise
+        CONTROLLERS[args.controller],
+        replicas,
+        table,
+        round(args.longest * args.steps),
+        noise,
+        seed,
     ):
         losses.append(loss)
         clock.append(now)
         seen += rungs.tolist()
         if loss <= target:
             break
-    taken, best = reached(losses, clock, target), int(np.argmin(times))
-    over = lambda other: round(taken / other, 4) if taken else None
-    return {
-        "kind": "network",
-        "seed": seed,
-        "n": replicas,
-        "seconds": table.round(6).tolist(),
-        "best": best,
-        "over_best": over(times[best]),
-        "over_dense": over(times[0]),
-        "taken": np.bincount(seen, minlength=len(table)).tolist(),
-    }
+    return reached(losses, clock, target), np.bincount(seen, minlength=len(table))
 
 
 def main(args: Args) -> None:
@@ -258,10 +290,11 @@ def main(args: Args) -> None:
     journal = Journal(args.out, own)
     fixed = {n: reference(bench, n, journal) for n in args.replicas}
     cases = list(itertools.islice(itertools.cycle(args.replicas), args.networks))
-    for seed, n in enumerate(track(cases, "networks", console=console, transient=True)):
-        if any(x["kind"] == "network" and x["seed"] == seed for x in journal.lines):
-            continue
-        journal.append(compared(bench, seed, n, fixed[n]))
+    made = {x["network"] for x in journal.lines if x["kind"] == "network"}
+    every = track(cases, "networks", console=console, transient=True)
+    for network, n in enumerate(every):
+        if network not in made:
+            journal.append(compared(bench, network, n, fixed[n]))
     report(journal.lines, console)
 
 
@@ -270,10 +303,11 @@ def report(lines: list[Line], console: Console) -> None:
     found = [x for x in lines if x["kind"] == "network"]
     column = lambda name: np.array([x[name] or np.inf for x in found])
     over, dense = column("over_best"), column("over_dense")
-    for x in lines:
-        if x["kind"] == "fixed":
-            steps = x["steps"] or np.inf
-            console.print(f"N = {x['n']}, factor {x['factor']:g}: {steps:.0f} steps")
+    for n in dict.fromkeys(x["n"] for x in lines):
+        fixed = [x for x in lines if x["kind"] == "fixed" and x["n"] == n]
+        for factor in dict.fromkeys(x["factor"] for x in fixed):
+            steps = mean_steps(fixed, factor)
+            console.print(f"N = {n}, factor {factor:g}: {steps:.0f} steps")
     console.print(
         f"{len(over)} networks: time to the loss over that of the best fixed factor:"
         f" median {np.median(over):.3f}, 95% {np.quantile(over, 0.95):.3f},"
