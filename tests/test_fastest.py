@@ -7,7 +7,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import choices, trajectory
+from _harness import trajectory
 
 import gravac_jax as gravac
 from gravac_jax._controllers import fastest
@@ -140,10 +140,11 @@ NETWORKS = random_networks(128)
 
 @functools.cache
 def on_networks_that_stay():
-    """Of two tests."""
+    """Of two tests, in one worker."""
     return driven(NETWORKS, steps=5000)
 
 
+@pytest.mark.xdist_group("networks that stay")
 def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
     rungs, costs = on_networks_that_stay()
     found = regret(rungs, costs)
@@ -162,7 +163,8 @@ def test_times_that_are_known_late_cost_little():
     assert np.quantile(found, 0.95) < 0.05
 
 
-@pytest.mark.parametrize("factor", choices([0.1, 10], lambda x: x < 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.1, 10])
 def test_it_follows_a_network_that_changes(factor):
     rungs, costs = driven(NETWORKS, scaled(NETWORKS, factor), steps=5000, change=2500)
     found = regret(rungs, costs)
@@ -185,6 +187,7 @@ def test_where_the_network_is_slow_it_climbs():
     assert (rungs[0, 100:] == RUNGS - 1).mean() > 0.97
 
 
+@pytest.mark.xdist_group("networks that stay")
 def test_it_does_not_run_in_circles():
     rungs, _ = on_networks_that_stay()
     # A visit is three steps in fifty at the most, and it goes home.

@@ -334,7 +334,7 @@ def test_adamw_takes_a_compressor_in_place_of_low_rank():
     matrix = {"w": jnp.zeros((256, 256))}
 
     def payload_bytes(tx):
-        _, state = tx.update(matrix, tx.init(matrix), matrix)
+        _, state = jax.jit(tx.update)(matrix, tx.init(matrix), matrix)
         return float(optax.tree.get(state, "payload_bytes"))
 
     fixed = {"axis_name": None, "controller": gravac.Fixed(12.5)}

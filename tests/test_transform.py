@@ -303,9 +303,10 @@ def test_all_replicas_take_the_rung_of_the_first():
     tx = gravac_with(gravac.Scheduled(lambda step: LADDER[1], LADDER))
     apart = np.arange(N, dtype=np.int32)[::-1] % len(LADDER)
     states = jax.tree.map(lambda x: jnp.stack([x] * N), tx.init(PARAMS))
+    states = states._replace(rung=jnp.asarray(apart))
     gradients = jax.tree.map(lambda x: jnp.asarray(x[0]), FLOATS)
     update = jax.vmap(lambda grads, state: tx.update(grads, state), axis_name="data")
-    updates, after = update(gradients, states._replace(rung=jnp.asarray(apart)))
+    updates, after = jax.jit(update)(gradients, states)
     assert len(set(apart.tolist())) > 1
     np.testing.assert_allclose(after.info.factor, LADDER[apart[0]], rtol=0.01)
     for x in jax.tree.leaves(updates):
