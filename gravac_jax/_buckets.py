@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from gravac_jax import _payload, _step_checks, _tree
 
 ENTRY_BYTES = 4  # of a bucket
+MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
+MIN_SHARE = 1e-3  # of all entries, where this is less: half of what factor 1000 sends
 
 Predicate = Callable[[str, Any], bool]
 
@@ -44,13 +46,15 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-def matrices(min_entries: int = 16_384) -> Predicate:
+def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
     """Compress leaves of two or more dimensions with at least `min_entries` entries.
 
-    The default of `gravac.transform(compress=...)`.
+    `gravac.transform` does by default, but in a model of under 16 million entries with
+    a thousandth of these: small convolutions, sent whole, would be most of what a small
+    network sends.
 
     Args:
-      min_entries: smaller leaves go dense. 16,384 from PaddlePaddle's DGC.
+      min_entries: smaller leaves go dense.
 
     Returns:
       A function of a leaf's path and the leaf.
@@ -169,13 +173,14 @@ class Buckets:
 
 
 def plan(
-    tree: Any, compress: bool | Predicate | Any, bucket_bytes: int | None = None
+    tree: Any, compress: bool | Predicate | Any | None, bucket_bytes: int | None = None
 ) -> Buckets:
     """Decide for each leaf of `tree` whether it is compressed.
 
     Args:
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`.
-      compress: True for every leaf, a function of (path, leaf), or a pytree of bools.
+      compress: True for every leaf, a function of (path, leaf), or a pytree of bools;
+        None for matrices that are not small beside the others.
       bucket_bytes: how full a bucket is before the next one begins; None for one.
 
     Returns:
@@ -185,6 +190,9 @@ def plan(
       ValueError: if `compress` is a pytree that does not match `tree`.
     """
     leaves, structure = jax.tree.flatten(tree)
+    if compress is None:
+        share = int(MIN_SHARE * sum(x.size for x in leaves))
+        compress = matrices(min(MIN_ENTRIES, share))
     if isinstance(compress, bool):
         chosen = [compress] * len(leaves)
     elif callable(compress):

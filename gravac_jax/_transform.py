@@ -78,8 +78,8 @@ def transform(
       controller: how few are sent. Default: `Fastest()`, which wants to be told how
         long steps take; see `gravac.StepClock`. Without, it chooses for `wire`.
       compress: which leaves are compressed; the others go dense. True for all, a
-        function of (path, leaf), or a pytree of bools. Default: `matrices()`, which
-        leaves out biases, norms and what is small.
+        function of (path, leaf), or a pytree of bools. Default: matrices of at least
+        16,384 entries, or of a thousandth of all where that is less.
       sharded: which leaves are sharded over `dense_axis_name`, gathered to compute
         (FSDP) or computed with in slices (tensor parallel): all, or those of a pytree
         of bools. Each device compresses the slices that it owns, and all other leaves
@@ -179,7 +179,7 @@ def transform(
         exchange=AllGather(Threshold()) if exchange is None else exchange,
         memory=Residual() if memory is None else memory,
         controller=Fastest() if controller is None else controller,
-        compress=_buckets.matrices() if compress is None else compress,
+        compress=compress,
         wire=WireCost() if wire is None else wire,
         seed=seed,
         check_every=check_every,

@@ -242,7 +242,6 @@ def test_a_mask_has_a_bool_for_every_leaf():
         {"kernel": 1, "bias": 0},
         {"weight": True, "bias": False},
         [True, False],
-        None,
     ],
 )
 def test_a_mask_of_another_shape_is_refused(mask):
@@ -265,14 +264,29 @@ def test_matrices_from_16384_entries_on_are_compressed(shape, is_compressed):
     assert gravac.matrices()("w", leaf) is is_compressed
 
 
+@pytest.mark.parametrize(
+    ("shape", "others", "is_compressed"),
+    [
+        ((3, 3, 4, 8), 100_000, True),
+        ((3, 3, 4, 8), 10**6, False),
+        ((128, 128), 10**9, True),
+        ((128, 127), 10**9, False),
+    ],
+)
+def test_in_a_small_model_a_thousandth_of_it_is_enough(shape, others, is_compressed):
+    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    buckets = _buckets.plan([leaf(*shape), leaf(others)], None)
+    assert buckets.is_compressed == (is_compressed, False)
+
+
 def test_the_smallest_matrix_is_a_setting():
     assert chosen(gravac.matrices(min_entries=6))["['kernel']"]
     assert not chosen(gravac.matrices(min_entries=7))["['kernel']"]
 
 
 def test_a_run_that_compresses_nothing_says_so():
-    with pytest.warns(UserWarning, match=r"compresses none of the 2 leaves \(10"):
-        gravac.transform(axis_name=None).init(PARAMS)
+    with pytest.warns(UserWarning, match=r"compresses none of the 2 leaves \(8 e"):
+        gravac.transform(axis_name=None).init([BIAS, BIAS])
 
 
 @pytest.mark.parametrize("params", [{}, {"w": np.ones((128, 128), np.float32)}])

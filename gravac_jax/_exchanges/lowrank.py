@@ -271,7 +271,6 @@ def by_rank(
     """
     for rank in _checks.listed(ranks, "ranks"):
         _checks.count(rank, "ranks", "columns of thin matrices, each of them")
-    compress = _buckets.matrices() if compress is None else compress
     plan = _buckets.plan(params, compress, bucket_bytes)
     _checks.compresses_something(sum(plan.sizes))
     arrays = [x for shapes in plan.shapes for x in _arrays(shapes)]
