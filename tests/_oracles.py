@@ -578,7 +578,7 @@ def check_gravac(
 def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """The rung of least seconds per progress, and visits to what may be better."""
     rungs = range(len(controller.ladder))
-    home = rung = min(1, len(rungs) - 1)
+    home, rung = len(rungs) - 1, min(1, len(rungs) - 1)
     dwelt = rested = known = 0
     sent, total = np.zeros(len(rungs)), 0.0
     filtered = SecondsFilter()
@@ -596,14 +596,14 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         for r in rungs:
             if not math.isnan(e.measured_seconds[r]):
                 has_changed = filtered.observe(guess, r, float(e.measured_seconds[r]))
-        cost = [filtered.seconds(guess[r]) / progress[r] for r in rungs]
-        unit = cost[home]
-        cost = [x / unit for x in cost]
+        unit = filtered.seconds(guess[home]) / progress[home]
+        cost = [filtered.seconds(guess[r]) / progress[r] / unit for r in rungs]
         dwelt, rested = dwelt + 1, rested + 1
         known = 0 if has_changed else min(known + 1, 400)
 
         best = min(rungs, key=lambda r: cost[r])
-        new_home = best if dwelt >= 3 and cost[best] < 0.97 else home
+        may_move = dwelt >= 3 and (rung in (home, best) or filtered.last is None)
+        new_home = best if may_move and cost[best] < 0.97 else home
         margins = [abs(cost[best] - 0.97)]
         margins += [abs(cost[r] - cost[best]) for r in rungs if r != best]
         worth = [-math.inf] * len(rungs)

@@ -187,6 +187,14 @@ def test_where_the_network_is_slow_it_climbs():
     assert (rungs[0, 100:] == RUNGS - 1).mean() > 0.97
 
 
+def test_where_dense_steps_are_dear_it_takes_none_to_find_out():
+    # The guess makes so small a model cheap to send whole.
+    slow = gravac.WireCost(1e6, 1e-4, compute_seconds=0.001)
+    rungs, costs = driven([(slow, 32_768, 4)], steps=300)
+    assert costs[0, 0, 0] > 20 * costs[0, 0].min()
+    assert (rungs[0] > 0).all()
+
+
 @pytest.mark.xdist_group("networks that stay")
 def test_it_does_not_run_in_circles():
     rungs, _ = on_networks_that_stay()

@@ -126,10 +126,15 @@ class Fastest(Controller):
         return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:
-        """Start at the smallest compressed factor."""
-        start = lambda: jnp.full((), min(1, len(self.ladder) - 1), jnp.int32)
+        """Start at the smallest compressed factor, and go to the largest from there.
+
+        How a step divides into parts is known after these two, whatever the network. To
+        find out by dense steps may take as long as a hundred others.
+        """
+        last = len(self.ladder) - 1
+        start = lambda: jnp.full((), min(1, last), jnp.int32)
         return start(), FastestState(
-            home=start(),
+            home=jnp.full((), last, jnp.int32),
             current=start(),
             dwelt=jnp.zeros((), jnp.int32),
             rested=jnp.zeros((), jnp.int32),
@@ -166,7 +171,10 @@ class Fastest(Controller):
         known = jnp.where(has_changed, 0, jnp.minimum(state.known + 1, HASTE * REST))
         is_free = dwelt >= DWELL
         best = jnp.argmin(cost).astype(jnp.int32)
-        home = jnp.where(is_free & (cost[best] < 1 - MARGIN), best, state.home)
+        # From a visit it goes home before it moves, unless it moves to where it is.
+        is_at_home = (state.current == state.home) | (timing.times == 0)
+        may_move = is_free & (is_at_home | (state.current == best))
+        home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
 
         least = _timing.least_compute(timing) * scale
         worth = value_of_visits(cost, covariance, timing.noise, least, home)
