@@ -58,6 +58,14 @@ class Comm:
             if fixed := self._fixed_axes(leaf):
                 _step_checks.still_local(path, fixed)
 
+    def check_alike(self, before: Any, after: Any) -> None:
+        """Raise if a leaf that was the same on several devices is known to differ."""
+        leaves = zip(jax.tree.leaves(before), _tree.named_leaves(after), strict=True)
+        for old, (path, new) in leaves:
+            fixed = [set(self._fixed_axes(jnp.asarray(x))) for x in (old, new)]
+            if lost := fixed[0] - fixed[1]:
+                _step_checks.stays_alike(path, sorted(lost))
+
     def check_sharded(
         self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
     ) -> None:

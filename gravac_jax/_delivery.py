@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _state, _step_checks
+from gravac_jax import _chain_checks, _state
 from gravac_jax._buckets import Buckets
 from gravac_jax._comm import Comm
 from gravac_jax._memory.base import Memory
@@ -97,7 +97,7 @@ def flush(
       >>> params.tolist()
       [-4.0, -3.0, -2.0, -1.0]
     """
-    _step_checks.has_transform(_state.find(opt_state), "gravac.flush")
+    _chain_checks.has_transform(_state.find(opt_state), "gravac.flush")
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
     return optax.apply_updates(params, updates), opt_state
@@ -163,7 +163,7 @@ def local_params(
       Xie et al., CSER, NeurIPS 2020, for SGD, where steps that were not sent are
       applied locally.
     """
-    _step_checks.has_transform(_state.find(opt_state), "gravac.local_params")
+    _chain_checks.has_transform(_state.find(opt_state), "gravac.local_params")
     _state.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)
     # Nothing but the shapes counts; a narrower dtype would round what is held.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gravac_jax import _accumulation, _checks, _step_checks
 from gravac_jax._comm import AxisName, Comm
@@ -48,9 +49,9 @@ def value_and_grad(
 
     Raises:
       TypeError: if `axis_name` is no axis name; when called, if an argument to
-        differentiate is not given by position.
+        differentiate is not given by position, or holds what is not real.
       ValueError: if `micro_batches` is no positive number; when called outside the
-        axis, or with a batch that does not divide.
+        axis, with a batch that does not divide, or if `fun` changes its arguments.
 
     Law:
       Of a loss that is a mean over its batch, parts give the value and the gradients
@@ -79,6 +80,10 @@ def value_and_grad(
         _step_checks.positional(args, chosen)
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
+        for i in places:
+            _step_checks.gradients(
+                jax.tree.map(jnp.asarray, args[i]), f"leaves of argument {i}"
+            )
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
         local = functools.partial(_local, fun, argnums, has_aux, comm)
         if micro_batches == 1:
@@ -111,7 +116,9 @@ def _local(
     """
 
     def counted(*args: Any, **kwargs: Any) -> Any:
+        before = jax.tree.map(lambda x: x, args)
         out = fun(*args, **kwargs)
+        _step_checks.leaves_arguments(before, args)
         value, _ = _step_checks.with_aux(out) if has_aux else (out, None)
         return comm.cast(value), out
 

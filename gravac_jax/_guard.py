@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _state, _step_checks
+from gravac_jax import _chain_checks, _state
 
 
 def guard(
@@ -51,13 +51,13 @@ def guard(
     def init(params: Any) -> Any:
         state = tx.init(params)
         _state.check_momentum(state)
-        _step_checks.has_transform(_state.find(state), "gravac.guard")
+        _chain_checks.has_transform(_state.find(state), "gravac.guard")
         return state
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        _step_checks.has_transform(_state.find(state), "gravac.guard")
+        _chain_checks.has_transform(_state.find(state), "gravac.guard")
         updates, new_state = tx.update(updates, state, params, **extra)
         (transform,) = _state.find(new_state)
         is_finite = transform.info.is_finite

@@ -49,7 +49,7 @@ def data_parallel(
       TypeError: if `mesh` is no mesh.
       ValueError: if the mesh does not have the axis; when called, if the state is not
         placed on it, a batch's first axis does not divide over the replicas, or the
-        step does not return its state.
+        step does not return its state, or returns it different on each of them.
 
     Example:
       See `gravac.transform`.
@@ -91,6 +91,7 @@ def data_parallel(
         if dense_axis_name is None:
             state, metrics = jitted(tuple(state), batch, shared, None)
             return (*state, *metrics)
+        state = jax.tree.map(lambda x: _place(x, everywhere), state)
         shardings = jax.tree.map(lambda x: x.sharding, tuple(state))
         sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
         state, metrics = jitted(tuple(state), batch, shared, sharded)
@@ -102,6 +103,11 @@ def data_parallel(
     return step
 
 
+def _place(x: Any, sharding: jax.NamedSharding) -> Any:
+    # A linen TrainState begins with the Python number 0 for its step.
+    return x if isinstance(x, jax.Array) else _share(np.asarray(x), sharding)
+
+
 def _share(x: Any, sharding: jax.NamedSharding) -> Any:
     # Of several processes each may bring its own, such as the times of its steps.
     if sharding.is_fully_addressable or not isinstance(x, (np.ndarray, np.generic)):
@@ -111,8 +117,8 @@ def _share(x: Any, sharding: jax.NamedSharding) -> Any:
 
 def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
     # Several processes each bring their own part of the batch.
-    is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
-    if sharding.is_fully_addressable or is_global:
+    is_global = lambda: isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or is_global():
         return jax.device_put(x, sharding)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
@@ -178,6 +184,7 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
 
 def _averaged(train_step: Step, axis_name: AxisName) -> Step:
     """Split what a step returns into state and metrics, and average the metrics."""
+    comm = Comm(axis_name)
 
     def body(
         state: tuple[Any, ...], batch: Any, shared: dict[str, Any]
@@ -186,10 +193,9 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         _step_checks.returned_state(results, state)
+        comm.check_alike(state, results[: len(state)])
         metrics = results[len(state) :]
-        mean = Comm(axis_name).mean(
-            jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
-        )
+        mean = comm.mean(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics))
         return results[: len(state)], mean
 
     return body

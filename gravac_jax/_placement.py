@@ -33,7 +33,9 @@ def place(
     Raises:
       ValueError: if the mesh does not have the axis, the state is placed on another
         number of replicas, or `mesh` is neither a mesh nor a positive number; if the
-        optimizer keeps a momentum that the transform's memory keeps already.
+        optimizer keeps a momentum that the transform's memory keeps already, or keeps
+        gradients before the transform sees them: a momentum before it in the chain,
+        `optax.MultiSteps` or `optax.apply_if_finite` around it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -165,6 +167,7 @@ def init(
     )
     state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
     _state.check_momentum(state)
+    _state.check_chains(state)
     others = optax.tree.map_params(
         optax.GradientTransformation(
             lambda params: without(tx.init(params)), tx.update

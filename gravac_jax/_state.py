@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _step_checks
+from gravac_jax import _chain_checks, _step_checks
 from gravac_jax._comm import Comm
 from gravac_jax._info import StepInfo
 
@@ -168,7 +168,7 @@ def check_momentum(state: Any) -> None:
         owners = [type(x).__name__ for x in mine if hasattr(x, name)]
         if owners and _instances(state, kind):
             what = name.replace("_", " ")
-            _step_checks.single_momentum(owners[0].removesuffix("State"), what)
+            _chain_checks.single_momentum(owners[0].removesuffix("State"), what)
 
 
 # They make whole steps of parts.
@@ -189,11 +189,27 @@ _NORMALIZED = (
 def check_linear(state: Any) -> None:
     """Raise if an optimizer is known not to be linear in its updates."""
     for x in _instances(state, _NORMALIZED):
-        _step_checks.linear(type(x).__name__)
+        _chain_checks.linear(type(x).__name__)
+
+
+_REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
+
+# They keep gradients, or decide by them, before what they are around sees them.
+_WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+
+
+def check_order(chain: tuple[Any, ...]) -> None:
+    """Raise if something that remembers gradients comes before the transform."""
+    at = [is_transform_state(part) for part in chain].index(True)
+    for before in _instances(chain[:at], _REMEMBERING):
+        _chain_checks.comes_first(type(before).__name__)
 
 
 def check_chains(tree: Any) -> None:
-    """The same for every chain in `tree`, which may hold several optimizers."""
+    """Raise if an optimizer in `tree`, which may hold several, is wrongly put up."""
+    for wrapper in _instances(tree, _WRAPPERS):
+        if find(wrapper):
+            _chain_checks.outermost(type(wrapper).__name__.removesuffix("State"))
 
     def is_chain(x: Any) -> bool:
         parts = x.values() if type(x) is dict else x if type(x) is tuple else ()
@@ -201,3 +217,5 @@ def check_chains(tree: Any) -> None:
 
     for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):
         check_momentum(chain)
+        if type(chain) is tuple:
+            check_order(chain)

@@ -32,9 +32,11 @@ def bound_axis(axis_name: Any, caller: str) -> None:
     except NameError as error:
         raise ValueError(
             f"`{caller}` was called outside axis_name={axis_name!r} ({error}). Call it"
-            f" inside shard_map, pmap or vmap over that axis (gravac.data_parallel"
-            f" does), give the name that your mesh has, or pass axis_name=None to run"
-            f" alone."
+            f" inside shard_map, pmap or vmap over that axis, as gravac.data_parallel"
+            f" does, and give the name that your mesh has. Under a plain jit with"
+            f" sharding annotations XLA has averaged the gradients already, and there"
+            f" is nothing left to compress. To run on one device alone pass"
+            f" axis_name=None."
         ) from None
 
 
@@ -65,11 +67,11 @@ def still_local(path: str, missing: Sequence[str]) -> None:
     raise ValueError(
         f"the gradient at {path} does not vary over {tuple(missing)}: it was summed"
         f" over the replicas before gravac saw it, so there is nothing left to"
-        f" compress. Under shard_map jax.grad does this for replicated params. Take"
-        f" gradients with gravac.value_and_grad(loss, axis_name), or cast the params"
-        f" first: jax.lax.pcast(params, axis_name, to='varying'). optax.MultiSteps and"
-        f" optax.apply_if_finite around the transform lead here too: put them around"
-        f" what comes after it."
+        f" compress. Remove any jax.lax.pmean of gradients, and take them with"
+        f" gravac.value_and_grad(loss, axis_name): under shard_map jax.grad and"
+        f" nnx.grad add them up by themselves for replicated params."
+        f" optax.MultiSteps and optax.apply_if_finite around the transform lead here"
+        f" too: put them around what comes after it."
     )
 
 
@@ -228,6 +230,32 @@ def positional(args: Sequence[Any], argnums: Sequence[int]) -> None:
         )
 
 
+def stays_alike(path: str, names: Sequence[str]) -> None:
+    """Refuse state that came in alike on several devices, and would not leave so."""
+    raise ValueError(
+        f"the leaf at {path} of the state that the step returns differs between the"
+        f" devices along {tuple(names)}, and it came in the same on all of them. Local"
+        f" gradients become the same in gravac.transform: it comes first in"
+        f" optax.chain, and what is no gradient, such as the statistics of a BatchNorm,"
+        f" needs a jax.lax.pmean. Where params are sharded, a norm over slices differs"
+        f" too: in place of optax.clip_by_global_norm use gravac.transform("
+        f"clip=gravac.ClipByGlobalNorm(...)). check_vma=False would only hide it."
+    )
+
+
+def leaves_arguments(before: Any, after: Any) -> None:
+    """Refuse a loss that changes what it is given, which is a copy."""
+    old, new = _tree.named_leaves(before), _tree.named_leaves(after)
+    changed = [path for (path, x), (_, y) in zip(old, new, strict=False) if x is not y]
+    if changed or len(old) != len(new):
+        raise ValueError(
+            f"the loss changes its arguments, at {changed or 'new leaves'}: it sees a"
+            f" copy, and the change would be lost. Return it, with has_aux=True: of an"
+            f" nnx model differentiate the params alone, graph, params, rest ="
+            f" nnx.split(model, nnx.Param, ...), as the README shows."
+        )
+
+
 def returned_state(results: Any, state: Sequence[Any]) -> None:
     """Refuse a step that does not return the state that it was given."""
     received = [jax.tree.structure(x) for x in results[: len(state)]]
@@ -237,33 +265,3 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
             f" structure that it came in, then any metrics, as a tuple; got"
             f" {len(results)} results of the structures {received}."
         )
-
-
-def has_transform(found: Sequence[Any], where: str) -> None:
-    """Refuse an optimizer state without exactly one gravac state in it."""
-    if len(found) != 1:
-        raise ValueError(
-            f"{where} needs exactly one gravac.transform in the optimizer, found"
-            f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
-        )
-
-
-def linear(kind: str) -> None:
-    """Refuse to ask an optimizer that is not linear for a part of a step."""
-    raise ValueError(
-        f"gravac.local_params needs an optimizer that is linear in the updates, found a"
-        f" {kind}: it would make a whole step of what is held back. Let each replica"
-        f" run its own before the exchange: optax.chain(gravac.transform("
-        f"memory=gravac.Adam()), optax.scale_by_learning_rate(1e-3))."
-    )
-
-
-def single_momentum(memory: str, other: str) -> None:
-    """Refuse an optimizer that keeps what the memory keeps already."""
-    raise ValueError(
-        f"the optimizer after gravac.transform keeps a {other} of its own, and so does"
-        f" its memory, {memory}: gradients would be averaged over time twice. Keep one:"
-        f" optax.chain(gravac.transform(momentum=0.9), optax.sgd(0.1)), without"
-        f" `momentum` in optax.sgd; after gravac.Adam() only"
-        f" optax.scale_by_learning_rate(...)."
-    )

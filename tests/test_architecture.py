@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A room imports from strictly lower floors; a folder is one room.
 FLOORS = [
     {"_tree", "_guardian"},
-    {"_checks", "_step_checks", "_restore_checks", "_processes"},
+    {"_checks", "_chain_checks", "_step_checks", "_restore_checks", "_processes"},
     {"_payload", "_ladder", "_info", "_comm"},
     {
         "_accumulation",

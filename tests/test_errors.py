@@ -339,8 +339,8 @@ def run(update, trees, check_vma=True):
 def test_gradients_that_jax_has_summed_are_refused():
     tx, trees = placed()
     loss = lambda params, x: jnp.sum(params["w"]) * x + jnp.sum(params["b"])
-    says = "ValueError ... at ['b'] ... ('data',) ... gravac.value_and_grad(loss"
-    with refused(says + " ... jax.lax.pcast", trees):
+    says = "ValueError ... at ['b'] ... ('data',) ... Remove any jax.lax.pmean"
+    with refused(says + " ... gravac.value_and_grad(loss", trees):
         run(lambda params, state, x: tx.update(jax.grad(loss)(params, x), state), trees)
 
 
@@ -475,6 +475,63 @@ def test_a_step_that_does_not_return_its_state_is_refused():
     step = gravac.simulate(lambda a, b, x: a, N)
     with refused("ValueError ... return its 2 state arguments ... got 1 results"):
         step(*gravac.place((jnp.zeros(()), jnp.zeros(())), N), jnp.zeros(N))
+
+
+def test_state_that_leaves_a_step_different_on_each_replica_is_refused():
+    statistics = gravac.place(jnp.zeros(()), MESH)
+    step = gravac.data_parallel(lambda old, x: (old + x.mean(),), MESH)
+    says = "ValueError ... at [0] ... ('data',) ... comes first ... jax.lax.pmean"
+    with refused(says, statistics):
+        step(statistics, np.ones(N, np.float32))
+
+
+def test_a_loss_that_changes_its_arguments_is_refused():
+    def loss(model):
+        model["mean"] = model["w"] * 2
+        return model["w"]
+
+    model = {"mean": jnp.zeros(()), "w": jnp.ones(())}
+    says = "ValueError ... changes its arguments, at [\"[0]['mean']\"] ... has_aux"
+    with refused(says, model):
+        gravac.value_and_grad(loss, None)(model)
+
+
+def test_differentiating_counters_is_refused():
+    with refused("TypeError ... argument 0 ... uint32 at ['count'] ... float params"):
+        gravac.value_and_grad(jnp.sum, None)({"count": jnp.zeros(3, jnp.uint32)})
+
+
+UNDER = {
+    "MultiSteps": (lambda tx: optax.MultiSteps(tx, 2), "micro_batches"),
+    "ApplyIfFinite": (lambda tx: optax.apply_if_finite(tx, 3), "gravac.guard"),
+}
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_a_transform_inside_of_what_keeps_gradients_is_refused(name):
+    wrap, remedy = UNDER[name]
+    state = wrap(gravac.transform(compress=True)).init(PARAMS)
+    with refused(f"ValueError ... inside of an optax.{name} ... {remedy}", state):
+        gravac.place((PARAMS, state), N)
+
+
+BEFORE = {
+    "TraceState": optax.sgd(0.1, momentum=0.9),
+    "ScaleByAdamState": optax.adamw(0.1),
+    "EmaState": optax.ema(0.9),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_transform_after_what_remembers_gradients_is_refused(name):
+    state = optax.chain(BEFORE[name], gravac.transform(compress=True)).init(PARAMS)
+    with refused(f"ValueError ... after a {name} ... Put it first", state):
+        gravac.place((PARAMS, state), N)
+
+
+def test_a_transform_after_what_remembers_nothing_is_placed():
+    tx = optax.chain(optax.clip(1.0), gravac.transform(compress=True), optax.adam(0.1))
+    gravac.place((PARAMS, tx.init(PARAMS)), N)
 
 
 def test_a_number_for_a_mesh_is_refused():
