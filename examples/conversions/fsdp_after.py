@@ -1,0 +1,111 @@
+"""FSDP: params sharded over one axis of two, gradients compressed over the other.
+
+python examples/conversions/fsdp_after.py
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen
+from flax.training.train_state import TrainState
+
+import gravac_jax as gravac
+
+AXES = ("data", "fsdp")
+MAX_NORM = 1.0  # of a gradient
+
+
+class MLP(linen.Module):
+    """Blocks of two dense layers around which there is a way past."""
+
+    width: int = 128
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[batch, 64]` to `[batch, 10]` logits."""
+        x = linen.Dense(self.width, name="embed")(x)
+        for i in range(2):
+            y = linen.LayerNorm(name=f"norm_{i}")(x)
+            y = linen.gelu(linen.Dense(2 * self.width, name=f"up_{i}")(y))
+            x = x + linen.Dense(self.width, name=f"down_{i}")(y)
+        return linen.Dense(10, name="head")(x)
+
+
+def spec_of(path: Any, leaf: Any) -> jax.P:
+    """Which axis of a leaf is cut into slices, and over which axis of the mesh."""
+    names = jax.tree_util.keystr(path)
+    if "kernel" in names and "up_" in names:
+        return jax.P("fsdp", None)
+    if "kernel" in names and "down_" in names:
+        return jax.P(None, "fsdp")
+    return jax.P()
+
+
+def whole(path: Any, leaf: jax.Array) -> jax.Array:
+    """A leaf, from the slices of all devices."""
+    for axis, name in enumerate(spec_of(path, leaf)):
+        if name is not None:
+            leaf = jax.lax.all_gather(leaf, name, axis=axis, tiled=True)
+    return leaf
+
+
+def train_step(state: TrainState, batch: Any) -> Any:
+    """One step, as if on one device."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        params = jax.tree_util.tree_map_with_path(whole, params)
+        x, y = batch
+        logits = state.apply_fn({"params": params}, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    loss, grads = gravac.value_and_grad(loss_fn, AXES)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise; the label is the largest of its first ten."""
+    x = rng.normal(size=(rows, 64)).astype(np.float32)
+    return x, x[:, :10].argmax(-1).astype(np.int32)
+
+
+def main(steps: int = 200) -> list[float]:
+    """Train; the losses."""
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, -1)), AXES)
+    model = MLP()
+
+    def init_fn(key: jax.Array) -> Any:
+        return model.init(key, jnp.ones((1, 64)))["params"]
+
+    key = jax.random.key(0)
+    shardings = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.NamedSharding(mesh, spec_of(path, leaf)),
+        jax.eval_shape(init_fn, key),
+    )
+    data_sharding = jax.NamedSharding(mesh, jax.P(AXES))
+    params = jax.jit(init_fn, out_shardings=shardings)(key)
+    exchange = gravac.transform(
+        "data",
+        dense_axis_name="fsdp",
+        sharded=jax.tree.map(lambda x: "fsdp" in x.sharding.spec, params),
+        clip=gravac.ClipByGlobalNorm(MAX_NORM),
+    )
+    tx = optax.chain(exchange, optax.adamw(3e-3))
+    opt_state = gravac.init(tx, params, mesh, *AXES)
+    state = TrainState(0, model.apply, params, tx, opt_state)
+    p_train_step = gravac.data_parallel(train_step, mesh, *AXES)
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(steps):
+        batch = jax.device_put(draw(rng, 16 * jax.device_count()), data_sharding)
+        state, metrics = p_train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -1,0 +1,98 @@
+"""FSDP by annotations: params sharded over one axis of two, and a plain `jax.jit`.
+
+python examples/conversions/fsdp_before.py
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen
+from flax.training.train_state import TrainState
+
+AXES = ("data", "fsdp")
+MAX_NORM = 1.0  # of a gradient
+
+
+class MLP(linen.Module):
+    """Blocks of two dense layers around which there is a way past."""
+
+    width: int = 128
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[batch, 64]` to `[batch, 10]` logits."""
+        x = linen.Dense(self.width, name="embed")(x)
+        for i in range(2):
+            y = linen.LayerNorm(name=f"norm_{i}")(x)
+            y = linen.gelu(linen.Dense(2 * self.width, name=f"up_{i}")(y))
+            x = x + linen.Dense(self.width, name=f"down_{i}")(y)
+        return linen.Dense(10, name="head")(x)
+
+
+def spec_of(path: Any, leaf: Any) -> jax.P:
+    """Which axis of a leaf is cut into slices, and over which axis of the mesh."""
+    names = jax.tree_util.keystr(path)
+    if "kernel" in names and "up_" in names:
+        return jax.P("fsdp", None)
+    if "kernel" in names and "down_" in names:
+        return jax.P(None, "fsdp")
+    return jax.P()
+
+
+def train_step(state: TrainState, batch: Any) -> Any:
+    """One step, as if on one device."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        x, y = batch
+        logits = state.apply_fn({"params": params}, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Noise; the label is the largest of its first ten."""
+    x = rng.normal(size=(rows, 64)).astype(np.float32)
+    return x, x[:, :10].argmax(-1).astype(np.int32)
+
+
+def main(steps: int = 200) -> list[float]:
+    """Train; the losses."""
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, -1)), AXES)
+    model = MLP()
+    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(3e-3))
+
+    def init_fn(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.ones((1, 64)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    key = jax.random.key(0)
+    state_shardings = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.NamedSharding(mesh, spec_of(path, leaf)),
+        jax.eval_shape(init_fn, key),
+    )
+    data_sharding = jax.NamedSharding(mesh, jax.P(AXES))
+    state = jax.jit(init_fn, out_shardings=state_shardings)(key)
+    p_train_step = jax.jit(
+        train_step,
+        in_shardings=(state_shardings, data_sharding),
+        out_shardings=(state_shardings, None),
+        donate_argnums=0,
+    )
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(steps):
+        batch = jax.device_put(draw(rng, 16 * jax.device_count()), data_sharding)
+        state, metrics = p_train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -1,0 +1,162 @@
+"""Loops as they are found, converted by what the README says, and gone wrong."""
+
+import difflib
+import functools
+import re
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+
+CONVERSIONS = Path(__file__).parents[1] / "examples" / "conversions"
+TRANSFORM = gravac.transform
+STEPS = 6
+
+# Lines taken out or put in, blank ones and docstrings apart.
+CHANGED = {"pmap": 7, "shard_map": 18, "fsdp": 34}
+
+
+def source(name):
+    return (CONVERSIONS / f"{name}.py").read_text()
+
+
+def load(text, **names):
+    """A program as a module, without running it."""
+    module = types.ModuleType("conversion")
+    exec(compile(text, "conversion.py", "exec"), vars(module))
+    vars(module).update(names)
+    return module
+
+
+@pytest.fixture
+def controlled(monkeypatch):
+    """Gives the program's transform a controller."""
+
+    def use(controller):
+        made = functools.partial(TRANSFORM, controller=controller)
+        monkeypatch.setattr(gravac, "transform", made)
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """That of users: these programs and Optax's Adam rely on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_no_more_lines_change_than_it_took(name):
+    sides = [source(f"{name}_{side}").splitlines() for side in ("before", "after")]
+    diff = difflib.unified_diff(*sides, lineterm="", n=0)
+    lines = [x for x in diff if re.match(r"[+-](?![+-])\s*\S", x)]
+    program = [x for x in lines if not re.match(r'.("""|python examples)', x)]
+    assert len(program) <= CHANGED[name]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_dense_steps_of_both_give_the_same_losses(name, controlled):
+    controlled(gravac.Fixed(1))
+    # Each replica's own gradient is clipped now, in place of their mean: see below.
+    limit = {"MAX_NORM": 1e9} if name == "fsdp" else {}
+    before, after = (
+        load(source(f"{name}_{side}"), **limit).main(STEPS)
+        for side in ("before", "after")
+    )
+    # FSDP adds up in another order, and Adam divides by roots of next to nothing.
+    np.testing.assert_allclose(after, before, rtol=1e-5)
+    assert len(set(before)) == STEPS
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_compressed_steps_train(name, controlled):
+    controlled(gravac.Fixed(10))
+    losses = load(source(f"{name}_after")).main(25)
+    assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])
+
+
+# A program, what somebody might write in place of a part of it, and the answer.
+GRADS = "        (loss, rest), grads = grad_fn(params, batch)\n"
+MISTAKES = {
+    "jax.grad under shard_map": (
+        "shard_map_after",
+        'gravac.value_and_grad(loss_of, "data", has_aux=True)',
+        "jax.value_and_grad(loss_of, has_aux=True)",
+        "take them with gravac.value_and_grad",
+    ),
+    "pmean left in": (
+        "shard_map_after",
+        GRADS,
+        GRADS + '        grads = jax.lax.pmean(grads, "data")\n',
+        "Remove any jax.lax.pmean of gradients",
+    ),
+    "the transform after the optimizer": (
+        "fsdp_after",
+        "optax.chain(exchange, optax.adamw(3e-3))",
+        "optax.chain(optax.adamw(3e-3), exchange)",
+        "after a ScaleByAdamState in the chain.*Put it first",
+    ),
+    "MultiSteps around": (
+        "fsdp_after",
+        "optax.chain(exchange, optax.adamw(3e-3))",
+        "optax.MultiSteps(optax.chain(exchange, optax.adamw(3e-3)), 2)",
+        "inside of an optax.MultiSteps.*micro_batches",
+    ),
+    "not placed": (
+        "shard_map_after",
+        "gravac.place(state, mesh)\n    specs = gravac.state_specs(state)",
+        "state\n    specs = jax.P()",
+        "not placed.*gravac.place.*gravac.state_specs",
+    ),
+    "a plain jit": (
+        "fsdp_before",
+        "tx = optax.chain(",
+        "import gravac_jax; tx = optax.chain(gravac_jax.transform(), ",
+        "Under a plain jit.*averaged the gradients already",
+    ),
+    "not placed for data_parallel": (
+        "fsdp_after",
+        "gravac.init(tx, params, mesh, *AXES)",
+        "tx.init(params)",
+        "not placed.*gravac.place",
+    ),
+    "a norm over slices": (
+        "fsdp_after",
+        "optax.chain(exchange, ",
+        "optax.chain(exchange, optax.clip_by_global_norm(MAX_NORM), ",
+        r"along \('fsdp',\).*in place of optax.clip_by_global_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_what_to_do(mistake):
+    name, part, other, says = MISTAKES[mistake]
+    text = source(name)
+    assert text.count(part) == 1
+    with pytest.raises(ValueError, match=says):
+        load(text.replace(part, other)).main(1)
+
+
+def test_what_pmap_does_not_see_a_trace_on_a_mesh_does():
+    grads = "grads = grad_fn(state.params)\n"
+    pmean = '    grads = jax.lax.pmean(grads, axis_name="batch")\n'
+    mesh = jax.make_mesh((jax.device_count(),), ("batch",))
+
+    def trace(text):
+        program = load(text)
+        state = program.create_train_state(jax.random.key(0))
+        state = gravac.place(state, mesh, "batch")
+        step = gravac.data_parallel(program.train_step, mesh, "batch")
+        batch = program.draw(np.random.default_rng(0), jax.device_count())
+        return jax.eval_shape(step, state, batch)
+
+    text = source("pmap_after")
+    assert trace(text)[1]["loss"].shape == ()
+    with pytest.raises(ValueError, match=r"Remove any jax.lax.pmean of gradients"):
+        trace(text.replace(grads, grads + pmean))
