@@ -29,17 +29,18 @@ FLOORS = [
         "_buckets",
     },
     {"_quantile", "_collect", "_scale", "_grad", "_agreement", "_power"},
+    {"_verdict", "_turns"},
     {"_compressors", "_curve", "_encoding"},
     {"_codec", "_mean16"},
     {"_selection"},
     {"_exchanges", "_controllers", "_placement", "_guard", "_delivery"},
     {"_report", "_parallel", "_clock", "_portable"},
-    {"_evidence", "_ledger"},
+    {"_evidence", "_ledger", "_ways"},
     {"_wiring", "_reading", "_label"},
     {"_transform"},
-    {"_recipes"},
+    {"_recipes", "_probing", "_findings", "_screen"},
     {"__init__"},
-    {"launch", "checkpoint"},
+    {"launch", "checkpoint", "probe"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -55,7 +56,10 @@ TALKERS = {"_comm": None, "_step_checks": {"axis_size"}}  # None for all of it
 
 MAX_LINES = 300
 DEPENDENCIES = {"jax", "optax", "numpy", "gravac_jax"}
-EXTRA_OF = {"checkpoint": {"orbax"}}  # which the front door does not import
+EXTRA_OF = {
+    "checkpoint": {"orbax"},
+    "_screen": {"rich"},
+}  # which the front door does not import
 EXTRAS = ("flax", "grain", "orbax", "rich", "tyro", "matplotlib")
 
 SUPPRESSION = re.compile(r"#.*(noqa|type: ignore|pyright: ignore|pragma|fmt: off)")
