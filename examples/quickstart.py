@@ -10,6 +10,7 @@ chooses for one that `gravac.WireCost` models, and so are the times on it. Lines
     python -m gravac_jax.launch -n 2 examples/quickstart.py  # in two processes
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ import signal
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +30,11 @@ import optax
 import tyro
 from flax import nnx
 from rich.box import SIMPLE
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 
 import gravac_jax as gravac
+from gravac_jax import metrics
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -69,6 +69,8 @@ class Config:
     """Also run static factors 10 and 100."""
     out: Path = Path("runs/quickstart.png")
     """The picture."""
+    metrics: Path | None = None
+    """Folder for a JSON line of every step, in a file for each run."""
     batch: int = 8
     """Sequences per replica and step."""
     length: int = 64
@@ -145,30 +147,42 @@ def loss_of_model(graph: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 @dataclasses.dataclass
 class Run:
-    """What one run left behind; lists have one figure per step."""
+    """What one run left behind: a writer of metrics that keeps them."""
 
     name: str
+    config: Config
     parameters: int = 0
     held_out: float = float("nan")
     step_seconds: float = float("nan")
-    loss: list[float] = dataclasses.field(default_factory=list)
-    factor: list[float] = dataclasses.field(default_factory=list)
-    gain: list[float] = dataclasses.field(default_factory=list)
-    payload_bytes: list[float] = dataclasses.field(default_factory=list)
-    wire_bytes: list[float] = dataclasses.field(default_factory=list)
-    network_seconds: list[float] = dataclasses.field(default_factory=list)
-    dense_bytes: list[float] = dataclasses.field(default_factory=list)
-    dense_wire_bytes: list[float] = dataclasses.field(default_factory=list)
+    figures: dict[str, list[float]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add the figures of a step, and its seconds on the modeled network."""
+        del step
+        for name, x in scalars.items():
+            self.figures[name.removeprefix("gravac/")].append(x)
+        wire_bytes, factor = scalars["gravac/wire_bytes"], scalars["gravac/factor"]
+        messages = 5 * (self.config.replicas - 1)  # about: of three rings
+        parts = wire_of(self.config).parts(wire_bytes, messages, factor == 1)
+        self.figures["network_seconds"].append(sum(parts))
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     @property
-    def payload_factor(self) -> float:
-        """Dense payload bytes over payload bytes, over the whole run."""
-        return sum(self.dense_bytes) / max(sum(self.payload_bytes), 1)
+    def loss(self) -> list[float]:
+        """Of every step."""
+        return self.figures["loss"]
 
-    @property
-    def wire_factor(self) -> float:
-        """Dense wire bytes over wire bytes, over the whole run."""
-        return sum(self.dense_wire_bytes) / max(sum(self.wire_bytes), 1)
+    def smaller(self, what: str) -> float:
+        """Dense bytes over bytes of the whole run; `what` is "payload" or "wire"."""
+        dense = {"payload": "dense_bytes", "wire": "dense_wire_bytes"}[what]
+        return sum(self.figures[dense]) / max(sum(self.figures[f"{what}_bytes"]), 1)
 
 
 def train(name: str, controller: Any, config: Config, console: Console) -> Run:
@@ -189,29 +203,24 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
         loss, grads = gravac.value_and_grad(loss_of)(params, batch)  # gravac
         updates, opt_state = tx.update(grads, opt_state, params)
-        info = optax.tree.get(opt_state, "StepInfo")
-        return optax.apply_updates(params, updates), opt_state, loss, info
+        return optax.apply_updates(params, updates), opt_state, loss
 
-    run = Run(name, parameters=sum(x.size for x in jax.tree.leaves(params)))
+    run = Run(name, config, sum(x.size for x in jax.tree.leaves(params)))
     step, place = replicated(train_step, config.replicas)
     state = place((params, tx.init(params)))  # gravac
     rows = config.replicas * config.batch
     batches = draw(training_text, rows, config.length, config.seed + 1)
     # Every process draws the same batches and takes its own rows of them.
     own = np.split(np.arange(rows), jax.process_count())[jax.process_index()]
-    pending: list[Any] = []
     ends: list[float] = []
-    with ctrl_c() as stop, Live(console=console, transient=True) as live:
-        for _ in range(config.steps):
-            *state, loss, info = step(*state, next(batches)[own])
-            pending.append((loss, info))
-            ends.append(time.perf_counter())
-            if len(pending) == 10:
-                collect(run, pending, config)
-                live.update(display(run, config.steps))
-            if stop.is_set():
-                break
-        collect(run, pending, config)
+    with ctrl_c() as stop, writers(name, config, console) as shown:
+        with metrics.Recorder(run, shown) as recorder:
+            for i in range(config.steps):
+                *state, loss = step(*state, next(batches)[own])
+                recorder.record(i, state, loss=loss)
+                ends.append(time.perf_counter())
+                if stop.is_set():
+                    break
         # From the end of the first step on, which compiles.
         elapsed = float(np.ptp([*ends, time.perf_counter()]))
         run.step_seconds = elapsed / max(1, len(ends) - 1)
@@ -221,6 +230,15 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     alone = jax.device_get(state[0])
     run.held_out = float(jax.jit(loss_of)(alone, test))
     return run
+
+
+def writers(name: str, config: Config, console: Console) -> Any:
+    """Where the first process writes what it does: the terminal, and a file."""
+    live = functools.partial(metrics.LiveView, title=name, console=console)
+    opened = [lambda: live(config.steps, transient=True)]
+    if config.metrics is not None:
+        opened += [lambda: metrics.JsonlWriter(config.metrics / f"{name}.jsonl")]
+    return metrics.first_host(*opened)
 
 
 @contextlib.contextmanager
@@ -258,45 +276,6 @@ def wire_of(config: Config) -> gravac.WireCost:
     return gravac.WireCost(bytes_per_second=125e3 * config.bandwidth_mbit)
 
 
-def collect(run: Run, pending: list[Any], config: Config) -> None:
-    """Fetch the figures of the last steps, in one transfer."""
-    messages = 5 * (config.replicas - 1)  # about: of three collectives in rings
-    for loss, info in jax.device_get(pending):
-        run.loss.append(float(loss))
-        for name in ("factor", "gain", "payload_bytes", "wire_bytes"):
-            getattr(run, name).append(float(getattr(info, name)))
-        run.dense_bytes.append(float(info.dense_bytes))
-        run.dense_wire_bytes.append(float(info.dense_wire_bytes))
-        parts = wire_of(config).parts(run.wire_bytes[-1], messages, run.factor[-1] == 1)
-        run.network_seconds.append(sum(parts))
-    pending.clear()
-
-
-def display(run: Run, steps: int) -> Group:
-    """One frame of the live view."""
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    for title in (
-        "run",
-        "step",
-        "loss",
-        "factor",
-        "gain",
-        "MB on the wire",
-        "dense MB",
-    ):
-        table.add_column(title, justify="left" if title == "run" else "right")
-    table.add_row(
-        run.name,
-        f"{len(run.loss)} / {steps}",
-        f"{np.mean(run.loss[-20:]):.3f}",
-        f"{run.factor[-1]:.0f}",
-        f"{run.gain[-1]:.2f}",
-        f"{sum(run.wire_bytes) / 1e6:,.1f}",
-        f"{sum(run.dense_wire_bytes) / 1e6:,.1f}",
-    )
-    return Group(table, ProgressBar(total=steps, completed=len(run.loss), width=60))
-
-
 def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
     """The table at the end; gaps are against the dense run."""
     dense = next((run.held_out for run in runs if run.name == "dense"), float("nan"))
@@ -317,10 +296,10 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
             run.name,
             f"{run.held_out:.4f}",
             f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
-            f"{np.mean(run.payload_bytes) / 1e3:,.0f}",
-            f"{run.payload_factor:.1f}",
-            f"{run.wire_factor:.1f}",
-            f"{1e3 * np.mean(run.network_seconds):.0f}",
+            f"{np.mean(run.figures['payload_bytes']) / 1e3:,.0f}",
+            f"{run.smaller('payload'):.1f}",
+            f"{run.smaller('wire'):.1f}",
+            f"{1e3 * np.mean(run.figures['network_seconds']):.0f}",
             f"{len(run.loss)}",
             f"{1e3 * run.step_seconds:.0f}",
         )
@@ -335,10 +314,11 @@ def draw_picture(runs: list[Run], config: Config) -> None:
     for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
         window = min(20, len(run.loss))
         smooth = np.convolve(run.loss, np.ones(window) / window, "valid")
-        seconds = np.cumsum(run.network_seconds)[window - 1 :]
+        seconds = np.cumsum(run.figures["network_seconds"])[window - 1 :]
         axes[0].plot(seconds, smooth, line, label=run.name)
-        for axis, figures in zip(axes[1:], (run.factor, run.gain), strict=True):
-            axis.plot(np.arange(len(figures)) + 1, figures, line, linewidth=1)
+        for axis, name in zip(axes[1:], ("factor", "gain"), strict=True):
+            course = run.figures[name]
+            axis.plot(np.arange(len(course)) + 1, course, line, linewidth=1)
     axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")
     axes[0].set(
         xlabel=f"seconds on a network of {config.bandwidth_mbit:g} Mbit/s, modeled"

@@ -40,7 +40,10 @@ FLOORS = [
     {"_transform"},
     {"_recipes", "_probing", "_findings", "_screen"},
     {"__init__"},
-    {"launch", "checkpoint", "probe"},
+    {"launch", "checkpoint", "probe", "_scalars", "_jsonl", "_live_view"},
+    {"metrics", "_runs"},
+    {"plot"},
+    {"__main__"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -56,11 +59,14 @@ TALKERS = {"_comm": None, "_step_checks": {"axis_size"}}  # None for all of it
 
 MAX_LINES = 300
 DEPENDENCIES = {"jax", "optax", "numpy", "gravac_jax"}
-EXTRA_OF = {
+EXTRA_OF = {  # which the front door does not import
     "checkpoint": {"orbax"},
+    "metrics": {"tensorboardX"},
+    "_live_view": {"rich"},
     "_screen": {"rich"},
-}  # which the front door does not import
-EXTRAS = ("flax", "grain", "orbax", "rich", "tyro", "matplotlib")
+    "plot": {"matplotlib"},
+}
+EXTRAS = ("flax", "grain", "orbax", "rich", "tyro", "matplotlib", "tensorboardX")
 
 SUPPRESSION = re.compile(r"#.*(noqa|type: ignore|pyright: ignore|pragma|fmt: off)")
 MAX_SUPPRESSIONS = 1  # only ever goes down

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gravac_jax import metrics
+
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -57,7 +59,8 @@ def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
     options = (*TOY, "--data", text, "--ladder", "1", "10", "100")
     alone = run(*options, "--replicas", "2", "--out", "alone.png", cwd=tmp_path)
     launch = ("-m", "gravac_jax.launch", "-n", "2")
-    launched = run(*options, "--out", "launched.png", cwd=tmp_path, launch=launch)
+    written = ("--out", "launched.png", "--metrics", "lines")
+    launched = run(*options, *written, cwd=tmp_path, launch=launch)
     both = [
         # All but the last column, the time of a step.
         [line.split()[:-1] for line in output.splitlines() if line[:6] in ROWS]
@@ -66,6 +69,8 @@ def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
     assert [row[0] for row in both[0]] == ["807,040", "adaptive", "dense"]
     assert both[0] == both[1]
     assert (tmp_path / "launched.png").exists()
+    lines = {x.stem: metrics.read_jsonl(x) for x in (tmp_path / "lines").iterdir()}
+    assert {name: len(x) for name, x in lines.items()} == {"adaptive": 3, "dense": 3}
 
 
 @pytest.mark.slow

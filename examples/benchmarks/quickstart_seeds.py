@@ -91,17 +91,18 @@ def make_runs(args: Args, console: Console) -> list[dict[str, Any]]:
             run = quickstart.train(name, controller, config, console)
             if len(run.loss) < args.steps:
                 raise SystemExit(f"{name} was stopped; what is complete is kept")
+            factors, seconds = run.figures["factor"], run.figures["network_seconds"]
             record = {
                 "seed": seed,
                 "run": name,
                 "controller": repr(controller),
                 "steps": args.steps,
                 "held_out": round(run.held_out, 5),
-                "payload_factor": round(run.payload_factor, 3),
-                "wire_factor": round(run.wire_factor, 3),
-                "network_ms": round(1e3 * statistics.mean(run.network_seconds), 2),
+                "payload_factor": round(run.smaller("payload"), 3),
+                "wire_factor": round(run.smaller("wire"), 3),
+                "network_ms": round(1e3 * statistics.mean(seconds), 2),
                 "step_ms": round(1e3 * run.step_seconds, 1),
-                "factors": [round(x) for x in run.factor[:: max(1, args.steps // 24)]],
+                "factors": [round(x) for x in factors[:: max(1, args.steps // 24)]],
                 "gravac_jax": gravac.__version__,
                 **versions(),
             }
