@@ -32,10 +32,10 @@ import end_to_end_report as report
 import journal
 from closed_loop import AVERAGED, target_of
 from journal import Journal, Line
-from methods import arguments
-from quality_run import OPTIMIZERS, after
+from quality_run import OPTIMIZERS
 from step_seconds import Timed, ladder_of
 from tasks import load, pipeline
+from training.methods import after, arguments
 
 import gravac_jax as gravac
 

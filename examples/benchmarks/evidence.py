@@ -25,8 +25,8 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from journal import Journal, Line
-from methods import arguments
-from quality_run import OPTIMIZERS, Bench, Setting, Trial, after, learning_rate_at
+from quality_run import OPTIMIZERS, Bench, Setting, Trial, learning_rate_at
+from training.methods import after, arguments
 
 import gravac_jax as gravac
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ import numpy as np
 import optax
 import tyro
 from jax.experimental import topologies
-from methods import arguments
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from training.methods import arguments
 
 import gravac_jax as gravac
 

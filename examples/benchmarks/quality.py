@@ -23,9 +23,9 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import quality_report
 from journal import Journal, Line
-from methods import arguments
 from quality_results import tuned
 from quality_run import Bench, Setting, Trial, run
+from training.methods import arguments
 
 TUNING_SEED = 1_000_000  # far from the seeds that count: 0, 1, ...
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from journal import Journal, Line
-from methods import arguments, is_local
 from tasks import PRESETS, TASKS, Task, load, pipeline
+from training.methods import after, arguments, is_local
 
 import gravac_jax as gravac
 from gravac_jax import checkpoint
@@ -54,26 +54,6 @@ class Setting:
     """Evaluations in `steps` steps, evenly spaced."""
     evaluation_rows: int = 512
     """Held-out examples, the same ones each time; whole batches of 128."""
-
-
-def after(
-    chosen: dict[str, Any], optimizer: Any, clip: float
-) -> tuple[optax.GradientTransformation, ...]:
-    """What comes after the exchange, unless the memory has done it before.
-
-    Args:
-      chosen: the arguments of `gravac.transform`.
-      optimizer: the optimizer, but for its learning rate.
-      clip: the largest global norm of what is averaged.
-    """
-    memory = chosen.get("memory")
-    if memory == gravac.Adam(b1=0.0):  # the divisor before, the mean after
-        return (optax.ema(0.9),)
-    if isinstance(memory, (gravac.Momentum, gravac.Adam)):
-        return ()
-    if "clip" in chosen:
-        return (optimizer,)
-    return optax.clip_by_global_norm(clip), optimizer
 
 
 class Trial(NamedTuple):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dense import dense16, dense32, dense_half
-from methods import arguments
 from tasks import Task
+from training.methods import arguments
 
 import gravac_jax as gravac
 

@@ -6,23 +6,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+State = tuple[jax.Array, jax.Array]  # hidden and cell, `[batch, width]` each
 
-def _loop(inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
-    def step(state: tuple[jax.Array, jax.Array], projected: jax.Array) -> Any:
+
+def _loop(inputs: jax.Array, recurrent: jax.Array, state: State) -> Any:
+    def step(state: State, projected: jax.Array) -> tuple[State, jax.Array]:
         hidden, cell = state
         i, f, g, o = jnp.split(projected + hidden @ recurrent, 4, axis=-1)
         cell = nn.sigmoid(f) * cell + nn.sigmoid(i) * jnp.tanh(g)
         hidden = nn.sigmoid(o) * jnp.tanh(cell)
         return (hidden, cell), hidden
 
-    # Made from the inputs, so that it varies over the replicas where they do.
-    zeros = jnp.zeros_like(inputs[0, :, : len(recurrent)])
-    return jax.lax.scan(step, (zeros, zeros), inputs)[1]
+    state, hidden = jax.lax.scan(step, state, inputs)
+    return hidden, state
 
 
 @jax.custom_vjp
-def recur(inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
-    """The recurrence of one layer, from a zero state.
+def recur(
+    inputs: jax.Array, recurrent: jax.Array, state: State
+) -> tuple[jax.Array, State]:
+    """The recurrence of one layer.
 
     Its gradient is the usual one, but that of `recurrent` is one product after the
     loop, where JAX by itself would add to the whole matrix at every position: on a CPU
@@ -32,22 +35,24 @@ def recur(inputs: jax.Array, recurrent: jax.Array) -> jax.Array:
       inputs: `[length, batch, 4 * width]`, the projected inputs of the four gates
         (input, forget, cell, output).
       recurrent: `[width, 4 * width]`.
+      state: before the first position.
 
     Returns:
-      `[length, batch, width]`, the hidden states.
+      `[length, batch, width]`, the hidden states; and the state after the last one.
     """
-    return _loop(inputs, recurrent)
+    return _loop(inputs, recurrent, state)
 
 
-def _recur_forward(inputs: jax.Array, recurrent: jax.Array) -> Any:
-    hidden, pull = jax.vjp(lambda x: _loop(x, recurrent), inputs)
-    return hidden, (hidden, pull)
+def _recur_forward(inputs: jax.Array, recurrent: jax.Array, state: State) -> Any:
+    results, pull = jax.vjp(lambda x, s: _loop(x, recurrent, s), inputs, state)
+    return results, (results[0], state[0], pull)
 
 
-def _recur_backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    hidden, pull = saved
-    (inputs,) = pull(cotangent)
-    return inputs, jnp.einsum("tbi,tbo->io", hidden[:-1], inputs[1:])
+def _recur_backward(saved: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, State]:
+    hidden, first, pull = saved
+    inputs, state = pull(cotangents)
+    recurrent = jnp.einsum("tbi,tbo->io", hidden[:-1], inputs[1:])
+    return inputs, recurrent + first.T @ inputs[0], state
 
 
 recur.defvjp(_recur_forward, _recur_backward)
@@ -57,14 +62,30 @@ class LSTM(nn.Module):
     """One layer; its four gates share one matrix for inputs and one for the state."""
 
     width: int
+    dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, length, features]` to `[batch, length, width]`, float32."""
-        inputs = nn.Dense(4 * self.width, bias_init=_remember, name="input")(x)
+    def __call__(
+        self, x: jax.Array, state: State | None = None
+    ) -> tuple[jax.Array, State]:
+        """`[batch, length, features]` to `[batch, length, width]`, and its last state.
+
+        Args:
+          x: the inputs.
+          state: before the first of them; None for zeros.
+        """
+        dense = nn.Dense(
+            4 * self.width, bias_init=_remember, dtype=self.dtype, name="input"
+        )
+        inputs = dense(x).swapaxes(0, 1)
         shape = (self.width, 4 * self.width)
         recurrent = self.param("recurrent", nn.initializers.orthogonal(), shape)
-        return recur(inputs.swapaxes(0, 1), recurrent).swapaxes(0, 1)
+        if state is None:
+            # Made from the inputs, so that they vary over replicas where these do.
+            zeros = jnp.zeros_like(inputs[0, :, : self.width])
+            state = zeros, zeros
+        hidden, state = recur(inputs, recurrent.astype(self.dtype), state)
+        return hidden.swapaxes(0, 1), state
 
 
 def _remember(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -89,5 +110,5 @@ class LSTMLanguageModel(nn.Module):
         """`[batch, length]` int32 to logits `[batch, length, vocabulary]`, float32."""
         x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)
         for layer in range(self.layers):
-            x = LSTM(self.width, name=f"layer_{layer}")(x)
+            x, _ = LSTM(self.width, name=f"layer_{layer}")(x)
         return nn.Dense(self.vocabulary, name="head")(x)

@@ -1,4 +1,4 @@
-"""Batches: shuffled, sharded by replica and resumable for training; in order for tests.
+"""Batches: shuffled, or text in order; sharded by replica, resumable; and for tests.
 
 Built on grain; no worker processes, and no file is read here.
 """
@@ -47,15 +47,10 @@ def batches(
       >>> next(batches([10, 20, 30, 40], rows=1, replicas=4, seed=0)).shape
       (4,)
     """
-    local = range(replicas) if local is None else local
     _check(source, rows, replicas)
     if not 0 <= seed < 2**32:
         raise ValueError(f"`seed` must be from 0 to {2**32 - 1}, got {seed}.")
-    if not local or local.step != 1 or local.start < 0 or local.stop > replicas:
-        raise ValueError(
-            f"`local` must be a part of range({replicas}), the replicas; got {local}."
-        )
-    mine = slice(local.start * rows, local.stop * rows)
+    mine = _mine(rows, replicas, local)
     augment = getattr(source, "augment", None)
 
     def read(picks: np.ndarray) -> Batch:
@@ -72,28 +67,111 @@ def batches(
     return iter(picks.map(read).to_iter_dataset(READ))
 
 
-def evaluation(source: Source, rows: int) -> Iterator[Batch]:
+def tracks(
+    tokens: np.ndarray,
+    *,
+    rows: int,
+    replicas: int,
+    length: int,
+    epochs: int | None = None,
+    local: range | None = None,
+) -> grain.DatasetIterator:
+    """Batches of a text that go on where the one before ended, for truncated BPTT.
+
+    The text is cut into `rows * replicas` tracks, one after the other: each replica has
+    a contiguous part of it, and each row of its batches a contiguous part of that. The
+    last token of a window is the first of the next one, so that every token of a track
+    but the first is a target once; what does not fill a window is dropped.
+
+    Args:
+      tokens: `[tokens]` int32.
+      rows: tracks per replica.
+      replicas: N, of all processes.
+      length: predictions per window.
+      epochs: how many times the text is read; None for no end.
+      local: the replicas of this process. Default: all.
+
+    Returns:
+      An iterator, as that of `batches`, over `{"tokens": [len(local) * rows, length +
+      1] int32, "is_first": [len(local) * rows] bool}`; `is_first` where a track begins.
+
+    Raises:
+      ValueError: if `rows`, `replicas` or `length` is below 1, `local` is not a part of
+        `range(replicas)`, or a track is shorter than one window.
+
+    Example:
+      >>> import numpy as np
+      >>> from tasks.pipeline import tracks
+      >>> windows = tracks(np.arange(10), rows=1, replicas=2, length=2)
+      >>> next(windows)["tokens"].tolist(), next(windows)["tokens"].tolist()
+      ([[0, 1, 2], [5, 6, 7]], [[2, 3, 4], [7, 8, 9]])
+    """
+    _positive(rows=rows, replicas=replicas, length=length)
+    mine, track = _mine(rows, replicas, local), len(tokens) // (rows * replicas)
+    windows = (track - 1) // length
+    if windows < 1:
+        raise ValueError(
+            f"the text holds {len(tokens)} tokens; {rows} rows x {replicas} replicas "
+            f"need at least {rows * replicas * (length + 1)} for a window of "
+            f"{length + 1} each. Use fewer rows or replicas, or a smaller length."
+        )
+    own = tokens[: rows * replicas * track].reshape(-1, track)[mine]
+
+    def read(window: int) -> Batch:
+        at = window * length
+        is_first = np.full(len(own), window == 0)
+        return {"tokens": own[:, at : at + length + 1], "is_first": is_first}
+
+    picks = grain.MapDataset.range(windows).repeat(epochs)
+    return iter(picks.map(read).to_iter_dataset(READ))
+
+
+def evaluation(
+    source: Source, rows: int, *, replicas: int = 1, local: range | None = None
+) -> Iterator[Batch]:
     """The source once, in order, in batches of `rows`; what is left over is dropped.
 
     All batches are of one shape, so that nothing compiles twice.
 
+    Args:
+      source: examples.
+      rows: examples per replica and batch.
+      replicas: N, of all processes.
+      local: the replicas of this process. Default: all.
+
     Raises:
-      ValueError: if `rows` is below 1, or the source is smaller than one batch.
+      ValueError: if `rows` or `replicas` is below 1, `local` is not a part of
+        `range(replicas)`, or the source is smaller than one batch.
 
     Example:
       >>> from tasks.pipeline import evaluation
       >>> [batch.tolist() for batch in evaluation([1, 2, 3, 4, 5], rows=2)]
       [[1, 2], [3, 4]]
     """
-    _check(source, rows, 1)
-    starts = range(0, len(source) - rows + 1, rows)
-    return (_stack([source[i] for i in range(at, at + rows)]) for at in starts)
+    _check(source, rows, replicas)
+    mine, whole = _mine(rows, replicas, local), rows * replicas
+    starts = range(0, len(source) - whole + 1, whole)
+    return (_stack([source[i] for i in range(at, at + whole)[mine]]) for at in starts)
+
+
+def _mine(rows: int, replicas: int, local: range | None) -> slice:
+    """The rows of this process in a batch of all replicas."""
+    local = range(replicas) if local is None else local
+    if not local or local.step != 1 or local.start < 0 or local.stop > replicas:
+        raise ValueError(
+            f"`local` must be a part of range({replicas}), the replicas; got {local}."
+        )
+    return slice(local.start * rows, local.stop * rows)
+
+
+def _positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {count}.")
 
 
 def _check(source: Source, rows: int, replicas: int) -> None:
-    for name, count in {"rows": rows, "replicas": replicas}.items():
-        if count < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {count}.")
+    _positive(rows=rows, replicas=replicas)
     if len(source) < rows * replicas:
         raise ValueError(
             f"the source holds {len(source)} examples, fewer than one batch of "

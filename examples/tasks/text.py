@@ -69,6 +69,25 @@ def read_bytes(data_dir: Path, length: int) -> tuple[list[Windows], int]:
 def read_ptb(data_dir: Path, length: int) -> tuple[list[Windows], int]:
     """Windows of words of the Penn Treebank's language-modelling files.
 
+    Args:
+      data_dir: as for `ptb_tokens`.
+      length: predictions per window.
+
+    Returns:
+      Training, validation and test windows, and the vocabulary's size.
+
+    Raises:
+      DataError: as `ptb_tokens`, and if a file is too short.
+    """
+    parts, vocabulary = ptb_tokens(data_dir)
+    paths = find(data_dir, PTB_FILES, ["", "ptb"])
+    pairs = zip(parts, paths, strict=True)
+    return [Windows(tokens, length, path) for tokens, path in pairs], vocabulary
+
+
+def ptb_tokens(data_dir: Path) -> tuple[list[np.ndarray], int]:
+    """The words of the Penn Treebank's language-modelling files, numbered.
+
     Words are separated by whitespace and a line ends with the word `<eos>`. The
     vocabulary is that of the training file, most frequent first, ties by alphabet; of
     the original files it has 10,000 words.
@@ -76,25 +95,22 @@ def read_ptb(data_dir: Path, length: int) -> tuple[list[Windows], int]:
     Args:
       data_dir: the folder with `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt`, or
         one with a folder `ptb` that has them.
-      length: predictions per window.
 
     Returns:
-      Training, validation and test windows, and the vocabulary's size.
+      Training, validation and test words, `[words]` int32 each, and the vocabulary's
+      size.
 
     Raises:
-      DataError: if a file is missing, no text or too short, or holds an unknown word
-        where the training file has no `<unk>` to put in its place.
+      DataError: if a file is missing or no text, or holds an unknown word where the
+        training file has no `<unk>` to put in its place.
     """
     paths = find(data_dir, PTB_FILES, ["", "ptb"])
     texts = [_words(path) for path in paths]
     counts = collections.Counter(texts[0])
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     vocabulary = {word: i for i, word in enumerate(ranked)}
-    parts = [
-        Windows(_encode(words, vocabulary, path), length, path)
-        for words, path in zip(texts, paths, strict=True)
-    ]
-    return parts, len(vocabulary)
+    pairs = zip(texts, paths, strict=True)
+    return [_encode(words, vocabulary, path) for words, path in pairs], len(vocabulary)
 
 
 def _words(path: Path) -> list[str]:

@@ -1,12 +1,13 @@
-"""The methods that benchmarks compare, by name: what each hands to gravac.transform.
+"""The methods that programs compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
 with, `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
 controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
 the same on the default's ladder, whose other rungs it never takes. The other families
-differ from `fixed` in their exchange (`short10`, `leader10`, `random10`, `lowrank10`,
-`lowrankshort10`, `leaves10` with a bucket for each leaf, and `all10`, in which small
-matrices do not go dense), or in their memory:
+differ from `fixed` in their compressor (`topk10`, `sampled10`, which is that of Deep
+Gradient Compression, `redsync10`, `randomk10`), in their exchange (`short10`,
+`leader10`, `random10`, `lowrank10`, `lowrankshort10`, `leaves10` with a bucket for each
+leaf, and `all10`, in which small matrices do not go dense), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
 optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
 warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
@@ -18,6 +19,8 @@ the exchange.
 import re
 from collections.abc import Iterable
 from typing import Any
+
+import optax
 
 import gravac_jax as gravac
 
@@ -59,6 +62,10 @@ WARMED: dict[str, dict[str, Any]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "fixed": {},
     "ladder": {},
+    "topk": {"compressor": gravac.TopK()},
+    "sampled": {"compressor": gravac.SampledTopK()},
+    "redsync": {"compressor": gravac.RedSync()},
+    "randomk": {"compressor": gravac.RandomK()},
     "short": {
         "exchange": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
     },
@@ -121,3 +128,23 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
         return {"clip": CLIP, **chosen} if is_local(whole) else chosen
     known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])
     raise SystemExit(f"no method is called {whole!r}; there are: {', '.join(known)}")
+
+
+def after(
+    chosen: dict[str, Any], optimizer: Any, clip: float | None
+) -> tuple[optax.GradientTransformation, ...]:
+    """What comes after the exchange, unless the memory has done it before.
+
+    Args:
+      chosen: the arguments of `gravac.transform`.
+      optimizer: the optimizer, but for its learning rate.
+      clip: the largest global norm of what is averaged; None for none.
+    """
+    memory = chosen.get("memory")
+    if memory == gravac.Adam(b1=0.0):  # the divisor before, the mean after
+        return (optax.ema(0.9),)
+    if isinstance(memory, (gravac.Momentum, gravac.Adam)):
+        return ()
+    if clip is None or "clip" in chosen:
+        return (optimizer,)
+    return optax.clip_by_global_norm(clip), optimizer
