@@ -1,0 +1,141 @@
+"""The paper's workloads, method by method: quality, bytes, factors.
+
+Each run is one of a training program as it stands, from the same initial params and
+with the same batches. All of them are in one process, in a folder each: one that is cut
+off goes on from its last checkpoint, and is one line of the record when it is done.
+`results_report.py` makes the tables.
+
+    python examples/benchmarks/results.py --data-dir DIR --out FILE.jsonl
+"""
+
+import dataclasses
+import importlib
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import results_report
+import tyro
+from journal import Journal, Line
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from training import Options
+
+from gravac_jax import metrics
+
+WORKLOADS = ("lstm_ptb", "resnet_cifar", "vgg_cifar", "transformer_lm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to train, how often, how long."""
+
+    data_dir: Path
+    """Where the data set's files are."""
+    out: Path
+    """JSONL; runs that are in it are not made again."""
+    workload: Literal[*WORKLOADS] = "lstm_ptb"
+    """The training program."""
+    preset: Literal["paper", "small"] = "small"
+    """Its hyper-parameters."""
+    methods: tuple[str, ...] = (
+        "dense",
+        "fixed10",
+        "fixed100",
+        "fixed1000",
+        "topk10",
+        "topk1000",
+        "sampled10",
+        "sampled1000",
+        "redsync10",
+        "redsync1000",
+        "randomk10",
+        "randomk1000",
+        "gravac0.7",
+        "gravac0.9",
+        "accordion",
+        "default",
+    )
+    """Names as in training/methods.py."""
+    seeds: int = 1
+    """Seeds 0, 1, ... of params and batches."""
+    replicas: int = 4
+    """Simulated on one device, or one on each of so many."""
+    steps: int | None = None
+    """Other than the preset's."""
+    bandwidth_mbit: float = 1000
+    """Of the network that controllers choose for, where replicas are simulated."""
+    bfloat16: bool = False
+    """Compute in bfloat16."""
+
+
+def add_up(lines: list[dict[str, float]]) -> Line:
+    """What the steps of a run sent, and what its evaluations found."""
+    total = lambda name: round(sum(x[f"gravac/{name}"] for x in lines))
+    factors = [x["gravac/factor"] for x in lines]
+    evaluations = [
+        {"step": int(x["step"]) + 1} | {k: round(x[k], 6) for k in x if "held_out" in k}
+        for x in lines
+        if any("held_out" in name for name in x)
+    ]
+    # A step that was skipped has no factor: it is counted as one that sent nothing.
+    inverse = sum(1 / x for x in factors) / len(factors)
+    return {
+        "steps": len(lines),
+        "wire_bytes": total("wire_bytes"),
+        "dense_wire_bytes": total("dense_wire_bytes"),
+        "dense_steps": int(lines[-1]["gravac/dense_steps"]),
+        "skipped_steps": int(lines[-1]["gravac/skipped_steps"]),
+        "mean_factor": round(1 / inverse, 3) if inverse else None,
+        "evaluations": evaluations,
+    }
+
+
+def run(program: Any, method: str, seed: int, args: Args, folder: Path) -> Line:
+    """Train once, or go on with it."""
+    config = program.PRESETS[args.preset]
+    steps = config.steps if args.steps is None else args.steps
+    config = dataclasses.replace(config, steps=steps)
+    options = Options(
+        args.data_dir,
+        preset=args.preset,
+        method=method,
+        replicas=args.replicas,
+        seed=seed,
+        bfloat16=args.bfloat16,
+        out=folder,
+        save_every=config.evaluate_every,
+        bandwidth_mbit=args.bandwidth_mbit,
+    )
+    tested = program.train(config, options)
+    lines = metrics.read_jsonl(folder / "metrics.jsonl")
+    if len(lines) < steps:
+        raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
+    return {"test": {k: round(x, 6) for k, x in tested.items()}, **add_up(lines)}
+
+
+def main(args: Args) -> None:
+    """Make the runs that are missing, and print the table."""
+    program = importlib.import_module(f"{args.workload}.train")
+    own = dataclasses.asdict(args)
+    for name in ("data_dir", "out", "methods", "seeds"):
+        del own[name]
+    own["config"] = dataclasses.asdict(program.PRESETS[args.preset])
+    journal = Journal(args.out, own)
+    runs = args.out.with_suffix(".runs")
+    for seed in range(args.seeds):
+        for method in args.methods:
+            key = {"method": method, "seed": seed}
+            if any(key.items() <= line.items() for line in journal.lines):
+                continue
+            folder = runs / f"{method}-{seed}"
+            journal.append({**key, **run(program, method, seed, args, folder)})
+            shutil.rmtree(folder)
+            jax.clear_caches()
+    print(results_report.text(args.out))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

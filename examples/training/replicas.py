@@ -1,0 +1,136 @@
+"""Replicas: one on each device, of all processes, or all of them simulated on one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gravac_jax as gravac
+
+AXIS = "data"
+SIMULATED = 4  # replicas, where there is one device and nobody says how many
+
+
+class Replicas:
+    """N replicas.
+
+    Args:
+      asked: how many. Default: one on every device, or four on a single one.
+
+    Raises:
+      SystemExit: if `asked` is below 1, or is not what a job of several processes has.
+
+    Attributes:
+      count: N.
+      local: those of this process, which brings their rows of a batch.
+      where: the mesh; or N, if all of them are on one device.
+    """
+
+    def __init__(self, asked: int | None = None):
+        devices = sorted(jax.devices(), key=lambda x: (x.process_index, x.id))
+        default = len(devices) if len(devices) > 1 else SIMULATED
+        self.count = default if asked is None else asked
+        if self.count < 1:
+            raise SystemExit(f"--replicas must be at least 1, got {asked}")
+        if jax.process_count() > 1 and self.count != len(devices):
+            raise SystemExit(
+                f"--replicas {asked} in a job of {len(devices)} devices, which has one "
+                "replica on each; leave --replicas out"
+            )
+        self.where: jax.sharding.Mesh | int = self.count
+        self.local = range(self.count)
+        if self.count <= len(devices):
+            used = devices[: self.count]
+            self.where = jax.sharding.Mesh(np.asarray(used), (AXIS,))
+            processes = [x.process_index for x in used]
+            first = processes.index(jax.process_index())
+            self.local = range(first, first + processes.count(jax.process_index()))
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether all replicas share one device, so that nothing is sent."""
+        return isinstance(self.where, int)
+
+    def parallel(self, train_step: Any) -> Any:
+        """The step on all replicas; `train_step(*state, batch)` is written for one."""
+        if isinstance(self.where, int):
+            return gravac.simulate(train_step, self.where)
+        return gravac.data_parallel(train_step, self.where)
+
+    def shard(self, batch: Any) -> Any:
+        """The rows of this process on its devices, as a part of everybody's batch."""
+        if isinstance(self.where, int):
+            return jax.tree.map(jnp.asarray, batch)
+        sharding = jax.NamedSharding(self.where, jax.P(AXIS))
+        put = functools.partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(put, batch)
+
+    def carrying(self, train_step: Any) -> Any:
+        """`parallel` for a step that carries something of each replica's own.
+
+        `train_step(params, opt_state, carry, batch)` returns all but the batch, and
+        figures, which are averaged. The carry is split over replicas as the batch is;
+        `shard` places the first one.
+        """
+
+        def body(state: Any, carry: Any, batch: Any, times: Any) -> Any:
+            *state, carry, figures = train_step(*state, carry, batch, **times)
+            return tuple(state), carry, jax.lax.pmean(figures, AXIS)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def run(state: Any, carry: Any, batch: Any, times: Any) -> Any:
+            specs = gravac.state_specs(state)
+            if isinstance(self.where, int):
+                return _simulated(body, specs, self.where)(state, carry, batch, times)
+            own, same = jax.P(AXIS), jax.P()
+            return jax.shard_map(
+                body,
+                mesh=self.where,
+                in_specs=(specs, own, own, same),
+                out_specs=(specs, own, same),
+            )(state, carry, batch, times)
+
+        def step(*args: Any, **times: Any) -> Any:
+            *state, carry, batch = args
+            times = {name: self._same(x) for name, x in times.items()}
+            results = run(tuple(state), carry, self.shard(batch), times)
+            return (*results[0], *results[1:])
+
+        return step
+
+    def _same(self, x: Any) -> jax.Array:
+        # Of several processes each brings its own, such as the times of its steps.
+        if isinstance(self.where, int):
+            return jnp.asarray(x)
+        sharding = jax.NamedSharding(self.where, jax.P())
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+
+def _simulated(body: Any, specs: Any, replicas: int) -> Any:
+    """`body` for the rows of all replicas, one beside the other."""
+    axes = jax.tree.map(lambda spec: 0 if spec == jax.P(AXIS) else None, specs)
+    mapped = jax.vmap(
+        body, in_axes=(axes, 0, 0, None), out_axes=(axes, 0, None), axis_name=AXIS
+    )
+    split = lambda x: x.reshape(replicas, -1, *x.shape[1:])
+    join = lambda x: x.reshape(-1, *x.shape[2:])
+
+    def run(state: Any, carry: Any, batch: Any, times: Any) -> Any:
+        carry, batch = jax.tree.map(split, (carry, batch))
+        state, carry, figures = mapped(state, carry, batch, times)
+        return state, jax.tree.map(join, carry), figures
+
+    return run
+
+
+def replica_key(seed: int, opt_state: Any) -> jax.Array:
+    """A random key of this replica and step: call it in the train step.
+
+    It follows from the number of the step, so that a run that goes on draws the same.
+    """
+    steps = optax.tree.get(opt_state, "steps")  # those that gravac.transform counts
+    key = jax.random.fold_in(jax.random.key(seed), steps)
+    return jax.random.fold_in(key, jax.lax.axis_index(AXIS))

@@ -1,0 +1,199 @@
+"""A run: what it was asked for, where it goes on, and what it leaves behind."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+import tyro
+from tasks import DataError
+
+import gravac_jax as gravac
+from gravac_jax import checkpoint, metrics
+from training import methods
+from training.replicas import Replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to train."""
+
+    data_dir: Path
+    """Where the data set's files are."""
+    preset: Literal["paper", "small"] = "small"
+    """Hyper-parameters, of config.py; two CPU cores are enough for "small"."""
+    method: str = "default"
+    """What is exchanged; names as in examples/training/methods.py."""
+    replicas: int | None = None
+    """Default: one on every device, or four that are simulated on a single one."""
+    steps: int | None = None
+    """Other than the preset's."""
+    seed: int = 0
+    """Of initial params, batches and dropout."""
+    bfloat16: bool = False
+    """Compute in bfloat16; params and gradients stay float32."""
+    out: Path | None = None
+    """Folder of checkpoints and figures; a run that is there goes on. Default: one in
+    runs/ that is named after the run."""
+    save_every: int = 500
+    """Steps from one checkpoint to the next."""
+    bandwidth_mbit: float = 1000
+    """Of the network that simulated replicas are said to have; others are timed."""
+    tensorboard: bool = False
+    """Also write what TensorBoard shows."""
+
+    @property
+    def exchange(self) -> dict[str, Any]:
+        """What `gravac.transform` is given.
+
+        Raises:
+          SystemExit: if there is no such method.
+        """
+        bytes_per_second = 125e3 * self.bandwidth_mbit
+        wire = gravac.WireCost(bytes_per_second=bytes_per_second)
+        return {"wire": wire, **methods.arguments(self.method)}
+
+
+class Run:
+    """One run, in a folder of its own.
+
+    Args:
+      name: of the program.
+      config: its hyper-parameters, among them `steps` and `evaluate_every`.
+      options: what it was asked for.
+      replicas: where it runs.
+      batches: of training, with `get_state` and `set_state`.
+
+    Raises:
+      SystemExit: when entered, if the folder is of another run.
+
+    Attributes:
+      start: the step that it goes on from, after `restore`.
+    """
+
+    def __init__(
+        self, name: str, config: Any, options: Options, replicas: Replicas, batches: Any
+    ):
+        label = f"{name}-{options.preset}-{options.method}-{options.seed}"
+        self.folder = options.out or Path("runs") / label
+        self.start = 0
+        self._config, self._options, self._batches = config, options, batches
+        self._replicas, self._label = replicas, label
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as opened:
+            if jax.process_index() == 0:
+                self._claim()
+            self._checkpoints = opened.enter_context(
+                checkpoint.Checkpointer(
+                    self.folder / "checkpoints", save_every=self._options.save_every
+                )
+            )
+            writer = opened.enter_context(metrics.first_host(*self._writers()))
+            self._recorder = opened.enter_context(metrics.Recorder(writer))
+            self._closing = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._closing.__exit__(*error)
+
+    def restore(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The state of the last checkpoint, or this one if there is none.
+
+        Args:
+          state: what training begins with, placed; the params first.
+        """
+        if saved := self._checkpoints.restore(state, state[0]):
+            state, self.start = saved.tree, saved.step
+            self._batches.set_state(saved.data)
+        self._clock = gravac.StepClock(self.start)
+        return state
+
+    @property
+    def steps(self) -> range:
+        """Those that are left."""
+        return range(self.start, self._config.steps)
+
+    def times(self) -> Mapping[str, Any]:
+        """What the step is told of those before; nothing where nothing is sent."""
+        return {} if self._replicas.is_simulated else self._clock.times()
+
+    def is_evaluation(self, step: int) -> bool:
+        """Whether it is time to evaluate, after this step."""
+        every = self._config.evaluate_every
+        return (step + 1) % every == 0 or step + 1 == self._config.steps
+
+    def end_step(
+        self, step: int, state: tuple[Any, ...], loss: Any, held_out: Mapping[str, Any]
+    ) -> bool:
+        """Write a step's figures, and a checkpoint if it is time to.
+
+        Args:
+          step: its number, from 0.
+          state: after it.
+          loss: of its batch.
+          held_out: the figures of an evaluation, by name, or none.
+
+        Returns:
+          Whether the run is to end here, because SIGTERM has come.
+        """
+        if not self._replicas.is_simulated:
+            self._clock.record(loss)
+        figures = {f"held_out/{name}": x for name, x in held_out.items()}
+        self._recorder.record(step, state, loss=loss, **figures)
+        self._checkpoints.save(
+            step + 1, tuple(state), state[0], self._batches.get_state()
+        )
+        return self._checkpoints.is_preempted
+
+    def _writers(self) -> list[Callable[[], metrics.Writer]]:
+        folder, steps = self.folder, self._config.steps
+        writers: list[Callable[[], metrics.Writer]] = [
+            lambda: metrics.JsonlWriter(folder / "metrics.jsonl"),
+            lambda: metrics.LiveView(steps, title=self._label),
+        ]
+        if self._options.tensorboard:
+            writers.append(lambda: metrics.TensorBoardWriter(folder / "tensorboard"))
+        return writers
+
+    def _claim(self) -> None:
+        """Write down what this is a run of, or refuse to go on with another one."""
+        path = self.folder / "config.json"
+        own = {name: getattr(self._options, name) for name in ("method", "seed")}
+        own |= {"bfloat16": self._options.bfloat16, **dataclasses.asdict(self._config)}
+        own = json.loads(json.dumps(own))  # tuples become lists
+        if path.exists():
+            found = json.loads(path.read_text())
+            for name in own.keys() | found.keys():
+                if found.get(name) != own.get(name):
+                    raise SystemExit(
+                        f"{self.folder} holds a run with {name} {found.get(name)!r}, "
+                        f"and this would be {own.get(name)!r}: give another --out"
+                    )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(own, indent=2) + "\n")
+
+
+def mean(figures: list[dict[str, Any]]) -> dict[str, float]:
+    """The means of some figures, fetched from the devices."""
+    fetched = jax.device_get(figures)
+    return {name: float(np.mean([x[name] for x in fetched])) for name in fetched[0]}
+
+
+def main(train: Callable[[Any, Options], dict[str, float]], presets: Any) -> None:
+    """Train as the command line says, and print what the test data say of it."""
+    options = tyro.cli(Options)
+    config = presets[options.preset]
+    if options.steps is not None:
+        config = dataclasses.replace(config, steps=options.steps)
+    try:
+        tested = train(config, options)
+    except (DataError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    if jax.process_index() == 0:
+        print(", ".join(f"test {name} {x:.4f}" for name, x in tested.items()))
