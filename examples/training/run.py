@@ -51,8 +51,13 @@ class Options:
         """What `gravac.transform` is given.
 
         Raises:
-          SystemExit: if there is no such method.
+          SystemExit: if there is no such method, or it needs another train step.
         """
+        if methods.is_local(self.method):
+            raise SystemExit(
+                f"--method {self.method} takes gradients at each replica's own params, "
+                "which these programs do not; see gravac.local_params"
+            )
         bytes_per_second = 125e3 * self.bandwidth_mbit
         wire = gravac.WireCost(bytes_per_second=bytes_per_second)
         return {"wire": wire, **methods.arguments(self.method)}
