@@ -1,0 +1,59 @@
+"""What the VGG is trained with."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """GraVAC's second workload (Tyagi and Swany, 2023, Table 1).
+
+    The paper states model, batch, momentum, decay and learning rate. Its size, 528 MB,
+    is that of torchvision's `vgg16()` or, as in the authors' code, `vgg16_bn()` as they
+    come, with a head of 1,000 classes; CIFAR-100 uses a hundred of them.
+    """
+
+    data: Literal["cifar10", "cifar100"] = "cifar100"
+    stages: tuple[tuple[int, ...], ...] = (
+        (64, 64),
+        (128, 128),
+        (256, 256, 256),
+        (512, 512, 512),
+        (512, 512, 512),
+    )
+    """Channels of each convolution; a pooling ends a stage."""
+    hidden: int = 4096
+    """Units of each of the two layers before the head."""
+    head: int = 1000
+    """Outputs, at least as many as classes."""
+    pooled: int = 7
+    """Side of what these layers get; that of ImageNet."""
+    dropout: float = 0.5
+    """After each of them, torchvision's."""
+    rows: int = 32
+    """Images per replica."""
+    learning_rate: float = 0.1
+    """Fixed."""
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    steps: int = 10_000
+    """As far as the paper's curves go."""
+    evaluate_every: int = 500
+    evaluation_rows: int = 25
+    """Images per replica; the 10,000 of the test divide by 4, 16 and 100 of them."""
+
+
+PRESETS = {
+    "paper": Config(),
+    # 1.0 million params. Nothing has been tuned.
+    "small": Config(
+        stages=((16,), (32,), (64, 64), (128, 128), (128, 128)),
+        hidden=256,
+        head=100,
+        pooled=1,
+        rows=16,
+        learning_rate=0.05,
+        steps=600,
+        evaluate_every=100,
+    ),
+}
