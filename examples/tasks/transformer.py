@@ -1,5 +1,8 @@
 """A causal transformer language model with norms before each part."""
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,18 +12,22 @@ class Block(nn.Module):
     """Causal self-attention, then a perceptron at each position."""
 
     heads: int
+    dtype: Any = jnp.float32
+    """Of all computation; params are float32."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, length, width]` to the same, float32."""
+        """`[batch, length, width]` to the same."""
         width = x.shape[-1]
-        qkv = nn.Dense(3 * width, name="qkv")(nn.LayerNorm()(x))
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        qkv = dense(3 * width, name="qkv")(norm()(x))
         per_head = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
         q, k, v = map(per_head, jnp.split(qkv, 3, axis=-1))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + nn.Dense(width, name="mix")(mixed.reshape(x.shape))
-        inner = nn.gelu(nn.Dense(4 * width, name="inner")(nn.LayerNorm()(x)))
-        return x + nn.Dense(width, name="outer")(inner)
+        x = x + dense(width, name="mix")(mixed.reshape(x.shape))
+        inner = nn.gelu(dense(4 * width, name="inner")(norm()(x)))
+        return x + dense(width, name="outer")(inner)
 
 
 class TransformerLanguageModel(nn.Module):
