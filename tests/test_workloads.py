@@ -1,0 +1,244 @@
+"""The paper's workloads train, stop and go on, and are of the paper's sizes."""
+
+import dataclasses
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import resnet_cifar.config
+import resnet_cifar.model
+import transformer_lm.model
+import vgg_cifar.config
+import vgg_cifar.model
+from _task_files import write_cifar10, write_cifar100, write_ptb
+from lstm_ptb.model import LanguageModel
+from training import Options, Replicas, Run, methods
+
+from gravac_jax import metrics
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+KEY = jax.random.key(0, impl="unsafe_rbg")
+STEPS, SAVED, CUT = 4, 2, 3
+SHORT = {"steps": STEPS, "evaluate_every": 3, "rows": 2, "evaluation_rows": 2}
+# What compression begins at: each has a matrix of 16,384 entries.
+SIZES = {
+    "lstm_ptb": {"width": 64, "length": 5, "dropout": 0.1},
+    "resnet_cifar": {"blocks": (1, 1), "width": 32, "drops": (2,)},
+    "vgg_cifar": {"stages": ((4,),) * 5, "hidden": 128},
+    "transformer_lm": {"layers": 1, "width": 64, "heads": 2, "length": 8},
+}
+HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
+
+in_every_program = pytest.mark.parametrize("name", SIZES)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_ptb(folder / "ptb")
+    write_cifar10(folder / "cifar-10-batches-bin")
+    write_cifar100(folder / "cifar-100-binary", 80)
+    (folder / "input.txt").write_bytes(b"the quick brown fox jumps over. " * 100)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # schedules of Optax need it
+        yield
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a run left behind."""
+
+    tested: dict
+    state: tuple
+    lines: list
+
+
+def train(name, data_dir, out, monkeypatch, cut=None, **asked):
+    """A tiny run; one that is cut ends after so many steps as if it were killed."""
+    program = importlib.import_module(f"{name}.train")
+    config = dataclasses.replace(program.PRESETS["small"], **SHORT | SIZES[name])
+    asked = {"method": "fixed10", "replicas": 2, "save_every": SAVED} | asked
+    states, end_step = [], Run.end_step
+
+    def watched(run, step, state, *others):
+        states.append(tuple(state))
+        if step + 1 == cut:
+            raise KeyboardInterrupt
+        return end_step(run, step, state, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "end_step", watched)
+        tested = program.train(config, Options(data_dir, out=out, **asked))
+    return Trained(tested, states[-1], metrics.read_jsonl(out / "metrics.jsonl"))
+
+
+@pytest.fixture
+def on_one_device(monkeypatch):
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+
+
+def count(shapes):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+
+def test_the_lstm_has_the_paper_s_size():
+    model = LanguageModel(10_000, 1500, 2, 0.0)
+    tokens, states = jnp.zeros((1, 35), jnp.int32), model.silent(1)
+    init = lambda: model.init(KEY, tokens, states, is_training=False)
+    # 66.034 million in PyTorch, which gives every gate two biases.
+    assert count(jax.eval_shape(init)) == 66_034_000 - 2 * 4 * 1500
+
+
+def test_the_networks_for_images_have_the_paper_s_sizes():
+    image = jnp.zeros((1, 32, 32, 3), jnp.uint8)
+    config = resnet_cifar.config.PRESETS["paper"]
+    fields = ("blocks", "width", "has_imagenet_stem", "head")
+    resnet = resnet_cifar.model.ResNet(**{x: getattr(config, x) for x in fields})
+    config = vgg_cifar.config.PRESETS["paper"]
+    fields = ("stages", "hidden", "head", "pooled", "dropout")
+    vgg = vgg_cifar.model.VGG(**{x: getattr(config, x) for x in fields})
+    # torchvision's resnet101() and vgg16_bn().
+    for model, size in [(resnet, 44_549_160), (vgg, 138_365_992)]:
+        init = lambda model=model: model.init(KEY, image, is_training=False)["params"]
+        assert count(jax.eval_shape(init)) == size
+
+
+def test_the_transformer_has_the_size_of_gpt_2():
+    model = transformer_lm.model.LanguageModel(50_257, 1024, 12, 768, 12)
+    init = lambda: model.init(KEY, jnp.zeros((1, 1024), jnp.int32))
+    assert count(jax.eval_shape(init)) == 124_439_808
+
+
+@in_every_program
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(
+    name, data_dir, tmp_path, monkeypatch
+):
+    whole = train(name, data_dir, tmp_path / "whole", monkeypatch)
+    assert [line["step"] for line in whole.lines] == list(range(STEPS))
+    assert all(math.isfinite(line["loss"]) for line in whole.lines)
+    evaluated = [line["step"] for line in whole.lines if "held_out/loss" in line]
+    assert evaluated == [2, 3]
+    assert whole.lines[-1]["gravac/factor"] == pytest.approx(10, rel=0.01)
+    with pytest.raises(KeyboardInterrupt):
+        train(name, data_dir, tmp_path / "cut", monkeypatch, cut=CUT)
+    resumed = train(name, data_dir, tmp_path / "cut", monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, whole.state, resumed.state)
+    assert resumed.tested == whole.tested
+    losses = [[line["loss"] for line in x.lines] for x in (whole, resumed)]
+    assert losses[0] == losses[1]
+    if name in HAS_STATISTICS:
+        check_statistics(whole.state[1])
+
+
+def check_statistics(statistics):
+    """Those of the norms: the same on all replicas, and not as they began."""
+    for leaf in jax.tree.leaves(statistics):
+        one, other = (np.asarray(x.data) for x in leaf.addressable_shards)
+        np.testing.assert_array_equal(one, other)
+        assert not np.all(np.isin(one, (0.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x == "lstm_ptb" else pytest.param(x, marks=pytest.mark.slow) for x in SIZES],
+)
+def test_simulated_replicas_find_what_devices_find(
+    name, data_dir, tmp_path, monkeypatch, request
+):
+    on_mesh = train(name, data_dir, tmp_path / "mesh", monkeypatch)
+    request.getfixturevalue("on_one_device")
+    simulated = train(name, data_dir, tmp_path / "simulated", monkeypatch)
+    for one, other in zip(on_mesh.lines, simulated.lines, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    assert simulated.tested == pytest.approx(on_mesh.tested, rel=1e-2)
+
+
+@pytest.mark.slow
+@in_every_program
+def test_every_program_computes_in_bfloat16(name, data_dir, tmp_path, monkeypatch):
+    run = train(name, data_dir, tmp_path, monkeypatch, bfloat16=True, method="default")
+    kinds = {x.dtype for x in jax.tree.leaves(run.state[0])}
+    assert kinds == {jnp.dtype("float32")}
+    assert all(math.isfinite(line["loss"]) for line in run.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("name", ["lstm_ptb", "resnet_cifar"])
+def test_two_processes_find_what_one_finds(name, data_dir, tmp_path):
+    launch = ("-m", "gravac_jax.launch", "-n", "2")
+    found = []
+    for kind, arguments in {"one": (), "two": launch}.items():
+        options = ["--data-dir", data_dir, "--out", tmp_path / kind, "--steps", "3"]
+        command = [sys.executable, *arguments, EXAMPLES / name / "train.py", *options]
+        done = subprocess.run(
+            [*map(str, command), "--method", "fixed10"],
+            env=os.environ | {"JAX_NUM_CPU_DEVICES": "2" if kind == "one" else "1"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = metrics.read_jsonl(tmp_path / kind / "metrics.jsonl")
+        tested = re.findall(r"test .*", done.stdout)
+        found.append(([line["loss"] for line in lines], tested))
+    assert len(found[0][0]) == 3
+    assert len(found[0][1]) == 1
+    assert found[0] == found[1]
+
+
+def test_the_state_of_the_lstm_goes_on_from_window_to_window():
+    model = LanguageModel(11, 8, 2, 0.0)
+    tokens = jax.random.randint(KEY, (3, 12), 0, 11)
+    params = model.init(KEY, tokens, model.silent(3), is_training=False)
+    apply = lambda x, states: model.apply(params, x, states, is_training=False)
+    whole, end = apply(tokens, model.silent(3))
+    first, states = apply(tokens[:, :5], model.silent(3))
+    second, states = apply(tokens[:, 5:], states)
+    parts = jnp.concatenate([first, second], axis=1)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-6), states, end)
+
+
+def test_a_folder_of_another_run_is_refused(data_dir, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"method": "dense", "seed": 0}')
+    with pytest.raises(SystemExit, match=r"with .*: give another --out"):
+        train("transformer_lm", data_dir, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"method": "topk"}, "no method is called 'topk'; there are: dense, "),
+        ({"method": "localfixed10"}, "at each replica's own params"),
+    ],
+)
+def test_a_method_that_cannot_be_is_refused(asked, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        _ = Options(tmp_path, **asked).exchange
+
+
+def test_there_is_at_least_one_replica():
+    with pytest.raises(SystemExit, match="--replicas must be at least 1, got 0"):
+        Replicas(0)
+
+
+@pytest.mark.parametrize("name", ["topk10", "sampled10", "redsync10", "randomk10"])
+def test_a_compressor_has_a_name(name):
+    chosen = methods.arguments(name)
+    assert type(chosen["compressor"]).__name__.lower().startswith(name[:4])
+    assert chosen["controller"].factor == 10
