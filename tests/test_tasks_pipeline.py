@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from tasks import pipeline
-from tasks.pipeline import batches, evaluation
+from tasks.pipeline import batches, evaluation, tracks
 
 SIZE, ROWS, REPLICAS = 45, 2, 4  # five batches an epoch, and five examples over
 PER_EPOCH = SIZE // (ROWS * REPLICAS)
@@ -145,6 +145,72 @@ def test_evaluation_goes_once_through_the_source_in_order_and_drops_the_rest():
     assert len(list(evaluation(Squares(), rows=SIZE))) == 1
 
 
+def test_processes_together_evaluate_what_one_process_does():
+    whole = evaluation(Squares(), 2, replicas=4)
+    shares = [
+        evaluation(Squares(), 2, replicas=4, local=range(*ends))
+        for ends in ((0, 1), (1, 4))
+    ]
+    for batch, *parts in zip(whole, *shares, strict=True):
+        together = np.concatenate([part["x"] for part in parts])
+        assert together.tolist() == batch["x"].tolist()
+
+
+WORDS = np.arange(100, dtype=np.int32)
+
+
+def read(local=None, epochs=None, **changed):
+    arguments = {"rows": 2, "replicas": 3, "length": 4} | changed
+    return tracks(WORDS, local=local, epochs=epochs, **arguments)
+
+
+def test_every_row_goes_on_where_it_ended():
+    windows = take(read(), 7)
+    firsts = [window["tokens"] for window in windows[:3]]
+    # Six tracks of 16 words: three windows of four predictions each.
+    np.testing.assert_array_equal(firsts[0][:, 0], WORDS[:96:16])
+    for row in np.concatenate([x[:, :-1] for x in firsts], axis=1):
+        np.testing.assert_array_equal(row, np.arange(row[0], row[0] + 12))
+    for one, other in itertools.pairwise(firsts):
+        np.testing.assert_array_equal(one[:, -1], other[:, 0])
+    begins = [window["is_first"].all() for window in windows]
+    assert begins == [window["is_first"].any() for window in windows]
+    assert begins == [True, False, False, True, False, False, True]
+    assert_same(windows[:3], windows[3:6])
+    assert_same(windows[:3], list(read(epochs=1)))
+
+
+def test_each_process_reads_the_tracks_of_its_replicas():
+    shares = [take(read(range(a, b)), 4) for a, b in ((0, 1), (1, 3))]
+    together = [
+        {name: np.concatenate([x[name] for x in same]) for name in same[0]}
+        for same in zip(*shares, strict=True)
+    ]
+    assert_same(together, take(read(), 4))
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_text_goes_on_from_where_it_was_cut(cut):
+    whole, first, resumed = take(read(), 8), read(), read()
+    take(first, cut)
+    resumed.set_state(first.get_state())
+    assert_same(take(resumed, 8 - cut), whole[cut:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": 0}, "`rows` must be at least 1, got 0"),
+        ({"length": 0}, "`length` must be at least 1, got 0"),
+        ({"local": range(2, 4)}, r"`local` must be a part of range\(3\)"),
+        ({"length": 16}, r"100 tokens; 2 rows x 3 replicas need at least 102 for a"),
+    ],
+)
+def test_tracks_that_cannot_be_made_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        read(**changed)
+
+
 def test_an_evaluation_that_cannot_be_made_is_refused_at_once():
     with pytest.raises(ValueError, match="`rows` must be at least 1"):
         evaluation(Squares(), rows=0)
@@ -154,4 +220,4 @@ def test_an_evaluation_that_cannot_be_made_is_refused_at_once():
 
 def test_its_documentation_says_what_happens():
     result = doctest.testmod(pipeline)
-    assert (result.attempted, result.failed) == (4, 0)
+    assert (result.attempted, result.failed) == (8, 0)

@@ -43,6 +43,7 @@ PRESETS = {
         has_imagenet_stem=False,
         head=10,
         rows=16,
+        learning_rate=0.05,
         drops=(400, 500),
         steps=600,
         evaluate_every=100,
