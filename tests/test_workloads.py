@@ -178,11 +178,13 @@ def test_every_program_computes_in_bfloat16(name, data_dir, tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("name", ["lstm_ptb", "resnet_cifar"])
-def test_two_processes_find_what_one_finds(name, data_dir, tmp_path):
+def test_two_processes_find_what_one_finds(name, tmp_path):
+    write_ptb(tmp_path)
+    write_cifar10(tmp_path, 100)
     launch = ("-m", "gravac_jax.launch", "-n", "2")
     found = []
     for kind, arguments in {"one": (), "two": launch}.items():
-        options = ["--data-dir", data_dir, "--out", tmp_path / kind, "--steps", "3"]
+        options = ["--data-dir", tmp_path, "--out", tmp_path / kind, "--steps", "3"]
         command = [sys.executable, *arguments, EXAMPLES / name / "train.py", *options]
         done = subprocess.run(
             [*map(str, command), "--method", "fixed10"],
