@@ -123,15 +123,23 @@ def test_the_transformer_has_the_size_of_gpt_2():
 
 
 @in_every_program
+def test_every_program_trains(name, data_dir, tmp_path, monkeypatch):
+    run = train(name, data_dir, tmp_path, monkeypatch)
+    assert [line["step"] for line in run.lines] == list(range(STEPS))
+    assert all(math.isfinite(line["loss"]) for line in run.lines)
+    evaluated = [line["step"] for line in run.lines if "held_out/loss" in line]
+    assert evaluated == [2, 3]
+    assert run.lines[-1]["gravac/factor"] == pytest.approx(10, rel=0.01)
+    if name in HAS_STATISTICS:
+        check_statistics(run.state[1])
+
+
+@pytest.mark.slow
+@in_every_program
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     name, data_dir, tmp_path, monkeypatch
 ):
     whole = train(name, data_dir, tmp_path / "whole", monkeypatch)
-    assert [line["step"] for line in whole.lines] == list(range(STEPS))
-    assert all(math.isfinite(line["loss"]) for line in whole.lines)
-    evaluated = [line["step"] for line in whole.lines if "held_out/loss" in line]
-    assert evaluated == [2, 3]
-    assert whole.lines[-1]["gravac/factor"] == pytest.approx(10, rel=0.01)
     with pytest.raises(KeyboardInterrupt):
         train(name, data_dir, tmp_path / "cut", monkeypatch, cut=CUT)
     resumed = train(name, data_dir, tmp_path / "cut", monkeypatch)
@@ -139,8 +147,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     assert resumed.tested == whole.tested
     losses = [[line["loss"] for line in x.lines] for x in (whole, resumed)]
     assert losses[0] == losses[1]
-    if name in HAS_STATISTICS:
-        check_statistics(whole.state[1])
 
 
 def check_statistics(statistics):
@@ -151,10 +157,8 @@ def check_statistics(statistics):
         assert not np.all(np.isin(one, (0.0, 1.0)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [x if x == "lstm_ptb" else pytest.param(x, marks=pytest.mark.slow) for x in SIZES],
-)
+@pytest.mark.slow
+@in_every_program
 def test_simulated_replicas_find_what_devices_find(
     name, data_dir, tmp_path, monkeypatch, request
 ):
