@@ -9,11 +9,12 @@ import results_report
 RECORDS = Path(end_to_end_report.__file__).parent / "records"
 END_TO_END = RECORDS / "2026-11-22_end_to_end"
 RESULTS = RECORDS / "2026-11-22_results"
-HOSTS_OF_RUNS = {"ptb": 2, "cnn": 4}
+HOSTS_OF_RUNS = {"ptb": 2, "cnn": 4, "cnn_after": 4}
 
 
 @pytest.mark.parametrize(
-    ("name", "hosts"), [("ptb", 2), ("ptb", 4), ("cnn", 4), ("ptb_after", 2)]
+    ("name", "hosts"),
+    [("ptb", 2), ("ptb", 4), ("cnn", 4), ("ptb_after", 2), ("cnn_after", 4)],
 )
 def test_the_tables_of_the_end_to_end_record_are_made_of_its_lines(name, hosts):
     path = lambda kind: END_TO_END / f"{name}_{kind}.jsonl"
