@@ -32,4 +32,4 @@ def test_the_tables_of_the_end_to_end_record_are_made_of_its_lines(name, hosts):
 @pytest.mark.parametrize("workload", ["lstm_ptb", "resnet_cifar"])
 def test_the_tables_of_the_results_are_made_of_their_lines(workload):
     text = (RESULTS / f"{workload}.md").read_text()
-    assert results_report.text(RESULTS / f"{workload}.jsonl") == text
+    assert results_report.text(RESULTS / f"{workload}.jsonl") + "\n" == text

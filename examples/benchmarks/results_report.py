@@ -96,7 +96,7 @@ def text(path: Path) -> str:
                 cells.append(f"{1e3 * np.mean(seconds):.0f}")
         rows.append([method, *cells, PAPER[workload].get(method, "")])
     rows.insert(1, ["---", *["--:"] * (len(rows[0]) - 1)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
