@@ -137,7 +137,7 @@ class LiveView:
         given = lambda name: self._scalars.get(f"gravac/{name}", math.nan)
         cells = {
             "step": f"{self._steps} / {self.total_steps}",
-            "loss": _text(_mean(self._losses), ".4f"),
+            "loss": self._loss(),
             "factor": _text(given("factor"), ".0f"),
             "gain": _text(given("gain"), ".2f"),
         }
@@ -147,9 +147,15 @@ class LiveView:
         cells["ms/step"] = _text(1e3 * _mean(self._seconds), ".0f")
         return {name: x for name, x in cells.items() if x}
 
+    def _loss(self) -> str:
+        newest = self._scalars.get("loss")
+        if newest is not None and not math.isfinite(newest):
+            return str(newest)  # the mean of those before would hide it
+        return _text(_mean(self._losses), ".4f")
+
     def _left(self) -> str:
         """How long it will take yet."""
-        seconds = _mean(self._seconds) * (self.total_steps - self._steps)
+        seconds = _mean(self._seconds) * max(0, self.total_steps - self._steps)
         if math.isnan(seconds):
             return ""
         return f"{datetime.timedelta(seconds=round(seconds))} left"

@@ -13,10 +13,14 @@ except ImportError as error:
 
 from gravac_jax._verdict import Range
 
+_WIDTH = 100  # columns, where no terminal has its own
+
 
 def show(report: dict[str, Any]) -> None:
     """Print what `_findings.report` has."""
     console = Console(highlight=False)
+    if not console.is_terminal:  # nothing needs to be cut
+        console = Console(highlight=False, width=_WIDTH)
     processes = report["processes"]
     where = "1 process" if processes == 1 else f"{processes} processes"
     console.print(

@@ -78,7 +78,7 @@ class Measured(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A figure, and what it is between with a probability of 90%."""
+    """A figure, and what it is between in 90% of bootstrap draws."""
 
     low: float
     middle: float

@@ -137,7 +137,7 @@ def _gains(axis: Axes, run: Run) -> None:
         axis.step(steps[::every], used, color=color, linewidth=width, where="mid")
     labels = [f"{x:.3g}" if np.isfinite(x) else "" for x in run.rung_factors]
     axis.set_yticks(np.arange(len(gains)), labels)
-    axis.set_title(run.name, loc="left", size=8)
+    axis.set_title(run.name, loc="left", size=8, parse_math=False)
     axis.set_ylabel("factor\nof a rung")
     place = axis.inset_axes((1.02, 0, 0.02, 1))
     axis.figure.colorbar(
@@ -149,7 +149,7 @@ def _bytes(axis: Axes, runs: Sequence[Run]) -> None:
     total = lambda run, what: _sent(run, what)[-1]
     known = {i: x for i, x in enumerate(runs) if total(x, "wire")}
     times = {i: total(x, "dense_wire") / total(x, "wire") for i, x in known.items()}
-    if all(x > 1.01 for x in times.values()):  # no run is dense
+    if times and all(x > 1.01 for x in times.values()):  # no run is dense
         longest = max(known.values(), key=lambda run: run.lines[-1]["step"])
         dense = _sent(longest, "dense_wire")
         axis.plot(
@@ -224,7 +224,8 @@ def _name_ends(axis: Axes, gap: float) -> None:
         sample.update_from(line)
         sample.set(transform=axis.transAxes, clip_on=False, markevery=[1])
         name = str(line.get_label())
-        axis.text(1.055, height, name, va="center", size=8, transform=axis.transAxes)
+        place = {"va": "center", "transform": axis.transAxes}
+        axis.text(1.055, height, name, size=8, parse_math=False, **place)
 
 
 def _apart(heights: np.ndarray, gap: float) -> np.ndarray:
@@ -257,7 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Draw what runs wrote with gravac_jax.metrics.JsonlWriter.",
+        description="Draw what runs wrote with gravac_jax.metrics.JsonlWriter. Of one"
+        " run, other figures whose names end in _seconds are drawn as parts of a step.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -13,13 +13,15 @@ launcher, as a training script does:
 
 With `--json FILE` all of it is written down, and a controller can start from there:
 
-    gravac.transform(wire=gravac_jax.probe.read(FILE))
+    from gravac_jax import probe
+    gravac.transform(wire=probe.read(FILE))
 
 The table needs rich, which is an extra: `pip install gravac_jax[tools]`.
 """
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import os
@@ -40,6 +42,10 @@ __all__ = ["main", "read"]
 
 _LEAST_PARAMS = 16_384  # arbitrary: what is smaller waits for latency alone
 _SIDE = 1024  # of the matrices that stand for a model of which only the size is known
+
+
+class _UsageError(ValueError):
+    """Something that was asked for cannot be."""
 
 
 def read(path: str | os.PathLike[str]) -> WireCost:
@@ -88,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         if options.headroom and not options.loss:
-            raise ValueError(
+            raise _UsageError(
                 "--headroom times a step with and without its exchange, and there is"
                 " none: give --loss package.module:function"
             )
@@ -98,6 +104,9 @@ def main(argv: list[str] | None = None) -> None:
         params = _matrices(options.params) if loss is None else loss.params
         rungs = tuple(sorted(set(options.rungs)))
         plan = Plan(mesh, params, rungs, tuple(dict.fromkeys(options.exchanges)))
+    except _UsageError as error:
+        parser.error(str(error))
+    try:
         _checks.compresses_something(sum(plan.buckets.sizes))
     except ValueError as error:
         parser.error(str(error))
@@ -182,7 +191,7 @@ def _check_writable(path: Path | None) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(
+        raise _UsageError(
             f"--json {path} cannot be written ({error}): give a file in a directory"
             " that is there"
         ) from None
@@ -193,12 +202,12 @@ def _mesh(axes: dict[str, int] | None) -> jax.sharding.Mesh:
     axes = axes or {"data": devices}
     if math.prod(axes.values()) != devices:
         product = " x ".join(map(str, axes.values()))
-        raise ValueError(
+        raise _UsageError(
             f"--mesh must have all {devices} devices, got {product}: give sizes whose"
             f" product is {devices}"
         )
     if next(iter(axes.values())) < 2:
-        raise ValueError(
+        raise _UsageError(
             f"there is one replica, and nothing to exchange ({devices} devices, mesh"
             f" {axes}): run it where you train, in several processes with python -m"
             " gravac_jax.launch -m gravac_jax probe, or rehearse on virtual devices"
@@ -211,29 +220,46 @@ def _load(name: str) -> Loss:
     """The loss that a function of the user's returns."""
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"--loss must be package.module:function, got {name}")
+        raise _UsageError(f"--loss must be package.module:function, got {name}")
     # As `python -m` has it; a launcher does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        returned = getattr(importlib.import_module(module), function)()
+        make = getattr(importlib.import_module(module), function)
+        inspect.signature(make).bind()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(
+        raise _UsageError(
             f"--loss {name} cannot be called ({error}): give an importable module and a"
             " function in it that takes no arguments"
         ) from error
+    # What goes wrong inside of it is shown as it is.
+    returned = make()
     if not (isinstance(returned, tuple) and len(returned) == 3):
-        raise ValueError(
+        raise _UsageError(
             f"--loss {name} must return (loss_fn, params, batch), got {returned!r:.80}"
         )
     loss = Loss(*returned)
+    _check_arrays(name, loss)
     value = jax.eval_shape(loss.function, loss.params, loss.batch)
     if getattr(value, "shape", None) != ():
-        raise ValueError(
+        raise _UsageError(
             f"the loss of --loss {name} must be one number, got {value}: let"
             " loss_fn(params, batch) return a mean"
         )
     return loss
+
+
+def _check_arrays(name: str, loss: Loss) -> None:
+    for leaf in jax.tree.leaves(loss.params):
+        if not jnp.issubdtype(getattr(leaf, "dtype", int), jnp.inexact):
+            raise _UsageError(
+                f"params of --loss {name} must be arrays of floats, got {leaf!r:.80}"
+            )
+    for leaf in jax.tree.leaves(loss.batch):
+        if not jnp.ndim(leaf):
+            raise _UsageError(
+                f"a batch of --loss {name} must be arrays of rows, got {leaf!r:.80}"
+            )
 
 
 def _matrices(params: int) -> Any:

@@ -339,6 +339,16 @@ def test_the_view_tells_where_the_run_is_in_80_columns():
     assert "loss 1.5000, factor 40, gain 0.26, sent 3.0 MB, dense 12.0 MB" in paper[-1]
 
 
+def test_the_view_does_not_hide_that_a_loss_is_not_finite(capsys):
+    view = metrics.LiveView(2, every_seconds=0)
+    for i, loss in enumerate([1.0, math.nan, math.inf]):  # more than was said
+        view.write(i, {"loss": loss})
+    view.close()
+    said = [line.split(", ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["loss 1.0000", "loss nan", "loss inf"]
+    assert "-" not in view._left()
+
+
 def test_the_view_leaves_out_what_it_has_not_been_given(capsys):
     view = metrics.LiveView(2)
     for i in range(2):

@@ -112,6 +112,11 @@ def unseen(figure):
                 yield from (tick.label1, tick.label2)
 
 
+def test_a_run_that_sends_nothing_has_no_bytes_to_draw():
+    silent = {"gravac/wire_bytes": 0.0, "gravac/dense_wire_bytes": 0.0}
+    assert plot.draw([run(name=r"_lr$\foo$", **silent)]).axes
+
+
 def test_no_two_texts_overlap_and_none_is_cut_off():
     runs = [run(f"a run with a long name, {i}") for i in range(7)]
     figure = plot.draw(runs)

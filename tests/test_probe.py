@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import _findings, _verdict, probe
+from gravac_jax import _findings, _screen, _verdict, probe
 from gravac_jax._verdict import DENSE, GATHER, REDUCE, Call, Measured, Way
 from gravac_jax._ways import Plan
 
@@ -33,6 +33,18 @@ def small():
 
 def vector():
     return (lambda params, x: x), jnp.ones(3), jnp.ones(3)
+
+def integers():
+    return (lambda params, x: 1.0), 3, jnp.ones(3)
+
+def rowless():
+    return (lambda params, x: 1.0), jnp.ones(3), 1.0
+
+def asking(more):
+    return more
+
+def broken():
+    raise ValueError("no data here")
 
 number = 3
 """
@@ -232,10 +244,13 @@ def model(tmp_path, monkeypatch):
         (["--loss", "nothing"], "must be package.module:function, got nothing"),
         (["--loss", "no_module:loss"], "--loss no_module:loss cannot be called"),
         (["--loss", "{}:other"], "no attribute 'other'"),
-        (["--loss", "{}:number"], "cannot be called .*not callable"),
+        (["--loss", "{}:number"], "cannot be called .*is not a callable"),
         (["--loss", "{}:two"], r"must return \(loss_fn, params, batch\), got \(1, 2\)"),
         (["--loss", "{}:small"], "none of `params` is compressed"),
         (["--loss", "{}:vector"], "must be one number, got"),
+        (["--loss", "{}:integers"], "must be arrays of floats, got 3"),
+        (["--loss", "{}:rowless"], "must be arrays of rows, got 1.0"),
+        (["--loss", "{}:asking"], "cannot be called .*missing a required argument"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_timed(model, capsys, argv, said):
@@ -244,6 +259,43 @@ def test_what_cannot_be_is_refused_before_anything_is_timed(model, capsys, argv,
     assert refused.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(said, error), error
+
+
+def test_what_goes_wrong_in_the_user_s_function_is_shown_as_it_is(model):
+    with pytest.raises(ValueError, match="no data here"):
+        probe.main(["--loss", f"{model}:broken"])
+
+
+def test_nothing_of_the_table_is_cut_where_there_is_no_terminal(capsys):
+    row = lambda exchange, factor: {
+        "exchange": exchange,
+        "factor": factor,
+        "wire_bytes": 1.234e9,
+        "selection_seconds": 1.234,
+        "exchange_seconds": 12.34,
+        "step_seconds": [12.3, 12.34, 12.4],
+        "speed_up": [10.12, 11.12, 12.12],
+        "pays": "too close",
+    }
+    _screen.show(
+        {
+            "params": 10**9,
+            "devices": "64 gpu",
+            "processes": 8,
+            "rounds": 9,
+            "axes": {},
+            "ceiling": None,
+            "compute_seconds": 1.0,
+            "dense": row("dense", 1),
+            "rows": [row("all-gather-4", 1000)],
+            "break_even": {"all-gather-4": 10.0},
+            "verdict": "compression pays here",
+            "notes": [],
+        }
+    )
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "11.12 (10.12-12.12)  too close" in said
 
 
 def test_without_rich_the_extra_is_named(monkeypatch):
