@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import math
 import os
 import re
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import resnet_cifar.config
 import resnet_cifar.model
+import results
+import results_report
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
@@ -205,6 +208,28 @@ def test_two_processes_find_what_one_finds(name, tmp_path):
     assert len(found[0][0]) == 3
     assert len(found[0][1]) == 1
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_the_results_of_methods_are_recorded_once(data_dir, tmp_path, capsys):
+    ask = lambda *methods: results.Args(
+        data_dir, tmp_path / "out.jsonl", methods=methods, replicas=2, steps=2
+    )
+    results.main(ask("dense"))
+    first = (tmp_path / "out.jsonl").read_text()
+    results.main(ask("dense", "topk10"))
+    text = (tmp_path / "out.jsonl").read_text()
+    assert text.startswith(first)
+    dense, topk = [json.loads(line) for line in text.splitlines()[1:]]
+    assert (dense["steps"], dense["dense_steps"], dense["mean_factor"]) == (2, 2, 1)
+    assert topk["mean_factor"] == pytest.approx(10, rel=0.01)
+    assert topk["wire_bytes"] < dense["wire_bytes"]
+    assert topk["dense_wire_bytes"] == dense["dense_wire_bytes"]
+    assert [x["step"] for x in topk["evaluations"]] == [2]
+    table = results_report.text(tmp_path / "out.jsonl")
+    assert "| topk10 | " in table
+    assert "| 22.0, 1x |" in table
+    assert capsys.readouterr().out.endswith(f"{table}\n")
 
 
 def test_the_state_of_the_lstm_goes_on_from_window_to_window():
