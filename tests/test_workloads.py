@@ -43,6 +43,13 @@ HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
 in_every_program = pytest.mark.parametrize("name", SIZES)
 
 
+def slowly(*names):
+    """For those programs in the slow run, for the others in the exhaustive one."""
+    kind = lambda x: pytest.mark.slow if x in names else pytest.mark.exhaustive
+    every = [pytest.param(x, marks=kind(x)) for x in SIZES]
+    return pytest.mark.parametrize("name", every)
+
+
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
@@ -137,8 +144,7 @@ def test_every_program_trains(name, data_dir, tmp_path, monkeypatch):
         check_statistics(run.state[1])
 
 
-@pytest.mark.slow
-@in_every_program
+@slowly("lstm_ptb", "resnet_cifar")
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     name, data_dir, tmp_path, monkeypatch
 ):
@@ -160,8 +166,7 @@ def check_statistics(statistics):
         assert not np.all(np.isin(one, (0.0, 1.0)))
 
 
-@pytest.mark.slow
-@in_every_program
+@slowly("lstm_ptb", "vgg_cifar")
 def test_simulated_replicas_find_what_devices_find(
     name, data_dir, tmp_path, monkeypatch, request
 ):
@@ -173,8 +178,7 @@ def test_simulated_replicas_find_what_devices_find(
     assert simulated.tested == pytest.approx(on_mesh.tested, rel=1e-2)
 
 
-@pytest.mark.slow
-@in_every_program
+@slowly("resnet_cifar", "transformer_lm")
 def test_every_program_computes_in_bfloat16(name, data_dir, tmp_path, monkeypatch):
     run = train(name, data_dir, tmp_path, monkeypatch, bfloat16=True, method="default")
     kinds = {x.dtype for x in jax.tree.leaves(run.state[0])}
