@@ -59,7 +59,18 @@ def test_no_more_lines_change_than_it_took(name):
     assert len(program) <= CHANGED[name]
 
 
-@pytest.mark.parametrize("name", CHANGED)
+# Of FSDP's many collectives those of eight devices on two cores may wait for each other
+# until XLA's CPU backend ends the process.
+trained = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.exhaustive if x == "fsdp" else ())
+        for x in CHANGED
+    ],
+)
+
+
+@trained
 def test_dense_steps_of_both_give_the_same_losses(name, controlled):
     controlled(gravac.Fixed(1))
     # Each replica's own gradient is clipped now, in place of their mean: see below.
@@ -73,7 +84,7 @@ def test_dense_steps_of_both_give_the_same_losses(name, controlled):
     assert len(set(before)) == STEPS
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@trained
 def test_compressed_steps_train(name, controlled):
     controlled(gravac.Fixed(10))
     losses = load(source(f"{name}_after")).main(25)
