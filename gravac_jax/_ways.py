@@ -46,7 +46,7 @@ class Plan:
     @functools.cached_property
     def buckets(self) -> _buckets.Buckets:
         """What is compressed, and what goes dense."""
-        return _buckets.plan(self.params, _buckets.matrices())
+        return _buckets.plan(self.params, None)
 
     @property
     def entries(self) -> int:
