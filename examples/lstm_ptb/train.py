@@ -19,7 +19,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lstm_ptb.config import PRESETS, Config
 from lstm_ptb.model import LanguageModel
-from tasks import pipeline, text
+from tasks import cross_entropy, pipeline, text
 from training import Options, Replicas, Run, main, methods, replica_key
 
 import gravac_jax as gravac
@@ -52,8 +52,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
             is_training=key is not None,
             rngs={} if key is None else {"dropout": key},
         )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses.mean(), states
+        return cross_entropy(logits, targets), states
 
     exchange = options.exchange
     tx = optax.chain(

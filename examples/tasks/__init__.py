@@ -2,6 +2,7 @@
 
 from tasks.registry import PRESETS as PRESETS
 from tasks.registry import TASKS as TASKS
+from tasks.registry import cross_entropy as cross_entropy
 from tasks.registry import load as load
 from tasks.task import DataError as DataError
 from tasks.task import Source as Source

@@ -98,7 +98,7 @@ def _language(
         def metrics(params: Params, batch: Batch) -> dict[str, jax.Array]:
             inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
             logits = module.apply({"params": params}, inputs)
-            return {"loss": _cross_entropy(logits, targets)}
+            return {"loss": cross_entropy(logits, targets)}
 
         return _task(name, parts, init, metrics, presets[preset], unit)
 
@@ -121,7 +121,7 @@ def _images(
             logits = module.apply({"params": params}, batch["image"])
             hits = logits.argmax(-1) == batch["label"]
             return {
-                "loss": _cross_entropy(logits, batch["label"]),
+                "loss": cross_entropy(logits, batch["label"]),
                 "accuracy": hits.astype(jnp.float32).mean(),
             }
 
@@ -130,7 +130,8 @@ def _images(
     return build
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over all predictions."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tasks import pipeline, text
+from tasks import cross_entropy, pipeline, text
 from training import Options, Replicas, Run, main, mean, methods
 from transformer_lm.config import PRESETS, Config
 from transformer_lm.model import LanguageModel
@@ -69,8 +69,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         logits = model.apply({"params": params}, inputs)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses.mean()
+        return cross_entropy(logits, targets)
 
     def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         own = params

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tasks import cifar, pipeline
+from tasks import cifar, cross_entropy, pipeline
 from training import Options, Replicas, Run, main, mean, methods, replica_key
 from vgg_cifar.config import PRESETS, Config
 from vgg_cifar.model import VGG
@@ -98,11 +98,6 @@ def train(config: Config, options: Options) -> dict[str, float]:
             if run.end_step(i, state, loss, figures):
                 break
     return evaluate(state, held_out[1])
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over the batch."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 if __name__ == "__main__":
