@@ -1,35 +1,40 @@
-"""Tables in records are what their programs make of the lines."""
+"""Tables and figures in records are what their programs make of the lines."""
 
-from pathlib import Path
+import re
 
-import end_to_end_report
 import pytest
-import results_report
+import remake
+from matplotlib.testing.compare import compare_images
 
-RECORDS = Path(end_to_end_report.__file__).parent / "records"
-END_TO_END = RECORDS / "2026-11-22_end_to_end"
-RESULTS = RECORDS / "2026-11-22_results"
-HOSTS_OF_RUNS = {"ptb": 2, "cnn": 4, "cnn_after": 4}
+TOLERANCE = 1.0  # of 255, root mean square: another matplotlib may round a pixel
+IMAGE = re.compile(r"\]\(([^)]+\.png)\)")
 
-
-@pytest.mark.parametrize(
-    ("name", "hosts"),
-    [("ptb", 2), ("ptb", 4), ("cnn", 4), ("ptb_after", 2), ("cnn_after", 4)],
-)
-def test_the_tables_of_the_end_to_end_record_are_made_of_its_lines(name, hosts):
-    path = lambda kind: END_TO_END / f"{name}_{kind}.jsonl"
-    args = end_to_end_report.Args(
-        path("steps"),
-        path("runs") if HOSTS_OF_RUNS.get(name) == hosts else None,
-        hosts,
-        torch=path("torch") if path("torch").exists() else None,
-        live=tuple(END_TO_END.glob(f"{name}_{hosts}_live.jsonl")),
-    )
-    text = (END_TO_END / f"{name}_{hosts}.md").read_text()
-    assert end_to_end_report.text(args) + "\n" == text
+# Of runs that left no lines in the record.
+DRAWN_ELSEWHERE = {"2026-11-22_metrics/runs.png"}
 
 
-@pytest.mark.parametrize("workload", ["lstm_ptb", "resnet_cifar"])
-def test_the_tables_of_the_results_are_made_of_their_lines(workload):
-    text = (RESULTS / f"{workload}.md").read_text()
-    assert results_report.text(RESULTS / f"{workload}.jsonl") + "\n" == text
+@pytest.mark.parametrize("name", remake.MADE)
+def test_what_is_made_of_lines_is_what_they_say(name, tmp_path):
+    made, kept = tmp_path / "made", remake.RECORDS / name
+    made = made.with_suffix(kept.suffix)
+    remake.MADE[name](made)
+    if kept.suffix == ".md":
+        assert made.read_text() == kept.read_text()
+    else:
+        assert compare_images(str(kept), str(made), TOLERANCE) is None
+
+
+def test_every_table_and_figure_is_made_of_lines():
+    found = {
+        str(path.relative_to(remake.RECORDS))
+        for kind in ("*/*.png", "*/*.md")
+        for path in remake.RECORDS.glob(kind)
+        if path.name != "README.md"
+    }
+    assert found == remake.MADE.keys() | DRAWN_ELSEWHERE
+
+
+def test_every_figure_is_shown():
+    for folder in remake.RECORDS.iterdir():
+        shown = set(IMAGE.findall((folder / "README.md").read_text()))
+        assert {path.name for path in folder.glob("*.png")} <= shown

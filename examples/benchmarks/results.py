@@ -3,7 +3,9 @@
 Each run is one of a training program as it stands, from the same initial params and
 with the same batches. All of them are in one process, in a folder each: one that is cut
 off goes on from its last checkpoint, and is one line of the record when it is done.
-`results_report.py` makes the tables.
+First of all one replica is timed alone, dense and compressed: where replicas are
+simulated, that is what controllers are told of seconds that are not the network's, and
+nothing else should run meanwhile. `results_report.py` makes tables and figures.
 
     python examples/benchmarks/results.py --data-dir DIR --out FILE.jsonl
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import results_report
 import tyro
 from journal import Journal, Line
@@ -71,6 +74,16 @@ class Args:
     """Compute in bfloat16."""
 
 
+TIMED = ("dense", "fixed100")
+TIMED_STEPS, FIRST_TIMED = 50, 10
+
+
+def course(factors: list[float]) -> list[list[float]]:
+    """Each change of the factor: the step from which on it is another, and it."""
+    starts = [i for i, x in enumerate(factors) if i == 0 or x != factors[i - 1]]
+    return [[i, round(factors[i], 3)] for i in starts]
+
+
 def add_up(lines: list[dict[str, float]]) -> Line:
     """What the steps of a run sent, and what its evaluations found."""
     total = lambda name: round(sum(x[f"gravac/{name}"] for x in lines))
@@ -89,15 +102,44 @@ def add_up(lines: list[dict[str, float]]) -> Line:
         "dense_steps": int(lines[-1]["gravac/dense_steps"]),
         "skipped_steps": int(lines[-1]["gravac/skipped_steps"]),
         "mean_factor": round(1 / inverse, 3) if inverse else None,
+        "course": course(factors),
         "evaluations": evaluations,
     }
 
 
-def run(program: Any, method: str, seed: int, args: Args, folder: Path) -> Line:
+def timed(program: Any, args: Args, folder: Path) -> Line:
+    """Milliseconds of a step of one replica alone, dense and compressed."""
+    config = program.PRESETS[args.preset]
+    config = dataclasses.replace(config, steps=TIMED_STEPS, evaluate_every=TIMED_STEPS)
+    line: Line = {"phase": "time"}
+    for method in TIMED:
+        options = Options(
+            args.data_dir,
+            preset=args.preset,
+            method=method,
+            replicas=1,
+            bfloat16=args.bfloat16,
+            out=folder / method,
+        )
+        program.train(config, options)
+        lines = metrics.read_jsonl(folder / method / "metrics.jsonl")
+        # The last one waits for the evaluation.
+        ends = [x["seconds"] for x in lines[FIRST_TIMED:-1]]
+        quartiles = np.quantile(1e3 * np.diff(ends), [0.25, 0.5, 0.75])
+        line[f"{method}_ms"] = [round(x, 2) for x in quartiles.tolist()]
+        jax.clear_caches()
+    shutil.rmtree(folder)
+    return line
+
+
+def run(
+    program: Any, method: str, seed: int, args: Args, folder: Path, times: Line
+) -> Line:
     """Train once, or go on with it."""
     config = program.PRESETS[args.preset]
     steps = config.steps if args.steps is None else args.steps
     config = dataclasses.replace(config, steps=steps)
+    compute_ms, selection_ms = results_report.own_ms(times)
     options = Options(
         args.data_dir,
         preset=args.preset,
@@ -108,12 +150,15 @@ def run(program: Any, method: str, seed: int, args: Args, folder: Path) -> Line:
         out=folder,
         save_every=config.evaluate_every,
         bandwidth_mbit=args.bandwidth_mbit,
+        compute_ms=compute_ms,
+        selection_ms=selection_ms,
     )
     tested = program.train(config, options)
     lines = metrics.read_jsonl(folder / "metrics.jsonl")
     if len(lines) < steps:
         raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
-    return {"test": {k: round(x, 6) for k, x in tested.items()}, **add_up(lines)}
+    tested = {k: round(x, 6) for k, x in tested.items()}
+    return {"phase": "train", "test": tested, **add_up(lines)}
 
 
 def main(args: Args) -> None:
@@ -125,13 +170,16 @@ def main(args: Args) -> None:
     own["config"] = dataclasses.asdict(program.PRESETS[args.preset])
     journal = Journal(args.out, own)
     runs = args.out.with_suffix(".runs")
+    if not any(line["phase"] == "time" for line in journal.lines):
+        journal.append(timed(program, args, runs / "time"))
+    times = next(line for line in journal.lines if line["phase"] == "time")
     for seed in range(args.seeds):
         for method in args.methods:
             key = {"method": method, "seed": seed}
             if any(key.items() <= line.items() for line in journal.lines):
                 continue
             folder = runs / f"{method}-{seed}"
-            journal.append({**key, **run(program, method, seed, args, folder)})
+            journal.append({**key, **run(program, method, seed, args, folder, times)})
             shutil.rmtree(folder)
             jax.clear_caches()
     print(results_report.text(args.out))

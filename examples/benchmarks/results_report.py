@@ -1,16 +1,25 @@
-"""Tables of what results.py has recorded, beside what the paper reports.
+"""Tables and figures of what results.py has recorded, beside what the paper reports.
 
-python examples/benchmarks/results_report.py FILE.jsonl
+python examples/benchmarks/results_report.py --runs FILE.jsonl --picture FILE.png
 """
 
-import sys
+import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+import tyro
+from end_to_end_report import markdown
 from journal import Line, read
+from quality_results import upper_bound
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import gravac_jax as gravac
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 # Table 2 of Tyagi and Swany, 2023, on 32 V100: perplexity, or accuracy in percent
 # (top-5 for VGG-16), and the time to a target against that of Top-k at 10. Dense is
@@ -62,50 +71,167 @@ QUALITY = {
     "transformer_lm": ("loss", 1),
 }
 NETWORKS_MBIT = (1000, 100)
+STATIC = re.compile(r"fixed([0-9.]+)|dense")
 
 
-def modeled_seconds(line: Line, replicas: int, bandwidth_mbit: float) -> float:
-    """Seconds of a step, on average, on a network that there might be."""
-    wire = gravac.WireCost(bytes_per_second=125e3 * bandwidth_mbit)
-    messages = 5 * (replicas - 1)  # about: of three collectives in rings
-    sent_bytes = line["wire_bytes"] / line["steps"]
-    compute, selection, latency, sending = wire.parts(sent_bytes, messages, False)
-    share = 1 - line["dense_steps"] / line["steps"]
-    return compute + share * selection + latency + sending
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to show."""
+
+    runs: Path
+    """JSONL of results.py."""
+    picture: Path | None = None
+    """Where quality against bytes, and the course of factors, are drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The runs of one workload."""
+
+    workload: str
+    replicas: int
+    compute_ms: float
+    selection_ms: float
+    runs: list[Line]
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        """That of a file."""
+        head, lines = read(path)
+        configuration = head["configuration"]
+        workload, replicas = configuration["workload"], configuration["replicas"]
+        times = next(x for x in lines if x["phase"] == "time")
+        runs = [x for x in lines if x["phase"] == "train"]
+        return cls(workload, replicas, *own_ms(times), runs)
+
+    @property
+    def methods(self) -> list[str]:
+        """In the order of the file."""
+        return list(dict.fromkeys(x["method"] for x in self.runs))
+
+    def of(self, method: str) -> list[Line]:
+        """Its runs, one a seed."""
+        return [x for x in self.runs if x["method"] == method]
+
+    def mean(self, method: str, figure: Callable[[Line], float]) -> float:
+        """Over seeds."""
+        return float(np.mean([figure(x) for x in self.of(method)]))
+
+    def gaps(self, method: str) -> list[float]:
+        """How much more it loses than dense steps on the test data, by seed."""
+        dense = {x["seed"]: x["test"]["loss"] for x in self.of("dense")}
+        own = [x for x in self.of(method) if x["seed"] in dense]
+        return [x["test"]["loss"] / dense[x["seed"]] - 1 for x in own]
+
+    def step_ms(self, line: Line, bandwidth_mbit: float) -> float:
+        """Of a run's steps, on average, on a network of that bandwidth.
+
+        Computation and selection as they were timed, bytes over bandwidth.
+        """
+        messages = 5 * (self.replicas - 1)  # about: of three collectives in rings
+        wire = gravac.WireCost(bytes_per_second=125e3 * bandwidth_mbit)
+        sent_bytes = line["wire_bytes"] / line["steps"]
+        share = 1 - line["dense_steps"] / line["steps"]
+        own_ms = self.compute_ms + share * self.selection_ms
+        return own_ms + 1e3 * wire.exchange_seconds(sent_bytes, messages)
+
+
+def own_ms(times: Line) -> tuple[float, float]:
+    """What a step takes beside its exchange: computation, and selection."""
+    (_, dense, _), (_, compressed, _) = times["dense_ms"], times["fixed100_ms"]
+    return dense, max(0.0, round(compressed - dense, 2))
+
+
+def saved(line: Line) -> float:
+    """Dense bytes over bytes, of a run."""
+    return line["dense_wire_bytes"] / line["wire_bytes"]
+
+
+def rows(record: Record) -> list[list[str]]:
+    """A row a method, means over seeds; "-" was not run."""
+    name, unit = QUALITY[record.workload]
+    titles = [
+        *("method", "seeds", f"test {name}", "loss above dense", "95% bound"),
+        *("dense bytes over bytes", "mean factor"),
+        *(f"step at {x} Mbit/s, ms" for x in NETWORKS_MBIT),
+        "paper, full size",
+    ]
+    table, paper = [titles], PAPER[record.workload]
+    for method in dict.fromkeys([*record.methods, *paper]):
+        cells = ["-"] * (len(titles) - 2)
+        if runs := record.of(method):
+            gaps = record.gaps(method)
+            bound = upper_bound(gaps)
+            cells = [
+                f"{len(runs)}",
+                f"{record.mean(method, lambda x: unit * x['test'][name]):.4g}",
+                f"{np.mean(gaps):+.1%}" if method != "dense" else "",
+                f"{bound:.1%}" if bound == bound and method != "dense" else "",
+                f"{record.mean(method, saved):.1f}",
+                f"{record.mean(method, lambda x: x['mean_factor']):.1f}",
+            ]
+            for mbit in NETWORKS_MBIT:
+                own = [record.step_ms(x, mbit) for x in runs]
+                cells.append(f"{np.mean(own):.0f}")
+        table.append([method, *cells, paper.get(method, "")])
+    return table
 
 
 def text(path: Path) -> str:
-    """The table in Markdown: a row a method, means over seeds; "-" was not run."""
-    head, lines = read(path)
-    configuration = head["configuration"]
-    workload, replicas = configuration["workload"], configuration["replicas"]
-    name, unit = QUALITY[workload]
-    networks = [f"step at {x} Mbit/s, ms" for x in NETWORKS_MBIT]
-    titles = ["method", f"test {name}", "dense bytes over bytes", "mean factor"]
-    rows = [[*titles, *networks, "paper, full size"]]
-    for method in dict.fromkeys([*(x["method"] for x in lines), *PAPER[workload]]):
-        own = [x for x in lines if x["method"] == method]
-        cells = ["-"] * (len(rows[0]) - 2)
-        if own:
-            quality = np.mean([unit * x["test"][name] for x in own])
-            saved = np.mean([x["dense_wire_bytes"] / x["wire_bytes"] for x in own])
-            factor = np.mean([x["mean_factor"] for x in own])
-            cells = [f"{quality:.4g}", f"{saved:.1f}", f"{factor:.1f}"]
-            for mbit in NETWORKS_MBIT:
-                seconds = [modeled_seconds(x, replicas, mbit) for x in own]
-                cells.append(f"{1e3 * np.mean(seconds):.0f}")
-        rows.append([method, *cells, PAPER[workload].get(method, "")])
-    rows.insert(1, ["---", *["--:"] * (len(rows[0]) - 1)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    """The table, and what its times are made of."""
+    record = Record.read(path)
+    return (
+        f"{markdown(rows(record))}\n\nA step of one replica alone takes "
+        f"{record.compute_ms:.1f} ms here, and {record.selection_ms:.1f} ms more with "
+        f"selection; {record.replicas} replicas, {record.runs[0]['steps']} steps."
+    )
 
 
-def main() -> None:
-    """Print the tables of some records."""
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    for path in sys.argv[1:]:
-        print(text(Path(path)))
+def draw(path: Path, picture: Path) -> None:
+    """Loss against bytes, and the factors that were chosen."""
+    record = Record.read(path)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    _draw_frontier(record, left)
+    _draw_courses(record, right)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def _draw_frontier(record: Record, axis: Axes) -> None:
+    loss = lambda x: x["test"]["loss"]
+    place = lambda method: (record.mean(method, saved), record.mean(method, loss))
+    static = sorted(place(x) for x in record.methods if STATIC.fullmatch(x))
+    axis.plot(*zip(*static, strict=True), "k.-", label="dense, static factors")
+    others = [x for x in record.methods if not STATIC.fullmatch(x)]
+    markers = "osD^v<>Pphd*X"
+    for method, marker in zip(others, markers * 2, strict=False):
+        size = 12 if method == "default" else 6
+        style = {"marker": "*" if method == "default" else marker, "markersize": size}
+        axis.plot(*place(method), linestyle="", label=method, **style)
+    axis.set(xscale="log", xlabel="dense bytes over bytes", ylabel="test loss")
+    axis.legend(fontsize="x-small", ncols=2)
+    axis.grid(alpha=0.3)
+
+
+def _draw_courses(record: Record, axis: Axes) -> None:
+    for method in record.methods:
+        line = record.of(method)[0]
+        steps, factors = zip(*line["course"], strict=True)
+        if len(steps) > 1:
+            ends, last = (*steps, line["steps"]), (*factors, factors[-1])
+            axis.step(ends, last, where="post", label=method, alpha=0.8, linewidth=1)
+    axis.set(yscale="log", xlabel="step", ylabel="factor, first seed")
+    axis.legend(fontsize="x-small")
+    axis.grid(alpha=0.3)
+
+
+def main(args: Args) -> None:
+    """Print the table, and draw the figure."""
+    print(text(args.runs))
+    if args.picture:
+        draw(args.runs, args.picture)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args))

@@ -36,16 +36,17 @@ class Config:
 
 PRESETS = {
     "paper": Config(),
-    # 0.51 million params. Nothing has been tuned.
+    # 0.51 million params. The learning rate is the best of 0.01, 0.02 and 0.05 for
+    # dense steps, after 150.
     "small": Config(
         blocks=(1, 1, 1, 1),
         width=16,
         has_imagenet_stem=False,
         head=10,
         rows=16,
-        learning_rate=0.05,
-        drops=(400, 500),
-        steps=600,
+        learning_rate=0.02,
+        drops=(200, 250),
+        steps=300,
         evaluate_every=100,
     ),
 }

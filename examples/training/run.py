@@ -43,6 +43,10 @@ class Options:
     """Steps from one checkpoint to the next."""
     bandwidth_mbit: float = 1000
     """Of the network that simulated replicas are said to have; others are timed."""
+    compute_ms: float = 10
+    """Of one of their steps without an exchange, as controllers are told."""
+    selection_ms: float = 1
+    """What a compressed one takes beside, to choose what it sends."""
     tensorboard: bool = False
     """Also write what TensorBoard shows."""
 
@@ -58,8 +62,11 @@ class Options:
                 f"--method {self.method} takes gradients at each replica's own params, "
                 "which these programs do not; see gravac.local_params"
             )
-        bytes_per_second = 125e3 * self.bandwidth_mbit
-        wire = gravac.WireCost(bytes_per_second=bytes_per_second)
+        wire = gravac.WireCost(
+            bytes_per_second=125e3 * self.bandwidth_mbit,
+            compute_seconds=1e-3 * self.compute_ms,
+            selection_seconds=1e-3 * self.selection_ms,
+        )
         return {"wire": wire, **methods.arguments(self.method)}
 
 

@@ -39,16 +39,17 @@ class Config:
 
 PRESETS = {
     "paper": Config(),
-    # 0.8 million params. Nothing has been tuned.
+    # 0.8 million params. The learning rate is the best of 0.001, 0.002 and 0.004 for
+    # dense steps, after 200.
     "small": Config(
         layers=4,
         width=128,
         heads=4,
         length=128,
         rows=4,
-        learning_rate=2e-3,
+        learning_rate=4e-3,
         warm_up_steps=50,
-        steps=600,
+        steps=400,
         evaluate_every=100,
         evaluation_rows=4,
     ),

@@ -45,15 +45,17 @@ class Config:
 
 PRESETS = {
     "paper": Config(),
-    # 1.0 million params. Nothing has been tuned.
+    # On the ten classes that the ResNet has, too. The learning rate is the best of 0.01,
+    # 0.02 and 0.05 for dense steps, after 200.
     "small": Config(
+        data="cifar10",
         stages=((16,), (32,), (64, 64), (128, 128), (128, 128)),
         hidden=256,
-        head=100,
+        head=10,
         pooled=1,
         rows=16,
-        learning_rate=0.05,
-        steps=600,
+        learning_rate=0.01,
+        steps=500,
         evaluate_every=100,
     ),
 }
