@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _collect, _curve, _tree
+from gravac_jax import _collect, _compaction, _curve, _tree
 from gravac_jax._codec import Codec
+from gravac_jax._compaction import Marks
 from gravac_jax._compressors.base import Compressor, thinned
 from gravac_jax._payload import Payload
+from gravac_jax._quantile import Bracket
 
 
 class Slots(NamedTuple):
@@ -99,11 +101,7 @@ def select(
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
     outlook = _curve.look(bucket, slots.counts, k, key, slots.looks)
-    choice, after = compressor.mark(
-        bucket, state, k=k, bracket=outlook.bracket, key=key
-    )
-    state = _tree.where(k > 0, after, state)
-    marks = thinned(choice, k, key)
+    marks, state = _marked(compressor, bucket, state, slots, outlook.bracket, key)
     exponents = codec.exponents(bucket, marks)
     rounded = lambda values, indices: codec.rounded(values, exponents, indices)
     filled = slots.sparse[0] if len(set(slots.sparse)) == 1 else k
@@ -129,3 +127,33 @@ def select(
     is_empty = (slots.sent == n) | _tree.is_never(energies)
     residual = jnp.where(is_empty, 0, codec.kept(bucket, exponents, marks))
     return Selected(collected.payload, exponents, residual, energies, energy), state
+
+
+def _marked(
+    compressor: Compressor,
+    bucket: jax.Array,
+    state: Any,
+    slots: Slots,
+    bracket: Bracket,
+    key: jax.Array,
+) -> tuple[Marks, Any]:
+    """The marks, and the compressor's new state; a step that marks nothing keeps it."""
+
+    def some() -> tuple[Marks, Any]:
+        choice, after = compressor.mark(
+            bucket, state, k=slots.marked, bracket=bracket, key=key
+        )
+        after = _tree.where(slots.marked > 0, after, state)
+        return thinned(choice, slots.marked, key), after
+
+    def none() -> tuple[Marks, Any]:
+        words = jnp.zeros(-(-bucket.size // _compaction.WORD_BITS), jnp.uint32)
+        return Marks(words, words.astype(jnp.int32), jnp.int32(0)), state
+
+    # Marking is the costliest pass, and of dense steps few look.
+    if slots.looks is True or bucket.size not in slots.counts:
+        return some()
+    # Of the bucket's kind: it varies over the axis of replicas where that does.
+    zero = 0 * _compaction.magnitude_bits(bucket[0])
+    alike = lambda tree: jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+    return jax.lax.cond(slots.marked > 0, lambda: alike(some()), lambda: alike(none()))
