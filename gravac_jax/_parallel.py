@@ -20,6 +20,7 @@ def data_parallel(
     axis_name: AxisName = "data",
     dense_axis_name: AxisName = None,
     *,
+    carried: int = 0,
     donate: bool = True,
     check_vma: bool = True,
 ) -> Step:
@@ -39,6 +40,10 @@ def data_parallel(
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: its fast axis, if it has one: the batch is split over both, and
         state stays sharded as it lies on the mesh.
+      carried: so many arguments, the last before the batch, are every replica's own:
+        arrays split along their first axis as the batch is, which come back with the
+        state and are not averaged. The states of a recurrent network are such, where
+        they go on from batch to batch. They need not be placed.
       donate: whether the state's memory is reused for the new state.
       check_vma: as for `jax.shard_map`.
 
@@ -48,23 +53,24 @@ def data_parallel(
     Raises:
       TypeError: if `mesh` is no mesh.
       ValueError: if the mesh does not have the axis; when called, if the state is not
-        placed on it, a batch's first axis does not divide over the replicas, or the
-        step does not return its state, or returns it different on each of them.
+        placed on it, the first axis of a batch, or of what is carried, does not divide
+        over the replicas, or the step does not return its state, or returns it
+        different on each of them.
 
     Example:
       See `gravac.transform`.
     """
     axes = _comm.join(axis_name, dense_axis_name)
     _checks.mesh_axis(mesh, axes)
+    _count_carried(carried)
     sharding = jax.NamedSharding(mesh, jax.P(axes))
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
     devices = _placement.count_replicas(mesh, axes)
     body = _averaged(train_step, axes)
+    here = max(1, devices // jax.process_count())
 
-    def run(
-        state: tuple[Any, ...], batch: Any, shared: dict[str, Any], sharded: Any
-    ) -> Any:
+    def run(state: Any, own: Any, batch: Any, shared: Any, sharded: Any) -> Any:
         if sharded is None:
             _placement.check_placed(state, replicas)
             specs = _placement.state_specs(state, axis_name)
@@ -74,31 +80,29 @@ def data_parallel(
         return jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(specs, jax.P(axes), jax.P()),
-            out_specs=(specs, jax.P()),
+            in_specs=(specs, jax.P(axes), jax.P(axes), jax.P()),
+            out_specs=(specs, jax.P(axes), jax.P()),
             check_vma=check_vma,
-        )(state, batch, shared)
+        )(state, own, batch, shared)
 
-    jitted = jax.jit(run, donate_argnums=0 if donate else (), static_argnums=3)
+    jitted = jax.jit(run, donate_argnums=(0, 1) if donate else (), static_argnums=4)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        _step_checks.arguments(args)
-        *state, batch = args
-        _step_checks.divides(batch, max(1, devices // jax.process_count()))
-        batch = jax.tree.map(lambda x: _shard(x, sharding), batch)
+        state, *split = _step_checks.divided(args, carried, here)
+        own, batch = jax.tree.map(lambda x: _shard(x, sharding), split)
         shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
         if dense_axis_name is None:
-            state, metrics = jitted(tuple(state), batch, shared, None)
-            return (*state, *metrics)
+            state, own, metrics = jitted(state, own, batch, shared, None)
+            return (*state, *own, *metrics)
         state = jax.tree.map(lambda x: _place(x, everywhere), state)
-        shardings = jax.tree.map(lambda x: x.sharding, tuple(state))
+        shardings = jax.tree.map(lambda x: x.sharding, state)
         sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
-        state, metrics = jitted(tuple(state), batch, shared, sharded)
+        state, own, metrics = jitted(state, own, batch, shared, sharded)
         if 1 in mesh.shape.values():
             # XLA drops the names of axes that are one device long.
             state = jax.device_put(state, shardings)
-        return (*state, *metrics)
+        return (*state, *own, *metrics)
 
     return step
 
@@ -123,7 +127,9 @@ def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
 
-def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
+def simulate(
+    train_step: Step, replicas: int, axis_name: str = "data", *, carried: int = 0
+) -> Step:
     """Run a train step on `replicas` replicas that share one device, by `vmap`.
 
     For laptops, tests and experiments with many replicas: the same arguments and
@@ -134,6 +140,7 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
       train_step: a function of one replica, as for `gravac.data_parallel`.
       replicas: N.
       axis_name: the axis of the transform.
+      carried: as for `gravac.data_parallel`.
 
     Returns:
       The step, jitted.
@@ -159,27 +166,38 @@ def simulate(train_step: Step, replicas: int, axis_name: str = "data") -> Step:
       65536.0
     """
     _checks.count(replicas, "replicas", "replicas")
+    _count_carried(carried)
     body = _averaged(train_step, axis_name)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(state: tuple[Any, ...], batch: Any, shared: dict[str, Any]) -> Any:
+    split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
+    join = lambda x: x.reshape(-1, *x.shape[2:])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
         _placement.check_placed(state, replicas)
-        rows = lambda x: (replicas, x.shape[0] // replicas, *x.shape[1:])
-        split = jax.tree.map(lambda x: x.reshape(rows(x)), batch)
+        own, batch = jax.tree.map(split, (own, batch))
         axes = _placement.per_leaf(state, 0, None)
-        return jax.vmap(
-            body, in_axes=(axes, 0, None), out_axes=(axes, None), axis_name=axis_name
-        )(state, split, shared)
+        mapped = jax.vmap(
+            body,
+            in_axes=(axes, 0, 0, None),
+            out_axes=(axes, 0, None),
+            axis_name=axis_name,
+        )
+        state, own, metrics = mapped(state, own, batch, shared)
+        return state, jax.tree.map(join, own), metrics
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        _step_checks.arguments(args)
-        *state, batch = args
-        _step_checks.divides(batch, replicas)
-        state, metrics = run(tuple(state), batch, shared)
-        return (*state, *metrics)
+        state, own, batch = _step_checks.divided(args, carried, replicas)
+        state, own, metrics = run(state, own, batch, shared)
+        return (*state, *own, *metrics)
 
     return step
+
+
+def _count_carried(carried: int) -> None:
+    if carried:
+        _checks.count(carried, "carried", "arguments of the step, or is 0 for none")
 
 
 def _averaged(train_step: Step, axis_name: AxisName) -> Step:
@@ -187,15 +205,16 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
     comm = Comm(axis_name)
 
     def body(
-        state: tuple[Any, ...], batch: Any, shared: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        results = train_step(*state, batch, **shared)
+        state: tuple[Any, ...], own: tuple[Any, ...], batch: Any, shared: dict[str, Any]
+    ) -> tuple[Any, Any, Any]:
+        given = (*state, *own)
+        results = train_step(*given, batch, **shared)
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
-        _step_checks.returned_state(results, state)
-        comm.check_alike(state, results[: len(state)])
-        metrics = results[len(state) :]
+        _step_checks.returned_state(results, given)
+        after, metrics = results[: len(given)], results[len(given) :]
+        comm.check_alike(state, after[: len(state)])
         mean = comm.mean(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics))
-        return results[: len(state)], mean
+        return after[: len(state)], comm.cast(after[len(state) :]), mean
 
     return body

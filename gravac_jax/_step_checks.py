@@ -189,26 +189,36 @@ def placed_on(state_replicas: int, mesh_replicas: int) -> None:
         )
 
 
-def divides(batch: Any, replicas: int) -> None:
-    """Refuse a batch that cannot be split evenly over the replicas."""
-    for path, leaf in _tree.named_leaves(batch):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % replicas:
-            raise ValueError(
-                f"the batch, the last argument, cannot be split over {replicas}"
-                f" replicas: {path} has shape {shape}. Its first axis must be a"
-                f" multiple of {replicas}; pass what is the same for all by keyword."
-            )
+def divided(
+    args: Sequence[Any], carried: int, replicas: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """A step's state, what replicas carry, and its batch; refuse what is no such thing.
 
-
-def arguments(args: Sequence[Any]) -> None:
-    """Refuse a step without state or without a batch."""
-    if len(args) < 2:
+    What is carried, and the batch, are split evenly over so many replicas.
+    """
+    if len(args) < 2 + carried:
+        extra = f", {carried} carried arguments" if carried else ""
         raise TypeError(
-            f"the step takes its state and then a batch, all by position, got"
+            f"the step takes its state{extra} and then a batch, all by position, got"
             f" {len(args)} arguments. Call it as step(params, opt_state, batch), or"
             f" step(train_state, batch)."
         )
+    (*given, batch), first = args, len(args) - 1 - carried
+    state, own = tuple(given[:first]), tuple(given[first:])
+    _divides(own, replicas, "what is carried")
+    _divides(batch, replicas, "the batch, the last argument,")
+    return state, own, batch
+
+
+def _divides(tree: Any, replicas: int, what: str) -> None:
+    for path, leaf in _tree.named_leaves(tree):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % replicas:
+            raise ValueError(
+                f"{what} cannot be split over {replicas} replicas: {path} has shape"
+                f" {shape}. Its first axis must be a multiple of {replicas}; pass what"
+                f" is the same for all by keyword."
+            )
 
 
 def with_aux(out: Any) -> tuple[Any, Any]:

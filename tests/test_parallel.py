@@ -164,6 +164,60 @@ def test_a_batch_may_be_any_array_and_is_kept(kind, axis_type):
     assert np.array_equal(batch, BATCH)
 
 
+def running_step(total, own, batch):
+    """Each replica's own running sums, and what all have seen."""
+    own = {"sums": own["sums"] + batch}
+    return total + jax.lax.psum(jnp.sum(batch), "data"), own, own["sums"].max()
+
+
+@pytest.mark.parametrize("where", [*AXIS_TYPES, "simulated"])
+def test_what_is_carried_stays_each_replica_s_own(where):
+    if where == "simulated":
+        place, step = N, gravac.simulate(running_step, N, carried=1)
+    else:
+        place = make_mesh(axis_type=where)
+        step = gravac.data_parallel(running_step, place, carried=1)
+    total = gravac.place(np.float32(0), place)
+    own = {"sums": np.zeros(2 * N, np.float32)}
+    for i in range(1, 4):
+        before = own
+        total, own, largest = step(total, own, BATCH)
+        assert own["sums"].tolist() == (i * BATCH).tolist()
+        assert float(total) == i * BATCH.sum()
+        # The mean of the replicas' largest: each holds two rows.
+        assert float(largest) == i * BATCH[1::2].mean()
+    assert before["sums"].is_deleted()  # donated, as the rest of the state
+
+
+def test_what_is_carried_is_split_over_both_axes():
+    mesh = make_mesh((2, 2), ("data", "fast"))
+    step = gravac.data_parallel(
+        lambda total, own, batch: (total, own + batch),
+        mesh,
+        "data",
+        "fast",
+        carried=1,
+    )
+    total = gravac.place(np.float32(0), mesh)
+    _, own = step(total, BATCH[:8], BATCH[:8])
+    assert own.sharding.spec == jax.P(("data", "fast"))
+    assert own.tolist() == (2 * BATCH[:8]).tolist()
+
+
+@pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
+def test_what_cannot_be_carried_is_refused(run):
+    where = N if run is gravac.simulate else make_mesh()
+    with pytest.raises(ValueError, match=r"`carried` must be .* got -1"):
+        run(running_step, where, carried=-1)
+    step = run(running_step, where, carried=1)
+    total = gravac.place(np.float32(0), where)
+    with pytest.raises(TypeError, match="its state, 1 carried arguments and then a"):
+        step(total, BATCH)
+    uneven = {"sums": np.zeros(N + 1, np.float32)}
+    with pytest.raises(ValueError, match=r"what is carried cannot .*\['sums'\]"):
+        step(total, uneven, BATCH)
+
+
 @pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
 def test_one_replica_is_enough(run):
     where = 1 if run is gravac.simulate else make_mesh((1,))

@@ -70,7 +70,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
         updates, opt_state = tx.update(grads, opt_state, params, **times)
         return optax.apply_updates(params, updates), opt_state, states, loss
 
-    step = replicas.carrying(train_step)
+    step = replicas.parallel(train_step, carried=1)
     evaluated = jax.jit(loss_fn)
 
     def evaluate(params: Any, words: np.ndarray) -> dict[str, float]:

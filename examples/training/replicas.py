@@ -54,11 +54,14 @@ class Replicas:
         """Whether all replicas share one device, so that nothing is sent."""
         return isinstance(self.where, int)
 
-    def parallel(self, train_step: Any) -> Any:
-        """The step on all replicas; `train_step(*state, batch)` is written for one."""
+    def parallel(self, train_step: Any, carried: int = 0) -> Any:
+        """The step on all replicas; `train_step(*state, batch)` is written for one.
+
+        So many of the state's last are each replica's own: see `gravac.data_parallel`.
+        """
         if isinstance(self.where, int):
-            return gravac.simulate(train_step, self.where)
-        return gravac.data_parallel(train_step, self.where)
+            return gravac.simulate(train_step, self.where, carried=carried)
+        return gravac.data_parallel(train_step, self.where, carried=carried)
 
     def shard(self, batch: Any) -> Any:
         """The rows of this process on its devices, as a part of everybody's batch."""
@@ -67,63 +70,6 @@ class Replicas:
         sharding = jax.NamedSharding(self.where, jax.P(AXIS))
         put = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(put, batch)
-
-    def carrying(self, train_step: Any) -> Any:
-        """`parallel` for a step that carries something of each replica's own.
-
-        `train_step(params, opt_state, carry, batch)` returns all but the batch, and
-        figures, which are averaged. The carry is split over replicas as the batch is;
-        `shard` places the first one.
-        """
-
-        def body(state: Any, carry: Any, batch: Any, times: Any) -> Any:
-            *state, carry, figures = train_step(*state, carry, batch, **times)
-            return tuple(state), carry, jax.lax.pmean(figures, AXIS)
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def run(state: Any, carry: Any, batch: Any, times: Any) -> Any:
-            specs = gravac.state_specs(state)
-            if isinstance(self.where, int):
-                return _simulated(body, specs, self.where)(state, carry, batch, times)
-            own, same = jax.P(AXIS), jax.P()
-            return jax.shard_map(
-                body,
-                mesh=self.where,
-                in_specs=(specs, own, own, same),
-                out_specs=(specs, own, same),
-            )(state, carry, batch, times)
-
-        def step(*args: Any, **times: Any) -> Any:
-            *state, carry, batch = args
-            times = {name: self._same(x) for name, x in times.items()}
-            results = run(tuple(state), carry, self.shard(batch), times)
-            return (*results[0], *results[1:])
-
-        return step
-
-    def _same(self, x: Any) -> jax.Array:
-        # Of several processes each brings its own, such as the times of its steps.
-        if isinstance(self.where, int):
-            return jnp.asarray(x)
-        sharding = jax.NamedSharding(self.where, jax.P())
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-
-def _simulated(body: Any, specs: Any, replicas: int) -> Any:
-    """`body` for the rows of all replicas, one beside the other."""
-    axes = jax.tree.map(lambda spec: 0 if spec == jax.P(AXIS) else None, specs)
-    mapped = jax.vmap(
-        body, in_axes=(axes, 0, 0, None), out_axes=(axes, 0, None), axis_name=AXIS
-    )
-    split = lambda x: x.reshape(replicas, -1, *x.shape[1:])
-    join = lambda x: x.reshape(-1, *x.shape[2:])
-
-    def run(state: Any, carry: Any, batch: Any, times: Any) -> Any:
-        carry, batch = jax.tree.map(split, (carry, batch))
-        state, carry, figures = mapped(state, carry, batch, times)
-        return state, jax.tree.map(join, carry), figures
-
-    return run
 
 
 def replica_key(seed: int, opt_state: Any) -> jax.Array:
