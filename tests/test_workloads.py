@@ -215,7 +215,11 @@ def test_two_processes_find_what_one_finds(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_results_of_methods_are_recorded_once(data_dir, tmp_path, capsys):
+def test_the_results_of_methods_are_recorded_once(
+    data_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(results, "TIMED_STEPS", 4)
+    monkeypatch.setattr(results, "FIRST_TIMED", 1)
     ask = lambda *methods: results.Args(
         data_dir, tmp_path / "out.jsonl", methods=methods, replicas=2, steps=2
     )
@@ -224,16 +228,48 @@ def test_the_results_of_methods_are_recorded_once(data_dir, tmp_path, capsys):
     results.main(ask("dense", "topk10"))
     text = (tmp_path / "out.jsonl").read_text()
     assert text.startswith(first)
-    dense, topk = [json.loads(line) for line in text.splitlines()[1:]]
+    times, dense, topk = [json.loads(line) for line in text.splitlines()[1:]]
+    assert times["dense_ms"] == sorted(times["dense_ms"])
+    assert times["dense_ms"][0] > 0
     assert (dense["steps"], dense["dense_steps"], dense["mean_factor"]) == (2, 2, 1)
     assert topk["mean_factor"] == pytest.approx(10, rel=0.01)
     assert topk["wire_bytes"] < dense["wire_bytes"]
     assert topk["dense_wire_bytes"] == dense["dense_wire_bytes"]
     assert [x["step"] for x in topk["evaluations"]] == [2]
+    assert dense["course"] == [[0, 1.0]]
     table = results_report.text(tmp_path / "out.jsonl")
     assert "| topk10 | " in table
     assert "| 22.0, 1x |" in table
     assert capsys.readouterr().out.endswith(f"{table}\n")
+
+
+def test_the_course_of_a_factor_is_its_changes():
+    assert results.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
+        [0, 10.0],
+        [2, 40.0],
+        [3, math.inf],
+        [4, 10.0],
+    ]
+
+
+def test_a_step_s_time_is_what_was_timed_and_the_network_s():
+    sent = {"wire_bytes": 25e6, "dense_wire_bytes": 1e9, "steps": 2, "dense_steps": 1}
+    times = {"dense_ms": [1, 40, 50], "fixed100_ms": [1, 46, 50]}
+    record = results_report.Record("lstm_ptb", 2, *results_report.own_ms(times), [])
+    # Half of the steps select; 12.5 MB at 100 Mbit/s; five messages of 0.1 ms.
+    assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.5)
+
+
+def test_gaps_are_those_of_a_seed():
+    run = lambda method, seed, loss: {
+        "method": method,
+        "seed": seed,
+        "test": {"loss": loss},
+    }
+    runs = [run("dense", 0, 2.0), run("dense", 1, 4.0)]
+    runs += [run("fixed10", 1, 4.4), run("fixed10", 0, 2.1), run("fixed10", 2, 9.0)]
+    record = results_report.Record("lstm_ptb", 2, 1, 1, runs)
+    assert record.gaps("fixed10") == pytest.approx([0.1, 0.05])
 
 
 def test_the_state_of_the_lstm_goes_on_from_window_to_window():

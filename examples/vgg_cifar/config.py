@@ -45,8 +45,8 @@ class Config:
 
 PRESETS = {
     "paper": Config(),
-    # On the ten classes that the ResNet has, too. The learning rate is the best of 0.01,
-    # 0.02 and 0.05 for dense steps, after 200.
+    # On the ten classes that the ResNet has, too. The learning rate is the best of
+    # 0.01, 0.02 and 0.05 for dense steps, after 200.
     "small": Config(
         data="cifar10",
         stages=((16,), (32,), (64, 64), (128, 128), (128, 128)),
