@@ -49,7 +49,7 @@ def _traces(path: Path) -> None:
 
 
 def _live(path: Path) -> None:
-    head, lines = read(RECORDS / "2026-11-22_live/live.jsonl")
+    head, lines = read(RECORDS / "2026-11-23_live/live.jsonl")
     own = {k: v for k, v in head["configuration"].items() if k != "hosts"}
     live.draw(lines, Setting(**own), path)
 
@@ -103,7 +103,7 @@ MADE: dict[str, Make] = {
         "2026-11-21_quality_lstm/fixed.jsonl",
     ),
     "2026-11-22_controllers/traces.png": _traces,
-    "2026-11-22_live/live.png": _live,
+    "2026-11-23_live/live.png": _live,
     "2026-11-22_end_to_end/ptb.png": _speed_ups("ptb", 2),
     "2026-11-22_end_to_end/ptb_2.md": _end_to_end("ptb", 2),
     "2026-11-22_end_to_end/ptb_4.md": _end_to_end("ptb", 4, has_runs=False),
