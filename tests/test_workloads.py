@@ -18,6 +18,7 @@ import resnet_cifar.config
 import resnet_cifar.model
 import results
 import results_report
+import training.run
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
@@ -241,6 +242,14 @@ def test_the_results_of_methods_are_recorded_once(
     assert "| topk10 | " in table
     assert "| 22.0, 1x |" in table
     assert capsys.readouterr().out.endswith(f"{table}\n")
+
+
+@pytest.mark.slow
+def test_a_profile_is_written_of_some_steps(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(training.run, "TRACE_AFTER", 1)
+    monkeypatch.setattr(training.run, "TRACED_STEPS", 2)
+    train("transformer_lm", data_dir, tmp_path, monkeypatch, trace=True)
+    assert len(list((tmp_path / "trace").rglob("perfetto_trace.json.gz"))) == 1
 
 
 def test_the_course_of_a_factor_is_its_changes():

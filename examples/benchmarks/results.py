@@ -158,7 +158,11 @@ def run(
     if len(lines) < steps:
         raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
     tested = {k: round(x, 6) for k, x in tested.items()}
-    return {"phase": "train", "test": tested, **add_up(lines)}
+    # Of the process so far; CPUs keep no such figure.
+    memory = jax.local_devices()[0].memory_stats() or {}
+    peak = memory.get("peak_bytes_in_use")
+    found = {"test": tested, **add_up(lines), "peak_device_bytes": peak}
+    return {"phase": "train", **found}
 
 
 def main(args: Args) -> None:

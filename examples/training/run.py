@@ -17,6 +17,8 @@ from gravac_jax import checkpoint, metrics
 from training import methods
 from training.replicas import Replicas
 
+TRACE_AFTER, TRACED_STEPS = 10, 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -49,6 +51,8 @@ class Options:
     """What a compressed one takes beside, to choose what it sends."""
     tensorboard: bool = False
     """Also write what TensorBoard shows."""
+    trace: bool = False
+    """Also write a profile of ten steps, once ten are done, for Perfetto."""
 
     @property
     def exchange(self) -> dict[str, Any]:
@@ -108,6 +112,7 @@ class Run:
             )
             writer = opened.enter_context(metrics.first_host(*self._writers()))
             self._recorder = opened.enter_context(metrics.Recorder(writer))
+            self._tracing = opened.enter_context(contextlib.ExitStack())
             self._closing = opened.pop_all()
         return self
 
@@ -156,12 +161,25 @@ class Run:
         """
         if not self._replicas.is_simulated:
             self._clock.record(loss)
+        if self._options.trace:
+            self._trace(step + 1 - self.start, state)
         figures = {f"held_out/{name}": x for name, x in held_out.items()}
         self._recorder.record(step, state, loss=loss, **figures)
         self._checkpoints.save(
             step + 1, tuple(state), state[0], self._batches.get_state()
         )
         return self._checkpoints.is_preempted
+
+    def _trace(self, done: int, state: Any) -> None:
+        if done == TRACE_AFTER:
+            jax.block_until_ready(state)
+            trace = jax.profiler.trace(
+                self.folder / "trace", create_perfetto_trace=True
+            )
+            self._tracing.enter_context(trace)
+        if done == TRACE_AFTER + TRACED_STEPS:
+            jax.block_until_ready(state)
+            self._tracing.close()
 
     def _writers(self) -> list[Callable[[], metrics.Writer]]:
         folder, steps = self.folder, self._config.steps
