@@ -18,7 +18,9 @@ class Config:
     rows: int = 20
     """Tracks of the text per replica."""
     learning_rate: float = 0.1
-    """Fixed."""
+    """Fixed,"""
+    warm_up_steps: int = 0
+    """but for as many first steps, in which it rises from 0; the paper mentions none."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None
@@ -41,6 +43,7 @@ PRESETS = {
         width=200,
         rows=5,
         learning_rate=2.0,
+        warm_up_steps=50,
         clip=1.0,
         weight_decay=0.0,
         steps=700,

@@ -55,10 +55,13 @@ def train(config: Config, options: Options) -> dict[str, float]:
         return cross_entropy(logits, targets), states
 
     exchange = options.exchange
+    rate = config.learning_rate
+    if config.warm_up_steps:
+        rate = optax.linear_schedule(0.0, rate, config.warm_up_steps)
     tx = optax.chain(
         gravac.transform(**exchange, weight_decay=config.weight_decay),  # gravac
         *methods.after(exchange, optax.trace(config.momentum), config.clip),
-        optax.scale_by_learning_rate(config.learning_rate),
+        optax.scale_by_learning_rate(rate),
     )
 
     def train_step(
