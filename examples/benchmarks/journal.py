@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Line = dict[str, Any]
 
 PARTS = ("configuration", "versions", "machine")  # of the first line
@@ -74,6 +76,12 @@ def read(path: Path) -> tuple[Line, list[Line]]:
     except (ValueError, KeyError, TypeError):
         raise SystemExit(f"{path} is no record of this program") from None
     return head, lines
+
+
+def quartiles(figures: Any, digits: int = 6) -> list[float]:
+    """The first, the median and the third, rounded."""
+    found = np.quantile(figures, (0.25, 0.5, 0.75))
+    return [round(float(x), digits) for x in found]
 
 
 def surroundings() -> Line:

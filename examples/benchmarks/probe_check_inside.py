@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import network
 from dense import dense32
+from journal import quartiles
 from steptime_methods import Trainer
 from tasks import load
 from tasks.pipeline import batches
@@ -126,7 +127,7 @@ class Replica:
                 "params": found["params"],
                 "exchange": name,
                 "factor": factor,
-                "step_seconds": _quartiles(x),
+                "step_seconds": quartiles(x),
                 "predicted_seconds": rows[name, factor]["step_seconds"],
                 "speed_up": float(middle / np.median(x)),
                 "predicted_speed_up": rows[name, factor]["speed_up"],
@@ -159,10 +160,6 @@ class Replica:
         names, seconds = list(taken), np.array(list(taken.values()), np.float32)
         slowest = multihost_utils.process_allgather(seconds).max(0)
         return dict(zip(names, slowest, strict=True))
-
-
-def _quartiles(x: np.ndarray) -> list[float]:
-    return [round(float(q), 6) for q in np.percentile(x, (25, 50, 75))]
 
 
 def main(data_dir: str, out: str, setting: str, bandwidths_mbit: str) -> None:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import results_report
 import tyro
-from journal import Journal, Line
+from journal import Journal, Line, quartiles
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from training import Options
@@ -125,8 +125,7 @@ def timed(program: Any, args: Args, folder: Path) -> Line:
         lines = metrics.read_jsonl(folder / method / "metrics.jsonl")
         # The last one waits for the evaluation.
         ends = [x["seconds"] for x in lines[FIRST_TIMED:-1]]
-        quartiles = np.quantile(1e3 * np.diff(ends), [0.25, 0.5, 0.75])
-        line[f"{method}_ms"] = [round(x, 2) for x in quartiles.tolist()]
+        line[f"{method}_ms"] = quartiles(1e3 * np.diff(ends), digits=2)
         jax.clear_caches()
     shutil.rmtree(folder)
     return line

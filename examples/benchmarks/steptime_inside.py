@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import network
 from dense import wire_bytes
+from journal import quartiles
 from steptime_methods import Runner, method
 from tasks import Task, load
 from tasks.pipeline import batches
@@ -213,7 +214,7 @@ class Replica:
         }
         interface_bytes = _everybody(log.sent_bytes / len(step)).mean()
         return {
-            **{name: _quartiles(x) for name, x in seconds.items()},
+            **{name: quartiles(x) for name, x in seconds.items()},
             "steps": len(step),
             "mean_step_seconds": round(float(step.mean()), 6),
             "timed_alone": whole.shape[1],
@@ -238,10 +239,6 @@ def _meeting(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
 def _everybody(figures: Any) -> np.ndarray:
     """`[replicas, ...]`, what every process has."""
     return multihost_utils.process_allgather(np.asarray(figures, np.float32))
-
-
-def _quartiles(x: np.ndarray) -> list[float]:
-    return [round(float(q), 6) for q in np.percentile(x, (25, 50, 75))]
 
 
 def main(data_dir: str, out: str, setting: str, links: str) -> None:

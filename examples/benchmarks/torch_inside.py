@@ -11,6 +11,7 @@ from typing import Any
 import network
 import numpy as np
 import torch
+from journal import quartiles
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -125,12 +126,12 @@ class Replica:
                 whole[name] += [self.steps[name](batch) for batch in batches]
                 self.meet()
                 alone += [self.alone(batch) for batch in batches[::ALONE_EVERY]]
-        compute = _quartiles(self._everybody(alone).mean(0))
+        compute = quartiles(self._everybody(alone).mean(0))
         lines = {}
         for name, seconds in whole.items():
             slowest = self._everybody(seconds).max(0)
             lines[name] = {
-                "step_seconds": _quartiles(slowest),
+                "step_seconds": quartiles(slowest),
                 "mean_step_seconds": round(float(slowest.mean()), 6),
                 "compute_seconds": compute,
                 "steps": len(slowest),
@@ -142,10 +143,6 @@ class Replica:
         found = [torch.empty_like(mine) for _ in range(self.replicas)]
         distributed.all_gather(found, mine)
         return torch.stack(found).numpy()
-
-
-def _quartiles(x: np.ndarray) -> list[float]:
-    return [round(float(q), 6) for q in np.percentile(x, (25, 50, 75))]
 
 
 def main(*args: str) -> None:

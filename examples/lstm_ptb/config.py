@@ -20,7 +20,7 @@ class Config:
     learning_rate: float = 0.1
     """Fixed,"""
     warm_up_steps: int = 0
-    """but for as many first steps, in which it rises from 0; the paper mentions none."""
+    """but for so many first steps, in which it rises from 0; the paper has none."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None
