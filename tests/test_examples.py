@@ -37,6 +37,7 @@ ROWS = ("807,04", " adapt", " dense")
 TOY = ("--steps", "3", "--batch", "2", "--length", "16")
 
 
+@pytest.mark.slow
 def test_the_quickstart_compares_adaptive_with_dense_and_draws(tmp_path, text):
     output = run(*TOY, "--data", text, "--out", "a/b.png", cwd=tmp_path)
     assert "807,040 params, 4 replicas" in output

@@ -140,6 +140,7 @@ def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     np.testing.assert_allclose(simulated, on_mesh, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_tiny_lstm_falls(fresh):
     tx = optax.chain(gravac.transform(), optax.sgd(0.3))
     falling = losses(*fresh("lstm-bytes"), tx, gravac.simulate, REPLICAS, steps=20)
