@@ -42,8 +42,10 @@ def data_parallel(
         state stays sharded as it lies on the mesh.
       carried: so many arguments, the last before the batch, are every replica's own:
         arrays split along their first axis as the batch is, which come back with the
-        state and are not averaged. The states of a recurrent network are such, where
-        they go on from batch to batch. They need not be placed.
+        state and are not averaged, of the same shapes and dtypes. The states of a
+        recurrent network are such, where they go on from batch to batch. They need not
+        be placed, and are donated as the state is: an array that is to be used again
+        has to be copied first.
       donate: whether the state's memory is reused for the new state.
       check_vma: as for `jax.shard_map`.
 
@@ -51,8 +53,9 @@ def data_parallel(
       The step, of the same arguments, jitted.
 
     Raises:
-      TypeError: if `mesh` is no mesh.
-      ValueError: if the mesh does not have the axis; when called, if the state is not
+      TypeError: if `mesh` is no mesh; when called, for too few arguments.
+      ValueError: if the mesh does not have the axis, or `carried` is no number of
+        arguments; when called, if the state is not
         placed on it, the first axis of a batch, or of what is carried, does not divide
         over the replicas, or the step does not return its state, or returns it
         different on each of them.
@@ -146,7 +149,7 @@ def simulate(
       The step, jitted.
 
     Raises:
-      ValueError: if `replicas` is not a positive number; when called, as
+      ValueError: if `replicas` is not a positive number; otherwise, as
         `gravac.data_parallel`.
 
     Example:
@@ -212,6 +215,7 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         _step_checks.returned_state(results, given)
+        _step_checks.returned_carry(results[len(state) : len(given)], own)
         after, metrics = results[: len(given)], results[len(given) :]
         comm.check_alike(state, after[: len(state)])
         mean = comm.mean(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics))

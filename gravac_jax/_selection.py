@@ -154,6 +154,6 @@ def _marked(
     if slots.looks is True or bucket.size not in slots.counts:
         return some()
     # Of the bucket's kind: it varies over the axis of replicas where that does.
-    zero = 0 * _compaction.magnitude_bits(bucket[0])
-    alike = lambda tree: jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+    is_number = _compaction.magnitude_bits(bucket[0]) >= 0
+    alike = lambda tree: jax.tree.map(lambda x: jnp.where(is_number, x, x), tree)
     return jax.lax.cond(slots.marked > 0, lambda: alike(some()), lambda: alike(none()))

@@ -197,11 +197,12 @@ def divided(
     What is carried, and the batch, are split evenly over so many replicas.
     """
     if len(args) < 2 + carried:
-        extra = f", {carried} carried arguments" if carried else ""
+        carry = ", what replicas carry" if carried else ""
+        carries = "".join(f", carry_{i}" for i in range(1, carried + 1))
         raise TypeError(
-            f"the step takes its state{extra} and then a batch, all by position, got"
-            f" {len(args)} arguments. Call it as step(params, opt_state, batch), or"
-            f" step(train_state, batch)."
+            f"the step takes its state{carry} and then a batch, all by position, got"
+            f" {len(args)} arguments. Call it as step(params, opt_state{carries},"
+            f" batch), or step(train_state{carries}, batch)."
         )
     (*given, batch), first = args, len(args) - 1 - carried
     state, own = tuple(given[:first]), tuple(given[first:])
@@ -275,3 +276,15 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
             f" structure that it came in, then any metrics, as a tuple; got"
             f" {len(results)} results of the structures {received}."
         )
+
+
+def returned_carry(results: Any, own: Any) -> None:
+    """Refuse a step that makes other arrays of what a replica carries."""
+    before, after = _tree.named_leaves(own), jax.tree.leaves(results)
+    for (path, old), new in zip(before, after, strict=True):
+        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+            raise ValueError(
+                f"the step must return what it carries in the shapes and dtypes in"
+                f" which it came: {path} came as {old.dtype}{list(old.shape)} and was"
+                f" returned as {jnp.result_type(new)}{list(jnp.shape(new))}."
+            )

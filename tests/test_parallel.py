@@ -170,13 +170,14 @@ def running_step(total, own, batch):
     return total + jax.lax.psum(jnp.sum(batch), "data"), own, own["sums"].max()
 
 
-@pytest.mark.parametrize("where", [*AXIS_TYPES, "simulated"])
+@pytest.mark.parametrize("where", [*MESHES, "simulated"])
 def test_what_is_carried_stays_each_replica_s_own(where):
     if where == "simulated":
         place, step = N, gravac.simulate(running_step, N, carried=1)
     else:
-        place = make_mesh(axis_type=where)
-        step = gravac.data_parallel(running_step, place, carried=1)
+        axis_type, check_vma = where
+        place = make_mesh(axis_type=axis_type)
+        step = gravac.data_parallel(running_step, place, carried=1, check_vma=check_vma)
     total = gravac.place(np.float32(0), place)
     own = {"sums": np.zeros(2 * N, np.float32)}
     for i in range(1, 4):
@@ -199,7 +200,8 @@ def test_what_is_carried_is_split_over_both_axes():
         carried=1,
     )
     total = gravac.place(np.float32(0), mesh)
-    _, own = step(total, BATCH[:8], BATCH[:8])
+    total, own = step(total, BATCH[:8], np.zeros(8, np.float32))
+    _, own = step(total, own, BATCH[:8])
     assert own.sharding.spec == jax.P(("data", "fast"))
     assert own.tolist() == (2 * BATCH[:8]).tolist()
 
@@ -211,11 +213,18 @@ def test_what_cannot_be_carried_is_refused(run):
         run(running_step, where, carried=-1)
     step = run(running_step, where, carried=1)
     total = gravac.place(np.float32(0), where)
-    with pytest.raises(TypeError, match="its state, 1 carried arguments and then a"):
+    with pytest.raises(
+        TypeError, match=r"carry and then a .* got 2 .*, carry_1, batch"
+    ):
         step(total, BATCH)
     uneven = {"sums": np.zeros(N + 1, np.float32)}
     with pytest.raises(ValueError, match=r"what is carried cannot .*\['sums'\]"):
         step(total, uneven, BATCH)
+    narrow = run(lambda total, own, batch: (total, own[:1]), where, carried=1)
+    with pytest.raises(
+        ValueError, match=r"float32\[2\] and was returned as float32\[1\]"
+    ):
+        narrow(total, BATCH, BATCH)
 
 
 @pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])

@@ -10,6 +10,11 @@ TOLERANCE = 1.0  # of 255, root mean square: another matplotlib may round a pixe
 DRAWN_ELSEWHERE = {"2026-11-22_metrics/runs.png"}
 
 
+def _tables_and_figures():
+    kinds = (remake.RECORDS.glob(kind) for kind in ("*/*.png", "*/*.md"))
+    return [path for kind in kinds for path in kind if path.name != "README.md"]
+
+
 @pytest.mark.parametrize("name", remake.MADE)
 def test_what_is_made_of_lines_is_what_they_say(name, tmp_path):
     made, kept = tmp_path / "made", remake.RECORDS / name
@@ -22,15 +27,10 @@ def test_what_is_made_of_lines_is_what_they_say(name, tmp_path):
 
 
 def test_every_table_and_figure_is_made_of_lines():
-    found = {
-        str(path.relative_to(remake.RECORDS))
-        for kind in ("*/*.png", "*/*.md")
-        for path in remake.RECORDS.glob(kind)
-        if path.name != "README.md"
-    }
+    found = {str(path.relative_to(remake.RECORDS)) for path in _tables_and_figures()}
     assert found == remake.MADE.keys() | DRAWN_ELSEWHERE
 
 
 def test_every_table_and_figure_is_named_where_it_is_explained():
-    for path in remake.RECORDS.glob("*/*.[mp][dn]*"):
+    for path in _tables_and_figures():
         assert path.name in path.with_name("README.md").read_text()

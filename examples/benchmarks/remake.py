@@ -1,4 +1,4 @@
-"""Every table and figure of the records that is made of recorded lines, made again.
+"""Every file of tables and every figure that is made of recorded lines, made again.
 
 `git diff` then shows where a record and its lines disagree; tests/test_records.py asks
 the same.

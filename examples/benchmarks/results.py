@@ -111,6 +111,7 @@ def timed(program: Any, args: Args, folder: Path) -> Line:
     """Milliseconds of a step of one replica alone, dense and compressed."""
     config = program.PRESETS[args.preset]
     config = dataclasses.replace(config, steps=TIMED_STEPS, evaluate_every=TIMED_STEPS)
+    shutil.rmtree(folder, ignore_errors=True)  # seconds go on from where it was cut
     line: Line = {"phase": "time"}
     for method in TIMED:
         options = Options(
@@ -123,6 +124,8 @@ def timed(program: Any, args: Args, folder: Path) -> Line:
         )
         program.train(config, options)
         lines = metrics.read_jsonl(folder / method / "metrics.jsonl")
+        if len(lines) < TIMED_STEPS:
+            raise SystemExit(f"the timing of {method} was stopped; start it again")
         # The last one waits for the evaluation.
         ends = [x["seconds"] for x in lines[FIRST_TIMED:-1]]
         line[f"{method}_ms"] = quartiles(1e3 * np.diff(ends), digits=2)
@@ -157,7 +160,7 @@ def run(
     if len(lines) < steps:
         raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
     tested = {k: round(x, 6) for k, x in tested.items()}
-    # Of the process so far; CPUs keep no such figure.
+    # Of the process so far: start one a method to compare. CPUs keep no such figure.
     memory = jax.local_devices()[0].memory_stats() or {}
     peak = memory.get("peak_bytes_in_use")
     found = {"test": tested, **add_up(lines), "peak_device_bytes": peak}

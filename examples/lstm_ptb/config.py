@@ -18,9 +18,9 @@ class Config:
     rows: int = 20
     """Tracks of the text per replica."""
     learning_rate: float = 0.1
-    """Fixed,"""
+    """Fixed, but for a warm-up."""
     warm_up_steps: int = 0
-    """but for so many first steps, in which it rises from 0; the paper has none."""
+    """In which it rises from 0; the paper mentions none."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None
@@ -38,7 +38,9 @@ class Config:
 PRESETS = {
     "paper": Config(),
     # Zaremba et al.'s small width, and their 20 tracks in all with four replicas; half
-    # an epoch. The learning rate is the best of 1, 2 and 4 for dense steps, after 200.
+    # an epoch. The learning rate is the best of 1, 2 and 4 for dense steps, after 200
+    # and without a warm-up; without one a run with the default's factors stayed where
+    # words have their frequencies. Its length is arbitrary.
     "small": Config(
         width=200,
         rows=5,
