@@ -425,6 +425,7 @@ def test_an_optimizer_of_nnx(tmp_path):
     assert np.isfinite(model(BATCHES[1])).all()
 
 
+@pytest.mark.slow
 def test_alone_there_is_nothing_to_place(tmp_path):
     tx = gravac.transform(
         axis_name=None, compress=True, controller=gravac.Fixed(4), momentum=0.5

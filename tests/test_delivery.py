@@ -218,6 +218,7 @@ def test_training_at_own_params_is_that_of_its_oracle(training, how):
         params = params + step
 
 
+@pytest.mark.slow
 def test_own_params_of_narrow_ones_are_narrow_and_not_rounded_before():
     exchange = gravac.transform(axis_name=None, compress=True, controller=SPARSE)
     tx = optax.chain(exchange, optax.sgd(1.0, momentum=0.9))

@@ -218,6 +218,7 @@ def test_without_times_it_believes_the_wire_and_stays():
     assert (end <= cost.min(1) / 0.97).all()
 
 
+@pytest.mark.slow
 def test_one_step_under_a_mesh_and_simulated_foresees_alike():
     params = {"w": jnp.zeros((96, 64)), "b": jnp.zeros(64)}
     gradients = np.random.default_rng(0).standard_t(3, (4, 96 * 64 + 64))
@@ -241,6 +242,7 @@ def test_one_step_under_a_mesh_and_simulated_foresees_alike():
             assert share == pytest.approx(whole / squares.sum(1).mean(), rel=0.02)
 
 
+@pytest.mark.slow
 def test_rungs_that_send_nothing_are_not_taken():
     evidence = Evidence(
         step=jnp.int32(0),

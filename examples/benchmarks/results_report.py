@@ -210,17 +210,22 @@ def text(path: Path) -> str:
 def draw(path: Path, picture: Path) -> None:
     """Loss against bytes, and the factors that were chosen."""
     record = Record.read(path)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    _draw_frontier(record, left)
-    _draw_courses(record, right)
+    changing = [x for x in record.methods if len(record.of(x)[0]["course"]) > 1]
+    panels = 2 if changing else 1
+    figure, axes = plt.subplots(
+        1, panels, figsize=(5.5 * panels, 4.5), layout="constrained", squeeze=False
+    )
+    _draw_frontier(record, axes[0, 0])
+    if changing:
+        _draw_courses(record, changing, axes[0, 1])
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
 
 def _draw_frontier(record: Record, axis: Axes) -> None:
-    loss = lambda x: x["test"]["loss"]
-    place = lambda method: (record.mean(method, saved), record.mean(method, loss))
+    gap = lambda method: 100 * float(np.mean(record.gaps(method)))
+    place = lambda method: (record.mean(method, saved), gap(method))
     static = sorted(place(x) for x in record.methods if STATIC.fullmatch(x))
     axis.plot(*zip(*static, strict=True), "k.-", label="dense, static factors")
     others = [x for x in record.methods if not STATIC.fullmatch(x)]
@@ -229,18 +234,18 @@ def _draw_frontier(record: Record, axis: Axes) -> None:
         size = 12 if method == "default" else 6
         style = {"marker": "*" if method == "default" else marker, "markersize": size}
         axis.plot(*place(method), linestyle="", label=method, **style)
-    axis.set(xscale="log", xlabel="dense bytes over bytes", ylabel="test loss")
+    axis.set(xscale="log", xlabel="dense bytes over bytes")
+    axis.set(ylabel="test loss above dense, %, paired")
     axis.legend(fontsize="x-small", ncols=2)
     axis.grid(alpha=0.3)
 
 
-def _draw_courses(record: Record, axis: Axes) -> None:
-    for method in record.methods:
+def _draw_courses(record: Record, methods: list[str], axis: Axes) -> None:
+    for method in methods:
         line = record.of(method)[0]
         steps, factors = zip(*line["course"], strict=True)
-        if len(steps) > 1:
-            ends, last = (*steps, line["steps"]), (*factors, factors[-1])
-            axis.step(ends, last, where="post", label=method, alpha=0.8, linewidth=1)
+        ends, last = (*steps, line["steps"]), (*factors, factors[-1])
+        axis.step(ends, last, where="post", label=method, alpha=0.8, linewidth=1)
     axis.set(yscale="log", xlabel="step", ylabel="factor, first seed")
     axis.legend(fontsize="x-small")
     axis.grid(alpha=0.3)
