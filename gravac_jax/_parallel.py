@@ -215,10 +215,12 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
         # By type: a lone NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         _step_checks.returned_state(results, given)
-        _step_checks.returned_carry(results[len(state) : len(given)], own)
-        after, metrics = results[: len(given)], results[len(given) :]
-        comm.check_alike(state, after[: len(state)])
+        first, last = len(state), len(given)
+        after, own_after = results[:first], results[first:last]
+        _step_checks.returned_carry(own_after, own)
+        comm.check_alike(state, after)
+        metrics = results[last:]
         mean = comm.mean(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics))
-        return after[: len(state)], comm.cast(after[len(state) :]), mean
+        return after, comm.cast(own_after), mean
 
     return body

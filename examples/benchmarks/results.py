@@ -107,6 +107,21 @@ def add_up(lines: list[dict[str, float]]) -> Line:
     }
 
 
+def trained(
+    program: Any, config: Any, options: Options
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """What the test data say of a run, and its steps' figures.
+
+    Raises:
+      SystemExit: if it was stopped before its end.
+    """
+    tested, folder = program.train(config, options), options.out
+    lines = metrics.read_jsonl(folder / "metrics.jsonl")
+    if len(lines) < config.steps:
+        raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
+    return tested, lines
+
+
 def timed(program: Any, args: Args, folder: Path) -> Line:
     """Milliseconds of a step of one replica alone, dense and compressed."""
     config = program.PRESETS[args.preset]
@@ -122,10 +137,7 @@ def timed(program: Any, args: Args, folder: Path) -> Line:
             bfloat16=args.bfloat16,
             out=folder / method,
         )
-        program.train(config, options)
-        lines = metrics.read_jsonl(folder / method / "metrics.jsonl")
-        if len(lines) < TIMED_STEPS:
-            raise SystemExit(f"the timing of {method} was stopped; start it again")
+        _, lines = trained(program, config, options)
         # The last one waits for the evaluation.
         ends = [x["seconds"] for x in lines[FIRST_TIMED:-1]]
         line[f"{method}_ms"] = quartiles(1e3 * np.diff(ends), digits=2)
@@ -155,10 +167,7 @@ def run(
         compute_ms=compute_ms,
         selection_ms=selection_ms,
     )
-    tested = program.train(config, options)
-    lines = metrics.read_jsonl(folder / "metrics.jsonl")
-    if len(lines) < steps:
-        raise SystemExit(f"{folder} was stopped at step {len(lines)}; it can go on")
+    tested, lines = trained(program, config, options)
     tested = {k: round(x, 6) for k, x in tested.items()}
     # Of the process so far: start one a method to compare. CPUs keep no such figure.
     memory = jax.local_devices()[0].memory_stats() or {}
