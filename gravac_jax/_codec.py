@@ -61,21 +61,28 @@ class Codec:
         lost = bucket - self.values.rounded(bucket, spread)
         return _compaction.clear(bucket, marks, lost)
 
-    def encode(self, payload: Payload, exponents: jax.Array) -> jax.Array:
-        """`[words]` int32 or uint16."""
+    def encode(
+        self, payload: Payload, exponents: jax.Array, figures: jax.Array
+    ) -> jax.Array:
+        """`[words]` int32 or uint16; the last of them are `figures`, `[m]` float32."""
         at = self._exponents_at(exponents, payload.indices)
         values = self.values.encode(payload.values, at)
         indices = self.indices.encode(payload.indices, self.n)
         scales = (exponents,) if self.values.block else ()
-        return _join((values, *indices, *scales))
+        return _join((values, *indices, *scales), figures)
 
     def decode(self, buffer: jax.Array, k: int) -> Payload:
         """The payload of `k` slots that `encode` was given."""
-        values, *rest = _split(buffer, self._parts(k))
+        values, *rest = _split(buffer, self._parts(k))  # what comes last is left
         exponents = rest.pop() if self.values.block else jnp.zeros(0, jnp.uint8)
         indices = self.indices.decode(tuple(rest), k, self.n)
         at = self._exponents_at(exponents, indices)
         return Payload(self.values.decode(values, at), indices)
+
+    def figures(self, buffer: jax.Array, m: int) -> jax.Array:
+        """The `m` of them that `encode` was given."""
+        like = jax.ShapeDtypeStruct((m,), jnp.float32)
+        return _from_words(buffer[-_words_of([like], buffer.dtype) :], like)
 
     def payload_bytes(self, k: int) -> int:
         """Of a payload of `k` slots."""
@@ -103,9 +110,9 @@ def _words_of(parts: Sequence[Any], word: np.dtype) -> int:
     return sum(-(-x.size * x.dtype.itemsize // word.itemsize) for x in parts)
 
 
-def _join(parts: Sequence[jax.Array]) -> jax.Array:
-    """One array of the words of all `parts`."""
-    return jnp.concatenate([_to_words(x, _word(parts)) for x in parts])
+def _join(parts: Sequence[jax.Array], figures: jax.Array) -> jax.Array:
+    """One array of the words of all `parts`, then those of `figures`."""
+    return jnp.concatenate([_to_words(x, _word(parts)) for x in (*parts, figures)])
 
 
 def _to_words(x: jax.Array, word: np.dtype) -> jax.Array:

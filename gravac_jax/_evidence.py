@@ -15,7 +15,7 @@ from gravac_jax._throughput import WireCost
 
 
 class Energies(NamedTuple):
-    """Averaged over replicas, in one collective.
+    """Averaged over replicas.
 
     Attributes:
       sent: `[rungs]` float32, what each rung would have sent of what it
@@ -36,26 +36,29 @@ def energies(
     controller: Controller,
     looks: jax.Array | bool,
     sample: Callable[[], jax.Array],
+    slices: Comm,
+    every: Comm,
 ) -> Energies:
-    """This replica's own, of all buckets together.
+    """Of all buckets together: those that did not travel with the entries do now.
 
     Args:
       exchanged: what came of each bucket.
       controller: says whether it wants to know of the gradient alone.
       looks: whether it does in this step.
       sample: gives `sampled`, at its price.
+      slices: those who hold the other slices of the buckets, if any.
+      every: all who hold part of a gradient.
     """
-    sent = _tree.total(x.energies for x in exchanged)
-    gradient = jnp.zeros(0, jnp.float32)
+    here = [x.own_energies for x in exchanged if x.mean_energies is None]
+    there = [x.mean_energies for x in exchanged if x.mean_energies is not None]
+    means = [every.mean(_tree.total(here))] if here else []
+    means += [slices.mean(_tree.total(there))] if there else []
+    mean = _tree.total(means)
+    sent, gradient = mean[:-1], jnp.zeros(0, jnp.float32)
     if controller.samples_gradient:
-        # Made from the others, they vary over the same axes.
-        nothing = lambda: jnp.where(sent < 0, sent, 0.0)
-        gradient = jax.lax.cond(looks, sample, nothing)
-    return Energies(
-        sent=sent,
-        compensated=_tree.total(x.energy for x in exchanged),
-        gradient=gradient,
-    )
+        nothing = lambda: every.zeros(sent)
+        gradient = jax.lax.cond(looks, lambda: every.mean(sample()), nothing)
+    return Energies(sent, mean[-1], gradient)
 
 
 def gains(

@@ -11,7 +11,7 @@ import numpy as np
 from gravac_jax._buckets import Buckets
 from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges.base import Exchange, Traffic
-from gravac_jax._exchanges.dense import dense_traffic
+from gravac_jax._exchanges.dense import dense_traffic, energies_traffic
 from gravac_jax._info import StepInfo
 from gravac_jax._throughput import WireCost
 
@@ -24,6 +24,7 @@ class Tables(NamedTuple):
       payload_bytes: `[rungs + 1]`.
       wire_bytes: `[rungs + 1]`.
       messages: `[rungs + 1]`, one after the other.
+      sample: what is added in a step that looks, of the gradient's energies.
       dense: of a float32 mean of all leaves.
     """
 
@@ -31,6 +32,7 @@ class Tables(NamedTuple):
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
     messages: np.ndarray
+    sample: Traffic
     dense: Traffic
 
 
@@ -40,28 +42,26 @@ def tables(
     controller: Controller,
     replicas: int,
 ) -> Tables:
-    """What each rung sends, with one exchange per bucket.
-
-    The evidence of a controller that samples the gradient has another energy per rung.
-    """
+    """What each rung sends, with one exchange per bucket."""
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
-    # The step's own evidence: a count, an energy and the rung, and per rung an energy
-    # and a time with its count, beside the total.
+    # The step's own evidence: a count, an energy and the rung, and per rung a time with
+    # its count; then the energies that did not travel with the entries.
     common = dense_traffic(m + 3 + 2 * rungs, replicas)
-    evidence = dense_traffic(rungs + 1 + rungs * controller.samples_gradient, replicas)
-    _, *always = np.sum([common, evidence], axis=0)
+    both = list(zip(exchanges, buckets.sizes, strict=True))
+    travel = [x.energies_traffic(n, ladder[0], rungs, replicas) for x, n in both]
+    apart = energies_traffic(rungs, replicas)
+    _, *always = np.sum([common] + [apart] * (None in travel), axis=0)
     rows = []
     for factor in ladder:
-        per_bucket = [
-            exchange.traffic(n, factor, replicas)
-            for exchange, n in zip(exchanges, buckets.sizes, strict=True)
-        ]
-        entries, *sizes = np.sum(per_bucket, axis=0)
+        per_bucket = [x.traffic(n, factor, replicas) for x, n in both]
+        with_them = [x.energies_traffic(n, factor, rungs, replicas) for x, n in both]
+        entries, *sizes = np.sum([*per_bucket, *filter(None, with_them)], axis=0)
         rows.append((n / entries if n else 1.0, *np.add(sizes, always)))
     rows.append((np.inf, *always))
+    sample = dense_traffic(rungs * controller.samples_gradient, replicas)
     dense = dense_traffic(n + m, replicas)
-    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
+    return Tables(*np.asarray(rows, np.float32).T, sample=sample, dense=dense)
 
 
 def warn_if_dense(
@@ -79,9 +79,8 @@ def warn_if_dense(
             " than a dense step, and are dense steps, as those of a warm-up may be. If"
             " that is not meant, begin the ladder higher, such as"
             f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
-            " or choose an exchange that sends less: AllGather with BFloat16() values"
-            " and UInt16() indices, LeaderIndices(), or Cheapest((AllGather(),"
-            " LeaderIndices())).",
+            " or choose an exchange that sends less: LeaderIndices(), or"
+            " Cheapest((AllGather(), LeaderIndices())).",
             stacklevel=2,
         )
 
@@ -123,16 +122,18 @@ def after(
     gains: jax.Array,
     is_finite: jax.Array,
     is_apart: jax.Array,
+    looks: jax.Array | bool,
 ) -> StepInfo:
     """The report of a step that ran at `rung`, or was skipped: the last row."""
     factor = jnp.asarray(table.factors)[rung]
+    sample = jnp.where(looks, jnp.asarray(table.sample, jnp.float32), 0)
     is_dense = (factor == 1).astype(jnp.int32)
     return StepInfo(
         factor=factor,
         gain=jnp.append(gains, 0.0)[rung],
         gains=gains,
-        payload_bytes=jnp.asarray(table.payload_bytes)[rung],
-        wire_bytes=jnp.asarray(table.wire_bytes)[rung],
+        payload_bytes=jnp.asarray(table.payload_bytes)[rung] + sample[1],
+        wire_bytes=jnp.asarray(table.wire_bytes)[rung] + sample[2],
         dense_bytes=jnp.float32(table.dense.payload_bytes),
         dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
         is_finite=is_finite,

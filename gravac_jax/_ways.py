@@ -10,7 +10,7 @@ import jax
 from gravac_jax import _buckets, _comm, _report
 from gravac_jax._controllers import Fastest, Fixed
 from gravac_jax._controllers.base import Controller
-from gravac_jax._encoding import BFloat16, UInt16
+from gravac_jax._encoding import Float32, Int32
 from gravac_jax._exchanges import AllGather, DenseMean16, LeaderIndices, LowRank
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._exchanges.dense import dense_traffic
@@ -19,7 +19,7 @@ from gravac_jax._verdict import DENSE, DENSE_RUNG, GATHER, REDUCE, Call, Way
 # What each is called, and by what most of its bytes travel.
 EXCHANGES: dict[str, tuple[Exchange, str]] = {
     "all-gather": (AllGather(), GATHER),
-    "all-gather-4": (AllGather(values=BFloat16(), indices=UInt16()), GATHER),
+    "all-gather-8": (AllGather(values=Float32(), indices=Int32()), GATHER),
     "leader": (LeaderIndices(), REDUCE),
     "low-rank": (LowRank(), REDUCE),
     "dense-16": (DenseMean16(), GATHER),

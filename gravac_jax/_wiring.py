@@ -190,19 +190,13 @@ class Wiring:
             strict=True,
         )
         means = tuple(x.mean for x in exchanged)
-        sample = functools.partial(
-            _evidence.sampled,
-            flat,
-            dense,
-            exchanges,
-            ladder,
-            key,
-            comm,
-            fast,
-            self.is_sharded,
+        sample = lambda: _evidence.sampled(
+            flat, dense, exchanges, ladder, key, comm, fast, self.is_sharded
         )
-        own = _evidence.energies(exchanged, self.controller, looks, sample)
-        energies = both.mean(own)
+        slices = fast if self.is_sharded else Comm(None)
+        energies = _evidence.energies(
+            exchanged, self.controller, looks, sample, slices, both
+        )
         evidence = _evidence.evidence(
             state.steps,
             comm,
@@ -230,7 +224,13 @@ class Wiring:
             controller=controller,
             past_rungs=jnp.where(slot, rung, state.past_rungs),
             info=_report.after(
-                state.info, tables, rung, gains, is_finite, jnp.any(common.apart > 0)
+                state.info,
+                tables,
+                rung,
+                gains,
+                is_finite,
+                jnp.any(common.apart > 0),
+                looks,
             ),
         )
 

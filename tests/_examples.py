@@ -34,14 +34,17 @@ class Stairs:
         return jnp.float32(self.share) ** jnp.float32(step // self.every)
 
 
+# Of an all-gather whose entries are sent as they are.
+WIDE = {"values": gravac.Float32(), "indices": gravac.Int32()}
+
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.BlockTopK: [{"block": 32}],
     # Exact, with slots left empty, rounded; others in test_combinations.py.
     gravac.AllGather: [
-        {"compressor": gravac.TopK()},
+        {"compressor": gravac.TopK(), **WIDE},
+        WIDE,
         {},
-        {"values": gravac.BFloat16(), "indices": gravac.UInt16()},
     ],
     gravac.Cheapest: [
         {

@@ -175,7 +175,7 @@ COMPRESSOR_LAWS = (
 # that sums are exact in any order, and a ladder that begins with 1. ----------------
 
 
-def _step(
+def _exchange(
     exchange: Any, ladder: Any, comm: Comm, bucket: Any, rung: Any, looks: Any = True
 ) -> Any:
     exchange = exchange.shaped(_oracles.shapes(bucket.size))
@@ -183,7 +183,11 @@ def _step(
     exchanged, _ = exchange.exchange(
         bucket, state, rung, ladder=ladder, key=key, comm=comm, looks=looks
     )
-    return tuple(exchanged)
+    return exchanged
+
+
+def _step(*arguments: Any) -> Any:
+    return tuple(_exchange(*arguments))[:4]
 
 
 @functools.cache
@@ -307,7 +311,7 @@ def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     """`traffic` counts what is put into the collectives, these, and entries."""
     replicas, n = buckets.shape
     trace = jax.make_jaxpr(
-        functools.partial(_step, exchange, ladder, Comm("data")),
+        functools.partial(_exchange, exchange, ladder, Comm("data")),
         axis_env=[("data", replicas)],
     )
     jaxpr = trace(buckets[0], np.int32(0)).jaxpr
@@ -319,13 +323,34 @@ def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
             outer = [chosen.index(x) for x in (*taken, taken[-1])]
     for rung, factor in enumerate(ladder):
         traffic = shaped.traffic(n, factor, replicas)
+        beside = shaped.energies_traffic(n, factor, len(ladder), replicas)
+        _, size, _, messages = np.sum([traffic, beside or np.zeros(4)], axis=0)
         sent = put_in(jaxpr, rung, len(ladder), replicas, outer)
-        assert (traffic.payload_bytes, traffic.messages) == sent
+        assert (size, messages) == sent
         _, residual, *_ = exchanged(exchange, buckets, ladder, rung)
         changed = np.count_nonzero(buckets - residual, axis=1).max()
         assert exchange.tolerance or changed <= traffic.entries
         assert shaped.traffic(n, factor, 1).wire_bytes == 0
     assert put_in(jaxpr, len(ladder), len(ladder), replicas, outer) == (0, 0)
+
+
+def averages_energies_that_travel(
+    exchange: Any, buckets: np.ndarray, ladder: Any
+) -> None:
+    """Those that come with the entries are the means of what each replica told."""
+    replicas, n = buckets.shape
+    shaped = exchange.shaped(_oracles.shapes(n))
+    travel = shaped.energies_traffic(n, ladder[0], len(ladder), replicas) is not None
+    step = functools.partial(_exchange, exchange, ladder, Comm("data"))
+    step = jax.jit(jax.vmap(step, in_axes=(0, None), axis_name="data"))
+    for rung in range(len(ladder)):
+        exchanged = step(buckets, np.int32(rung))
+        assert (exchanged.mean_energies is not None) == travel
+        if travel:
+            means = np.asarray(exchanged.mean_energies)
+            assert_same(means, np.stack([means[0]] * replicas))
+            own = np.column_stack([exchanged.energies, exchanged.energy])
+            np.testing.assert_allclose(means[0], own.mean(0), rtol=1e-6)
 
 
 def ignores_the_order_of_replicas(
@@ -371,6 +396,7 @@ EXCHANGE_LAWS = (
     knows_what_it_sent,
     sends_alike_looking_or_not,
     declares_its_bytes,
+    averages_energies_that_travel,
     ignores_the_order_of_replicas,
     is_the_same_alone,
     exchanges_like_its_oracle,

@@ -143,6 +143,12 @@ class TellsTheEnergyOfTheTop(gravac.AllGather):
         return good._replace(energies=top), state
 
 
+class AddsItsEnergiesUp(gravac.AllGather):
+    def exchange(self, bucket, state, rung, *, comm, **others):
+        good, state = super().exchange(bucket, state, rung, comm=comm, **others)
+        return good._replace(mean_energies=good.mean_energies * comm.replicas), state
+
+
 class TalksBeforehand(gravac.AllGather):
     def exchange(self, bucket, state, rung, **others):
         bucket = jax.lax.pmean(bucket, "data")

@@ -2,6 +2,7 @@
 
 import copy
 
+import _examples
 import _harness
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ class Steps:
 
 SPARSE_TOP = {
     "compress": True,
-    "compressor": gravac.TopK(),
+    "exchange": gravac.AllGather(gravac.TopK(), **_examples.WIDE),
     "controller": SPARSE,
 }
 TRAININGS = {

@@ -7,6 +7,7 @@ held back. With momentum 1/2 and gradients of few bits all of it is exact.
 import itertools
 import math
 
+import _examples
 import _harness
 import _oracles
 import jax
@@ -72,7 +73,7 @@ def library(memory, replicas, max_norm, decay, controller, grads):
     tx = optax.chain(
         gravac.transform(
             compress=COMPRESS,
-            compressor=gravac.TopK(),
+            exchange=gravac.AllGather(gravac.TopK(), **_examples.WIDE),
             memory=memory,
             controller=controller,
             weight_decay=decay,

@@ -119,6 +119,7 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
     codec = Codec(values, indices, n)
     places = slots(n, k, sent)
     mask = np.isin(np.arange(n), places)
+    figures = np.array([1 / 3, 2.0**60, 0.0], np.float32)
 
     @jax.jit
     def journey(bucket):
@@ -126,13 +127,15 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
         exponents = codec.exponents(bucket, marks)
         payload = _payload.take(bucket, jnp.asarray(places))
         rounded = codec.rounded(payload.values, exponents, payload.indices)
-        buffer = codec.encode(Payload(rounded, payload.indices), exponents)
+        buffer = codec.encode(Payload(rounded, payload.indices), exponents, figures)
         kept = codec.kept(bucket, exponents, marks)
-        return buffer, codec.decode(buffer, k), kept
+        beside = codec.figures(buffer, figures.size)
+        return buffer, codec.decode(buffer, k), beside, kept
 
-    buffer, arrived, kept = jax.tree.map(np.asarray, journey(bucket))
+    buffer, arrived, beside, kept = jax.tree.map(np.asarray, journey(bucket))
     assert buffer.ndim == 1
-    assert buffer.nbytes == codec.payload_bytes(k)
+    assert buffer.nbytes == codec.payload_bytes(k) + figures.nbytes
+    assert_same(beside, figures)
     assert_same(arrived.indices, places)
     assert not arrived.values[sent:].any()
     total = kept.astype(np.float64)

@@ -70,7 +70,9 @@ def test_the_rung_is_data_and_one_executable_serves_the_ladder(exchange):
 
 def test_a_gathered_entry_costs_a_value_with_its_index_times_the_others():
     traffic = gravac.AllGather().traffic(1000, factor=10, replicas=5)
-    assert traffic == (100, 100 * (4 + 4), 4 * 100 * (4 + 4), 4)
+    end_of_block = 4
+    payload_bytes = 100 * (2 + 2) + end_of_block
+    assert traffic == (100, payload_bytes, 4 * payload_bytes, 4)
 
 
 def test_factor_1_costs_as_much_as_a_dense_mean():
@@ -118,7 +120,8 @@ def test_a_replica_that_selects_nothing_has_finite_energies():
 
 
 def test_what_is_cheapest_changes_with_the_network_and_with_the_replicas():
-    gathered, led = both = gravac.AllGather(), gravac.LeaderIndices()
+    wide = gravac.AllGather(**_examples.WIDE)
+    gathered, led = both = wide, gravac.LeaderIndices()
     by_bytes = gravac.Cheapest(both, gravac.WireCost(latency_seconds=0))
     by_messages = gravac.Cheapest(both, gravac.WireCost(1e12, latency_seconds=1))
     # 8 (N - 1) bytes an entry against 16 (N - 1) / N: as many at N = 2.
@@ -141,7 +144,8 @@ def test_a_choice_of_one_exchange_is_that_exchange():
 def test_what_is_not_chosen_stays_as_it_was_while_the_rung_wanders():
     # 50 entries by an all-gather, 12 messages of a leader's being too many; 500 led.
     wire = gravac.WireCost(bytes_per_second=1000, latency_seconds=0.1)
-    both = gravac.AllGather(gravac.TopK()), gravac.LeaderIndices(gravac.TopK())
+    wide = gravac.AllGather(gravac.TopK(), **_examples.WIDE)
+    both = wide, gravac.LeaderIndices(gravac.TopK())
     exchange, ladder, n = gravac.Cheapest(both, wire), (1.0, 4.0, 40.0), 2000
     assert exchange.choices(n, ladder, 4) == [both[0], both[1], both[0]]
 

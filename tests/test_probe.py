@@ -287,8 +287,8 @@ def test_nothing_of_the_table_is_cut_where_there_is_no_terminal(capsys):
             "ceiling": None,
             "compute_seconds": 1.0,
             "dense": row("dense", 1),
-            "rows": [row("all-gather-4", 1000)],
-            "break_even": {"all-gather-4": 10.0},
+            "rows": [row("all-gather-8", 1000)],
+            "break_even": {"all-gather-8": 10.0},
             "verdict": "compression pays here",
             "notes": [],
         }
@@ -318,10 +318,10 @@ def test_it_probes_these_devices(model, tmp_path, capsys):
     assert "8 replicas over data: all-reduce" in said
     ways = [(x["exchange"], x["factor"]) for x in report["rows"]]
     assert ways == [("dense rung", 1), ("all-gather", 10), ("all-gather", 50)]
-    # Eight bytes an entry from seven others, beside the evidence.
+    # Four bytes an entry from seven others, beside the evidence.
     sent = [x["wire_bytes"] for x in report["rows"]]
     assert sent[1] - sent[2] == pytest.approx(
-        7 * 8 * 16384 * (1 / 10 - 1 / 50), rel=0.01
+        7 * 4 * 16384 * (1 / 10 - 1 / 50), rel=0.01
     )
     assert report["ceiling"][0] > 0
     assert probe.read(path).compute_seconds == report["compute_seconds"]
@@ -335,7 +335,7 @@ def test_it_probes_two_axes_and_all_exchanges(tmp_path):
     report = json.loads(path.read_text())
     assert list(report["axes"]) == ["dcn", "ici", "dcn+ici"]
     assert {x["exchange"] for x in report["rows"]} == {
-        *("dense rung", "all-gather", "all-gather-4"),
+        *("dense rung", "all-gather", "all-gather-8"),
         *("leader", "low-rank", "dense-16"),
     }
     assert "exchange is" in report["verdict"]

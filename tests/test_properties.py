@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import _examples
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -63,12 +64,12 @@ def of(**recipe):
     return tuple(recipe.items())
 
 
-SHORT = gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
+WIDE = gravac.AllGather(**_examples.WIDE)
 BYTES = gravac.AllGather(gravac.TopK(), values=gravac.Int8())
 CASES = {
     "default": Case("float32", 4, (1, 3, 10)),
     "mixed dtypes": Case("mixed", 3, (1, 4)),
-    "short entries": Case("float32", 4, (1, 2, 8), of(exchange=SHORT)),
+    "wide entries": Case("float32", 4, (1, 2, 8), of(exchange=WIDE)),
     "bytes": Case("one", 2, (1, 4), of(exchange=BYTES)),
     "top k": Case("one", 7, (1, 2.5), of(exchange=gravac.AllGather(gravac.TopK()))),
     "momentum": Case("float32", 2, (1, 5), of(momentum=0.5), is_exact=False),
@@ -86,7 +87,7 @@ CASES = {
     "nothing compressed": Case("all small", 4, (1, 4), of(compress=False)),
     "alone": Case("float32", 1, (1, 4)),
     "mesh": Case("mixed", 4, (1, 4), is_mapped=True),
-    "short on a mesh": Case("float32", 3, (1, 4), of(exchange=SHORT), is_mapped=True),
+    "wide on a mesh": Case("float32", 3, (1, 4), of(exchange=WIDE), is_mapped=True),
 }
 
 
@@ -324,7 +325,7 @@ def test_of_slices_nothing_is_lost(examples):
 ALONE = {
     "default": {},
     "top k": {"exchange": gravac.AllGather(gravac.TopK())},
-    "short entries": {"exchange": SHORT},
+    "wide entries": {"exchange": WIDE},
     "momentum": {"momentum": 0.5},
 }
 

@@ -1,5 +1,6 @@
 import warnings
 
+import _examples
 import _laws
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def tables(tree=WEIGHTS, compress=True, exchange=None, replicas=N):
 
 after = jax.jit(
     lambda before, rung, gains, is_finite, is_apart=False: _report.after(
-        before, tables(), rung, gains, is_finite, jnp.asarray(is_apart)
+        before, tables(), rung, gains, is_finite, jnp.asarray(is_apart), True
     )
 )
 
@@ -141,7 +142,7 @@ def test_no_two_figures_share_a_buffer():
 def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = (1.0, 10.0, 20.0, 100.0)
-    exchanges = [gravac.AllGather()]
+    exchanges = [gravac.AllGather(**_examples.WIDE)]
     table = _report.tables(buckets, exchanges, gravac.Scheduled(len, ladder), 32)
     assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()

@@ -58,6 +58,7 @@ EXCHANGE_SABOTEURS = {
     _saboteurs.FavorsTheFirstReplica(): (_laws.ignores_the_order_of_replicas,),
     _saboteurs.IsSilentAlone(): (_laws.is_the_same_alone,),
     _saboteurs.TellsTheEnergyOfTheTop(): (_laws.knows_what_it_sent,),
+    _saboteurs.AddsItsEnergiesUp(): (_laws.averages_energies_that_travel,),
     _saboteurs.TalksBeforehand(): (_laws.declares_its_bytes,),
     _saboteurs.CountsNoIndices(): (_laws.declares_its_bytes,),
     _saboteurs.SendsInItsSleep(): (_laws.sends_nothing_beyond_the_ladder,),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import _examples
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ PARAMS = {"b": np.zeros(DENSE_SIZE, np.float32), "w": np.zeros((8, 8), np.float3
 COMPRESS = {"b": False, "w": True}
 LADDER = (1, 4, 16)
 ENTRIES = {1: 64, 4: 16, 16: 4}  # n / factor
+EXACT = gravac.AllGather(**_examples.WIDE)
 
 
 def draw(scale):
@@ -72,7 +74,7 @@ def times(seconds=np.nan, lag=1):
 
 
 def gravac_with(controller):
-    return gravac.transform(compress=COMPRESS, controller=controller)
+    return gravac.transform(compress=COMPRESS, controller=controller, exchange=EXACT)
 
 
 def sgd(exchange):
@@ -88,7 +90,10 @@ RECIPES = {
     "gravac": gravac_with(GRAVAC),
     "fastest": gravac_with(gravac.Fastest(LADDER)),
     "early": gravac.transform(
-        compress=COMPRESS, controller=Scripted(LADDER), bucket_bytes=1
+        compress=COMPRESS,
+        controller=Scripted(LADDER),
+        exchange=EXACT,
+        bucket_bytes=1,
     ),
     "factor 1": sgd(gravac_with(gravac.Fixed(1))),
     "dense mean": sgd(
@@ -314,20 +319,23 @@ def test_all_replicas_take_the_rung_of_the_first():
 
 
 @in_every_mapped_way
-@pytest.mark.parametrize(("recipe", "samples"), [("scripted", 1), ("fastest", 2)])
-def test_nothing_is_communicated_but_what_is_meant(recipe, samples, how):
+@pytest.mark.parametrize(("recipe", "has_sample"), [("scripted", 0), ("fastest", 1)])
+def test_nothing_is_communicated_but_what_is_meant(recipe, has_sample, how):
     found, _ = collectives(program(how, recipe))
     rungs = len(LADDER)
+    energies = 4 * (rungs + 1)
     assert sorted(found) == sorted(
         [
             # Dense leaves; a count, an energy and the rung; a time with its count per
             # rung.
             ("all-reduce", "f32", 4 * (DENSE_SIZE + 3 + 2 * rungs), ()),
-            # The energies of all rungs, of the gradient's too, and of everything.
-            ("all-reduce", "f32", 4 * (samples * rungs + 1), ()),
+            # With the entries, the energies of all rungs and of everything.
             ("all-reduce", "f32", 4 * SIZE, (0,)),
-            ("all-gather", "s32", 8 * ENTRIES[4], (1,)),
-            ("all-gather", "s32", 8 * ENTRIES[16], (2,)),
+            ("all-reduce", "f32", energies, (0,)),
+            ("all-gather", "s32", 8 * ENTRIES[4] + energies, (1,)),
+            ("all-gather", "s32", 8 * ENTRIES[16] + energies, (2,)),
+            # Of the gradient, in steps that look.
+            *[("all-reduce", "f32", 4 * rungs, (1,))] * has_sample,
         ]
     )
 
@@ -335,15 +343,13 @@ def test_nothing_is_communicated_but_what_is_meant(recipe, samples, how):
 @in_every_mapped_way
 def test_short_entries_travel_in_16_bits(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
-    exchange = gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
-    tx = gravac.transform(
-        compress=COMPRESS, exchange=exchange, controller=Scripted(LADDER)
-    )
+    tx = gravac.transform(compress=COMPRESS, controller=Scripted(LADDER))
     found, _ = collectives(trajectory(tx, PARAMS, how).text(FLOATS, **times()))
+    energies = 4 * (len(LADDER) + 1)
     assert {x for x in found if x.kind == "all-gather"} == {
-        # The end of the one block, in 32 bits.
-        ("all-gather", "u16", 4 * ENTRIES[4] + 4, (1,)),
-        ("all-gather", "u16", 4 * ENTRIES[16] + 4, (2,)),
+        # The end of the one block, in 32 bits, and the energies.
+        ("all-gather", "u16", 4 * ENTRIES[4] + 4 + energies, (1,)),
+        ("all-gather", "u16", 4 * ENTRIES[16] + 4 + energies, (2,)),
     }
 
 
@@ -521,7 +527,7 @@ def test_a_tree_without_entries_comes_back(tree):
 
 
 def test_alone_is_one_replica_on_a_mesh():
-    alone = gravac.transform(None, compress=COMPRESS, controller=GRAVAC)
+    alone = gravac.transform(None, compress=COMPRESS, controller=GRAVAC, exchange=EXACT)
     one = jax.tree.map(lambda x: x[:, :1], INTEGERS)
     expected, expected_states = trajectory(
         RECIPES["gravac"], PARAMS, "shard_map", mesh=make_mesh((1,))
@@ -543,7 +549,9 @@ def test_alone_is_one_replica_on_a_mesh():
 @on_every_mesh
 def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
     names = ("outer", "inner")
-    tx = gravac.transform(names, compress=COMPRESS, controller=Scripted(LADDER))
+    tx = gravac.transform(
+        names, compress=COMPRESS, controller=Scripted(LADDER), exchange=EXACT
+    )
     mesh = make_mesh((2, 2), names, axis_type)
     received = trajectory(tx, PARAMS, how, mesh=mesh, axis_name=names)
     expected = compiled("scripted", "shard_map")(INTEGERS, **times())

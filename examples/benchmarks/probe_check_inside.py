@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-3  # the probe's own
 PAST_LOOKING = 33  # the first steps of a run look at all rungs
 EXCHANGES = {
     "all-gather": gravac.AllGather(),
-    "all-gather-4": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()),
+    "all-gather-8": gravac.AllGather(values=gravac.Float32(), indices=gravac.Int32()),
     "leader": gravac.LeaderIndices(),
     "low-rank": gravac.LowRank(),
 }

@@ -24,7 +24,7 @@ class BFloat16(ValueEncoding):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(values=gravac.BFloat16()).traffic(10_000, 100, replicas=2)
-      Traffic(entries=100, payload_bytes=600, wire_bytes=600, messages=1)
+      Traffic(entries=100, payload_bytes=404, wire_bytes=404, messages=1)
     """
 
     dtype: ClassVar[Any] = jnp.uint16

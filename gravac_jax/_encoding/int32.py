@@ -17,7 +17,7 @@ class Int32(IndexEncoding):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(indices=gravac.Int32()).traffic(10_000, 100, replicas=2)
-      Traffic(entries=100, payload_bytes=800, wire_bytes=800, messages=1)
+      Traffic(entries=100, payload_bytes=600, wire_bytes=600, messages=1)
     """
 
     def encode(self, indices: jax.Array, n: int) -> tuple[jax.Array, ...]:

@@ -37,7 +37,7 @@ class Int8(ValueEncoding):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(values=gravac.Int8()).traffic(10_000, 100, replicas=2)
-      Traffic(entries=100, payload_bytes=502, wire_bytes=502, messages=1)
+      Traffic(entries=100, payload_bytes=306, wire_bytes=306, messages=1)
 
     References:
       Dettmers, 8-bit approximations for parallelism in deep learning, ICLR 2016, and

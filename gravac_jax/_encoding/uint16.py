@@ -25,7 +25,7 @@ class UInt16(IndexEncoding):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(indices=gravac.UInt16()).traffic(10_000, 100, replicas=2)
-      Traffic(entries=100, payload_bytes=604, wire_bytes=604, messages=1)
+      Traffic(entries=100, payload_bytes=404, wire_bytes=404, messages=1)
     """
 
     def encode(self, indices: jax.Array, n: int) -> tuple[jax.Array, ...]:

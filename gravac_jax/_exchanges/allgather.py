@@ -1,19 +1,27 @@
 """Everybody sends its own selection to everybody."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gravac_jax import _checks, _comm, _payload, _selection
 from gravac_jax._codec import Codec
 from gravac_jax._comm import Comm
 from gravac_jax._compressors import Threshold
 from gravac_jax._compressors.base import Compressor
-from gravac_jax._encoding import Float32, Int32
+from gravac_jax._encoding import BFloat16, UInt16
 from gravac_jax._encoding.base import IndexEncoding, ValueEncoding
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
-from gravac_jax._exchanges.dense import cheaper, dense_exchange
+from gravac_jax._exchanges.dense import (
+    VALUE_BYTES,
+    averaged,
+    cheaper,
+    dense_exchange,
+    energies_traffic,
+)
 from gravac_jax._payload import Payload
 
 
@@ -28,14 +36,16 @@ class AllGather(Exchange):
     twice the bytes of a bucket.
 
     Cost:
-      (N - 1) alpha + (N - 1) b k beta, with b bytes an entry, 8 by default and 4 with
-      16-bit values and indices; against a dense ring's 2 (N - 1) / N 4 n beta. Below
-      a factor of N b / 8 it is dense.
+      (N - 1) alpha + (N - 1) b k beta, with b bytes an entry: 4, or 8 with values and
+      indices of 32 bits; against a dense ring's 2 (N - 1) / N 4 n beta. Below a factor
+      of N b / 8 it is dense. The energies of all rungs travel with the entries.
 
     Args:
       compressor: chooses the entries.
-      values: how their values travel.
-      indices: how their indices travel.
+      values: how their values travel. Default: `BFloat16()`, whose rounding stays in
+        the residual; `Float32()` does not round.
+      indices: how their indices travel. Default: `UInt16()`, places within 65,536
+        entries.
 
     Raises:
       TypeError: if one of them is of another kind.
@@ -43,15 +53,15 @@ class AllGather(Exchange):
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.AllGather(gravac.TopK()).traffic(1000, factor=100, replicas=4)
-      Traffic(entries=10, payload_bytes=80, wire_bytes=240, messages=3)
+      Traffic(entries=10, payload_bytes=44, wire_bytes=132, messages=3)
 
     References:
       Lin et al., Deep Gradient Compression, ICLR 2018; Tyagi and Swany, GraVAC, 2023.
     """
 
     compressor: Compressor = dataclasses.field(default_factory=Threshold)
-    values: ValueEncoding = dataclasses.field(default_factory=Float32)
-    indices: IndexEncoding = dataclasses.field(default_factory=Int32)
+    values: ValueEncoding = dataclasses.field(default_factory=BFloat16)
+    indices: IndexEncoding = dataclasses.field(default_factory=UInt16)
 
     def __post_init__(self) -> None:
         _checks.component(self.compressor, Compressor, "compressor", "gravac.TopK()")
@@ -86,28 +96,34 @@ class AllGather(Exchange):
         n = bucket.size
         counts = self.entries(n, ladder, comm.replicas)
         if min(counts) == n:
-            return dense_exchange(bucket, rung, len(ladder), comm), state
+            exchanged = dense_exchange(bucket, rung, len(ladder), comm)
+            return averaged(exchanged, rung, comm), state
         codec, slots = self._codec(n), _selection.slots(counts, n, rung, looks)
         selected, state = _selection.select(
             self.compressor, codec, bucket, state, slots, key
         )
 
-        def gathered_mean(k: int) -> jax.Array:
-            payload = Payload(*(x[:k] for x in selected.payload))
-            buffers = comm.gather(codec.encode(payload, selected.exponents))
-            decode = lambda buffer: codec.decode(buffer, k)
-            return _payload.add_up(buffers, decode, comm.zeros(bucket))
+        own = jnp.append(selected.energies, selected.energy)
 
-        mean = in_branch(
+        def gathered_mean(k: int) -> tuple[jax.Array, jax.Array]:
+            payload = Payload(*(x[:k] for x in selected.payload))
+            buffers = comm.gather(codec.encode(payload, selected.exponents, own))
+            decode = lambda buffer: codec.decode(buffer, k)
+            mean = _payload.add_up(buffers, decode, comm.zeros(bucket))
+            read = functools.partial(codec.figures, m=own.size)
+            return mean, jnp.mean(jax.vmap(read)(buffers), axis=0)
+
+        # The energies travel with the entries: one collective less to wait for.
+        mean, mean_energies = in_branch(
             rung,
             counts,
             n,
             sparse=gathered_mean,
-            dense=lambda: comm.mean(bucket),
-            nothing=lambda: comm.zeros(bucket),
+            dense=lambda: (comm.mean(bucket), comm.mean(own)),
+            nothing=lambda: (comm.zeros(bucket), comm.zeros(own)),
         )
         return Exchanged(
-            mean, selected.residual, selected.energies, selected.energy
+            mean, selected.residual, selected.energies, selected.energy, mean_energies
         ), state
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
@@ -118,3 +134,17 @@ class AllGather(Exchange):
         messages = _comm.gather_messages(replicas)
         traffic = Traffic(k, payload_bytes, wire_bytes, messages)
         return cheaper(traffic, n, replicas)
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """4 bytes a rung and 4 more; a message of their own in dense steps alone."""
+        if self.traffic(n, factor, replicas).entries == n:
+            return energies_traffic(rungs, replicas)
+        payload_bytes = VALUE_BYTES * (rungs + 1)
+        return Traffic(
+            entries=0,
+            payload_bytes=payload_bytes,
+            wire_bytes=_comm.gather_wire_bytes(payload_bytes, replicas),
+            messages=0,
+        )

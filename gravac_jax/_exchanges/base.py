@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gravac_jax import _curve
 from gravac_jax._comm import Comm
@@ -26,12 +27,21 @@ class Exchanged(NamedTuple):
         would have sent; exact for the rung that was taken, and all that is known if the
         step does not look at others.
       energy: `[]` float32, the energy of the whole bucket.
+      mean_energies: `[rungs + 1]` float32, the means over replicas of `energies` and,
+        last, of `energy`, where these travelled with the entries; None where they are
+        still to be averaged.
     """
 
     mean: jax.Array
     residual: jax.Array
     energies: jax.Array
     energy: jax.Array
+    mean_energies: jax.Array | None = None
+
+    @property
+    def own_energies(self) -> jax.Array:
+        """What `mean_energies` is the mean of."""
+        return jnp.append(self.energies, self.energy)
 
 
 class Traffic(NamedTuple):
@@ -153,6 +163,16 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """The cost of one exchange of a bucket of `n` entries at `factor`."""
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic | None:
+        """What is added where the energies of `rungs` travel with the entries.
+
+        None where they do not.
+        """
+        del n, factor, rungs, replicas
+        return None
 
 
 def in_branch(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._comm import Comm
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
+from gravac_jax._exchanges.dense import averaged, energies_traffic
 from gravac_jax._throughput import WireCost
 
 
@@ -115,8 +116,10 @@ class Cheapest(Exchange):
             exchanged, own = self.exchanges[i].exchange(
                 bucket, state[i], rung, ladder=ladder, key=key, comm=comm, looks=looks
             )
+            exchanged = averaged(exchanged, rung, comm)
+            same = {x: getattr(exchanged, x) for x in ("mean", "mean_energies")}
             after = comm.cast((*state[:i], own, *state[i + 1 :]))
-            return comm.cast(exchanged)._replace(mean=exchanged.mean), after
+            return comm.cast(exchanged)._replace(**same), after
 
         branches = sorted(set(chosen))
         if len(branches) == 1:
@@ -143,3 +146,11 @@ class Cheapest(Exchange):
         """That of the one chosen."""
         (chosen,) = self.choices(n, (factor,), replicas)
         return chosen.traffic(n, factor, replicas)
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """That of the one chosen, or a mean's."""
+        (chosen,) = self.choices(n, (factor,), replicas)
+        traffic = chosen.energies_traffic(n, factor, rungs, replicas)
+        return traffic or energies_traffic(rungs, replicas)

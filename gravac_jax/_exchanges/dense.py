@@ -28,6 +28,17 @@ def dense_exchange(
     )
 
 
+def averaged(exchanged: Exchanged, rung: jax.Array, comm: Comm) -> Exchanged:
+    """With its energies averaged, in a collective of their own if need be."""
+    if exchanged.mean_energies is not None:
+        return exchanged
+    own = exchanged.own_energies
+    nothing = lambda: comm.zeros(own)
+    is_skipped = rung == exchanged.energies.size
+    mean = jax.lax.cond(is_skipped, nothing, lambda: comm.mean(own))
+    return exchanged._replace(mean_energies=mean)
+
+
 def dense_traffic(entries: int, replicas: int) -> Traffic:
     """The cost of a float32 mean of `entries`."""
     payload_bytes = VALUE_BYTES * entries
@@ -44,6 +55,11 @@ def mean16_traffic(entries: int, replicas: int) -> Traffic:
         wire_bytes=2 * _comm.gather_wire_bytes(shard_bytes, replicas),
         messages=2 * _comm.gather_messages(replicas),
     )
+
+
+def energies_traffic(rungs: int, replicas: int) -> Traffic:
+    """The cost of a mean of its own for `Exchanged.own_energies`."""
+    return dense_traffic(rungs + 1, replicas)._replace(entries=0)
 
 
 def cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:
