@@ -5,17 +5,18 @@ with, `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
 controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
 the same on the default's ladder, whose other rungs it never takes. The other families
 differ from `fixed` in their compressor (`topk10`, `sampled10`, which is that of Deep
-Gradient Compression, `redsync10`, `randomk10`), in their exchange (`short10`,
-`leader10`, `random10`, `lowrank10`, `lowrankshort10`, `leaves10` with a bucket for each
-leaf, and `all10`, in which small matrices do not go dense), or in their memory:
+Gradient Compression, `redsync10`, `randomk10`), in their exchange (`leader10`,
+`random10`, `lowrank10`, `lowrankshort10`, `leaves10` with a bucket for each leaf, and
+`all10`, in which small matrices do not go dense), or in their memory:
 `momentum10` and the like have momentum correction and a local clip in place of an
 optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
 warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
 `lowrankadam10` and `lowrankshortadam10` Adam and a local clip. With `local` before the
 name of a family it takes its gradients at each replica's own params, and clips before
-the exchange.
+the exchange; with `wide` before any name, entries are of 8 bytes, not of 4.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -66,9 +67,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sampled": {"compressor": gravac.SampledTopK()},
     "redsync": {"compressor": gravac.RedSync()},
     "randomk": {"compressor": gravac.RandomK()},
-    "short": {
-        "exchange": gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16())
-    },
     "leader": {"exchange": gravac.LeaderIndices()},
     "random": {"exchange": gravac.SharedRandomK()},
     "lowrank": {"exchange": LOW_RANK},
@@ -101,7 +99,18 @@ def based(family: str, factor: float) -> dict[str, Any]:
 
 def is_local(name: str) -> bool:
     """Whether a method takes its gradients at each replica's own params."""
-    return name.startswith("local")
+    return name.removeprefix("wide").startswith("local")
+
+
+def widened(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The same with values and indices of 32 bits."""
+    compressor = chosen.get("compressor", gravac.Threshold())
+    exchange = chosen.get("exchange", gravac.AllGather(compressor))
+    if not isinstance(exchange, gravac.AllGather):
+        raise SystemExit(f"{type(exchange).__name__} sends no entries; leave out wide")
+    wide = {"values": gravac.Float32(), "indices": gravac.Int32()}
+    rest = {name: x for name, x in chosen.items() if name != "compressor"}
+    return {**rest, "exchange": dataclasses.replace(exchange, **wide)}
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
@@ -116,6 +125,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     """
     if name in METHODS:
         return METHODS[name]
+    if name.startswith("wide"):
+        return widened(arguments(name.removeprefix("wide"), beside))
     whole, name = name, name.removeprefix("local")
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
     if match and match[1] in FAMILIES:
