@@ -1,8 +1,8 @@
 """From a payload to the one buffer that a collective carries, and back.
 
-A buffer is values, indices, and the exponents of blocks where values are scaled. Its
-words are int32 where all of it comes in those, uint16 elsewhere: XLA's CPU backend
-would turn a collective of bfloat16 into one of float32.
+A buffer is values, indices, the exponents of blocks where values are scaled, and a few
+figures that travel along. Its words are int32 where all of it comes in those, uint16
+elsewhere: XLA's CPU backend would turn a collective of bfloat16 into one of float32.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Codec:
 
     def decode(self, buffer: jax.Array, k: int) -> Payload:
         """The payload of `k` slots that `encode` was given."""
-        values, *rest = _split(buffer, self._parts(k))  # what comes last is left
+        values, *rest = _split(buffer, self._parts(k))
         exponents = rest.pop() if self.values.block else jnp.zeros(0, jnp.uint8)
         indices = self.indices.decode(tuple(rest), k, self.n)
         at = self._exponents_at(exponents, indices)
@@ -85,7 +85,7 @@ class Codec:
         return _from_words(buffer[-_words_of([like], buffer.dtype) :], like)
 
     def payload_bytes(self, k: int) -> int:
-        """Of a payload of `k` slots."""
+        """Of a payload of `k` slots, without figures."""
         parts = self._parts(k)
         return _words_of(parts, _word(parts)) * _word(parts).itemsize
 
@@ -123,7 +123,7 @@ def _to_words(x: jax.Array, word: np.dtype) -> jax.Array:
 
 
 def _split(buffer: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
-    """The inverse of `_join`, for parts of these shapes."""
+    """The inverse of `_join`, for parts of these shapes, without the figures."""
     sizes = [_words_of([x], buffer.dtype) for x in parts]
     borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     pairs = zip(borders, parts, strict=True)

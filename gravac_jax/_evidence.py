@@ -39,7 +39,7 @@ def energies(
     slices: Comm,
     every: Comm,
 ) -> Energies:
-    """Of all buckets together: those that did not travel with the entries do now.
+    """Of all buckets together; averaged here unless they travelled with the entries.
 
     Args:
       exchanged: what came of each bucket.
@@ -49,11 +49,11 @@ def energies(
       slices: those who hold the other slices of the buckets, if any.
       every: all who hold part of a gradient.
     """
-    here = [x.own_energies for x in exchanged if x.mean_energies is None]
-    there = [x.mean_energies for x in exchanged if x.mean_energies is not None]
-    means = [every.mean(_tree.total(here))] if here else []
-    means += [slices.mean(_tree.total(there))] if there else []
-    mean = _tree.total(means)
+    travelled = [x.mean_energies for x in exchanged if x.mean_energies is not None]
+    if travelled:  # then those of all buckets did
+        mean = slices.mean(_tree.total(travelled))
+    else:
+        mean = every.mean(_tree.total(x.own_energies for x in exchanged))
     sent, gradient = mean[:-1], jnp.zeros(0, jnp.float32)
     if controller.samples_gradient:
         nothing = lambda: every.zeros(sent)

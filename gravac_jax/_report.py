@@ -11,7 +11,7 @@ import numpy as np
 from gravac_jax._buckets import Buckets
 from gravac_jax._controllers.base import Controller
 from gravac_jax._exchanges.base import Exchange, Traffic
-from gravac_jax._exchanges.dense import dense_traffic, energies_traffic
+from gravac_jax._exchanges.dense import dense_traffic, mean_of_energies
 from gravac_jax._info import StepInfo
 from gravac_jax._throughput import WireCost
 
@@ -48,20 +48,28 @@ def tables(
     # The step's own evidence: a count, an energy and the rung, and per rung a time with
     # its count; then the energies that did not travel with the entries.
     common = dense_traffic(m + 3 + 2 * rungs, replicas)
-    both = list(zip(exchanges, buckets.sizes, strict=True))
-    travel = [x.energies_traffic(n, ladder[0], rungs, replicas) for x, n in both]
-    apart = energies_traffic(rungs, replicas)
-    _, *always = np.sum([common] + [apart] * (None in travel), axis=0)
+    pairs = list(zip(exchanges, buckets.sizes, strict=True))
+    energies = lambda factor: [
+        x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
+    ]
+    travel = None not in energies(ladder[0])
+    always = [common] if travel else [common, mean_of_energies(rungs, replicas)]
     rows = []
     for factor in ladder:
-        per_bucket = [x.traffic(n, factor, replicas) for x, n in both]
-        with_them = [x.energies_traffic(n, factor, rungs, replicas) for x, n in both]
-        entries, *sizes = np.sum([*per_bucket, *filter(None, with_them)], axis=0)
-        rows.append((n / entries if n else 1.0, *np.add(sizes, always)))
-    rows.append((np.inf, *always))
-    sample = dense_traffic(rungs * controller.samples_gradient, replicas)
+        entries = [x.traffic(size, factor, replicas) for x, size in pairs]
+        sent = sum(x.entries for x in entries)
+        sizes = _sizes([*always, *entries, *filter(None, energies(factor))])
+        rows.append((n / sent if n else 1.0, *sizes))
+    rows.append((np.inf, *_sizes(always)))
+    has_sample = controller.samples_gradient
+    sample = dense_traffic(rungs, replicas) if has_sample else Traffic(0, 0, 0, 0)
     dense = dense_traffic(n + m, replicas)
     return Tables(*np.asarray(rows, np.float32).T, sample=sample, dense=dense)
+
+
+def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:
+    """Bytes of payloads, bytes on the wire and messages, of all of them together."""
+    return np.sum(traffic, axis=0)[1:]
 
 
 def warn_if_dense(
@@ -79,8 +87,9 @@ def warn_if_dense(
             " than a dense step, and are dense steps, as those of a warm-up may be. If"
             " that is not meant, begin the ladder higher, such as"
             f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
-            " or choose an exchange that sends less: LeaderIndices(), or"
-            " Cheapest((AllGather(), LeaderIndices())).",
+            " or choose an exchange that sends less: AllGather with entries of 4 bytes,"
+            " as by default, LeaderIndices(), or Cheapest((AllGather(),"
+            " LeaderIndices())).",
             stacklevel=2,
         )
 
@@ -125,15 +134,16 @@ def after(
     looks: jax.Array | bool,
 ) -> StepInfo:
     """The report of a step that ran at `rung`, or was skipped: the last row."""
-    factor = jnp.asarray(table.factors)[rung]
-    sample = jnp.where(looks, jnp.asarray(table.sample, jnp.float32), 0)
+    of_rung = lambda figures: jnp.asarray(figures)[rung]
+    extra = lambda size: jnp.where(looks, jnp.float32(size), 0)
+    factor = of_rung(table.factors)
     is_dense = (factor == 1).astype(jnp.int32)
     return StepInfo(
         factor=factor,
         gain=jnp.append(gains, 0.0)[rung],
         gains=gains,
-        payload_bytes=jnp.asarray(table.payload_bytes)[rung] + sample[1],
-        wire_bytes=jnp.asarray(table.wire_bytes)[rung] + sample[2],
+        payload_bytes=of_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
+        wire_bytes=of_rung(table.wire_bytes) + extra(table.sample.wire_bytes),
         dense_bytes=jnp.float32(table.dense.payload_bytes),
         dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
         is_finite=is_finite,

@@ -193,9 +193,8 @@ class Wiring:
         sample = lambda: _evidence.sampled(
             flat, dense, exchanges, ladder, key, comm, fast, self.is_sharded
         )
-        slices = fast if self.is_sharded else Comm(None)
         energies = _evidence.energies(
-            exchanged, self.controller, looks, sample, slices, both
+            exchanged, self.controller, looks, sample, self._slices(fast), both
         )
         evidence = _evidence.evidence(
             state.steps,
@@ -281,10 +280,13 @@ class Wiring:
             return flat, dense, _tree.is_bad((*flat, dense), LIMIT)
         bad = _tree.is_bad((*flat, dense))
         dense = fast.mean(dense)
-        slices = fast if self.is_sharded else Comm(None)
-        norm = functools.partial(global_norm, flat, dense, slices)
+        norm = functools.partial(global_norm, flat, dense, self._slices(fast))
         *flat, dense = self.clip.clip((*flat, dense), norm, replicas)
         return tuple(flat), dense, bad
+
+    def _slices(self, fast: Comm) -> Comm:
+        """Those who hold the other slices of a bucket, if any."""
+        return fast if self.is_sharded else Comm(None)
 
     def _plan(
         self, updates: Any, params: Any, both: Comm, fast: Comm, is_local: bool

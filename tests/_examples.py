@@ -48,7 +48,10 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.Cheapest: [
         {
-            "exchanges": (gravac.AllGather(gravac.TopK()), gravac.SharedRandomK()),
+            "exchanges": (
+                gravac.AllGather(gravac.TopK(), **WIDE),
+                gravac.SharedRandomK(),
+            ),
             "wire": gravac.WireCost(bytes_per_second=12, latency_seconds=1),
         }
     ],

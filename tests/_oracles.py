@@ -307,12 +307,17 @@ def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
 def cheapest_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """What the one does that is chosen."""
     (n_replicas, n) = buckets.shape
-    seconds = lambda x: (
-        x.wire_bytes / exchange.wire.bytes_per_second
-        + x.messages * exchange.wire.latency_seconds
-    )
-    costs = [seconds(x.traffic(n, factor, n_replicas)) for x in exchange.exchanges]
-    chosen = exchange.exchanges[int(np.argmin(costs))]
+
+    def seconds(x: Any) -> float:
+        traffic = x.traffic(n, factor, n_replicas)
+        # Energies are a ring's messages, unless gathered entries take them along.
+        travel = isinstance(x, gravac.AllGather) and traffic.entries < n
+        messages = traffic.messages + 2 * (n_replicas - 1) * (not travel)
+        wire = exchange.wire
+        seconds = messages * wire.latency_seconds
+        return seconds + traffic.wire_bytes / wire.bytes_per_second
+
+    chosen = exchange.exchanges[int(np.argmin(list(map(seconds, exchange.exchanges))))]
     return look_up(EXCHANGES, chosen)(chosen, buckets, factor)
 
 

@@ -17,10 +17,11 @@ TREES = {
     "some dense": (WEIGHTS, {"w": True, "b": False}),
     "all dense": (WEIGHTS, False),
 }
-WIDE = gravac.WireCost(latency_seconds=0)
+BY_BYTES = gravac.WireCost(latency_seconds=0)
 EXCHANGES = [
     gravac.AllGather(),
     gravac.AllGather(gravac.Identity()),
+    gravac.LeaderIndices(),
     gravac.DenseMean(),
 ]
 
@@ -52,6 +53,21 @@ def test_every_byte_of_a_whole_step_is_reported(exchange, tree):
     for rung in range(rungs + 1):  # and a step that is skipped
         sent = _laws.put_in(jaxpr, rung, rungs, N)
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
+
+
+def test_a_step_that_looks_reports_the_sample_that_it_sends():
+    tx = gravac.transform(compress=True, controller=gravac.Fastest(LADDER))
+    looking = 5 * gravac.Fastest().look_every
+    grads = {name: jnp.ones((N, *x.shape)) for name, x in WEIGHTS.items()}
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name="data"))
+    sent = []
+    for steps in (looking, looking + 1):
+        state = tx.init(WEIGHTS)._replace(steps=jnp.int32(steps))
+        info = step(grads, state)[1].info
+        sent.append((float(info.payload_bytes[0]), float(info.wire_bytes[0])))
+    sample = 4 * len(LADDER)
+    more = [x - y for x, y in zip(*sent, strict=True)]
+    assert more == [sample, 2 * (N - 1) / N * sample]
 
 
 def test_the_factor_is_entries_over_entries_sent():
@@ -153,12 +169,12 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
 @pytest.mark.parametrize(
     ("exchange", "replicas"),
     [
-        (gravac.AllGather(), 8),
+        (gravac.AllGather(), 16),
+        (gravac.AllGather(**_examples.WIDE), 8),
         (gravac.AllGather(gravac.Identity()), 32),
-        (gravac.AllGather(values=gravac.BFloat16(), indices=gravac.UInt16()), 16),
         (gravac.DenseMean(), 32),
-        (gravac.Cheapest((gravac.AllGather(), gravac.LeaderIndices()), WIDE), 32),
-        (gravac.Cheapest((gravac.AllGather(), gravac.DenseMean16()), WIDE), 32),
+        (gravac.Cheapest((gravac.AllGather(), gravac.LeaderIndices()), BY_BYTES), 32),
+        (gravac.Cheapest((gravac.AllGather(), gravac.DenseMean16()), BY_BYTES), 32),
     ],
     ids=repr,
 )

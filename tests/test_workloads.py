@@ -26,6 +26,7 @@ from _task_files import write_cifar10, write_cifar100, write_ptb
 from lstm_ptb.model import LanguageModel
 from training import Options, Replicas, Run, methods
 
+import gravac_jax as gravac
 from gravac_jax import metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -260,6 +261,17 @@ def test_a_profile_is_written_of_some_steps(data_dir, tmp_path, monkeypatch):
     assert len(list((tmp_path / "trace").rglob("perfetto_trace.json.gz"))) == 1
 
 
+def test_entries_may_be_as_wide_as_the_paper_s():
+    found = methods.arguments("widesampled10")
+    assert found["exchange"] == gravac.AllGather(
+        gravac.SampledTopK(), gravac.Float32(), gravac.Int32()
+    )
+    assert found["controller"] == methods.arguments("sampled10")["controller"]
+    assert methods.is_local("widelocalmomentum10")
+    with pytest.raises(SystemExit, match="LowRank is no all-gather: leave out wide"):
+        methods.arguments("widelowrank10")
+
+
 def test_the_course_of_a_factor_is_its_changes():
     assert results.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
         [0, 10.0],
@@ -273,8 +285,8 @@ def test_a_step_s_time_is_what_was_timed_and_the_network_s():
     sent = {"wire_bytes": 25e6, "dense_wire_bytes": 1e9, "steps": 2, "dense_steps": 1}
     times = {"dense_ms": [1, 40, 50], "fixed100_ms": [1, 46, 50]}
     record = results_report.Record("lstm_ptb", 2, *results_report.own_ms(times), [])
-    # Half of the steps select; 12.5 MB at 100 Mbit/s; five messages of 0.1 ms.
-    assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.5)
+    # Half of the steps select; 12.5 MB at 100 Mbit/s; three messages of 0.1 ms.
+    assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.3)
 
 
 def test_gaps_are_those_of_a_seed():

@@ -28,10 +28,10 @@ import gravac_jax as gravac
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-SHORT = {"values": gravac.BFloat16(), "indices": gravac.UInt16()}
+WIDE = {"values": gravac.Float32(), "indices": gravac.Int32()}
 EXCHANGES = {
-    "all-gather": gravac.AllGather(),
-    "all-gather, 4 bytes": gravac.AllGather(**SHORT),
+    "all-gather": gravac.AllGather(**WIDE),
+    "all-gather, 4 bytes": gravac.AllGather(),
     "leader's indices": gravac.LeaderIndices(),
     "shared random-k": gravac.SharedRandomK(),
     "low rank": gravac.LowRank(),
@@ -97,8 +97,11 @@ def line_of(name: str, exchange: Any, args: Args, replicas: int) -> dict[str, An
     }
     if replicas <= 64:
         seconds, info = simulated(exchange, args, replicas)
-        # Beside the exchange a step sends its evidence: 4 and 2 numbers, of one rung.
-        evidence = 2 * (replicas - 1) / replicas * 4 * (4 + 2)
+        # Beside the exchange a step sends its evidence: 5 and 2 numbers, of one rung.
+        ring = 2 * (replicas - 1) / replicas
+        travels = exchange.energies_traffic(entries, args.factor, 1, replicas)
+        energies = ring * 4 * 2 if travels is None else travels.wire_bytes
+        evidence = ring * 4 * 5 + energies
         off = abs(float(info.wire_bytes) - evidence - traffic.wire_bytes)
         assert off <= 1e-6 * traffic.wire_bytes
         line["step_seconds"] = seconds

@@ -13,7 +13,8 @@ optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking 
 warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
 `lowrankadam10` and `lowrankshortadam10` Adam and a local clip. With `local` before the
 name of a family it takes its gradients at each replica's own params, and clips before
-the exchange; with `wide` before any name, entries are of 8 bytes, not of 4.
+the exchange; with `wide` before the name of an all-gather, its entries are of 8 bytes,
+as the papers' are, not of 4.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ import optax
 import gravac_jax as gravac
 
 ALL = gravac.Fixed(factor=1)
+WIDE = "wide"
 CLIP = gravac.ClipByGlobalNorm(1.0)
 LOW_RANK = gravac.LowRank()
 SHORT_LOW_RANK = gravac.LowRank(values=gravac.BFloat16())
@@ -99,7 +101,7 @@ def based(family: str, factor: float) -> dict[str, Any]:
 
 def is_local(name: str) -> bool:
     """Whether a method takes its gradients at each replica's own params."""
-    return name.removeprefix("wide").startswith("local")
+    return name.removeprefix(WIDE).startswith("local")
 
 
 def widened(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +109,9 @@ def widened(chosen: dict[str, Any]) -> dict[str, Any]:
     compressor = chosen.get("compressor", gravac.Threshold())
     exchange = chosen.get("exchange", gravac.AllGather(compressor))
     if not isinstance(exchange, gravac.AllGather):
-        raise SystemExit(f"{type(exchange).__name__} sends no entries; leave out wide")
+        raise SystemExit(
+            f"{type(exchange).__name__} is no all-gather: leave out {WIDE}"
+        )
     wide = {"values": gravac.Float32(), "indices": gravac.Int32()}
     rest = {name: x for name, x in chosen.items() if name != "compressor"}
     return {**rest, "exchange": dataclasses.replace(exchange, **wide)}
@@ -121,12 +125,13 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
       beside: what else the caller knows, to be listed with these.
 
     Raises:
-      SystemExit: for a name that is none, and a factor below 1.
+      SystemExit: for a name that is none, a factor below 1, and `wide` before what is
+        no all-gather.
     """
     if name in METHODS:
         return METHODS[name]
-    if name.startswith("wide"):
-        return widened(arguments(name.removeprefix("wide"), beside))
+    if name.startswith(WIDE):
+        return widened(arguments(name.removeprefix(WIDE), beside))
     whole, name = name, name.removeprefix("local")
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name)
     if match and match[1] in FAMILIES:
@@ -137,7 +142,9 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
         chosen = {**base, **FAMILIES[match[1]]}
         # A clip after the exchange would clip what is held back.
         return {"clip": CLIP, **chosen} if is_local(whole) else chosen
-    known = dict.fromkeys([*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES)])
+    known = dict.fromkeys(
+        [*METHODS, *beside, *(f"{x}<factor>" for x in FAMILIES), f"{WIDE}<name>"]
+    )
     raise SystemExit(f"no method is called {whole!r}; there are: {', '.join(known)}")
 
 

@@ -17,10 +17,10 @@ from gravac_jax._encoding.base import IndexEncoding, ValueEncoding
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
 from gravac_jax._exchanges.dense import (
     VALUE_BYTES,
-    averaged,
     cheaper,
     dense_exchange,
-    energies_traffic,
+    mean_of_energies,
+    with_mean_energies,
 )
 from gravac_jax._payload import Payload
 
@@ -33,12 +33,12 @@ class AllGather(Exchange):
     would have sent is read from that payload, for smaller factors with a sample of the
     rest. A rung that would send every entry, or more bytes than a dense mean, is a
     dense mean instead: so the buffers of all replicas together never hold more than
-    twice the bytes of a bucket.
+    twice the bytes of a bucket, but for the energies of all rungs that go along.
 
     Cost:
       (N - 1) alpha + (N - 1) b k beta, with b bytes an entry: 4, or 8 with values and
       indices of 32 bits; against a dense ring's 2 (N - 1) / N 4 n beta. Below a factor
-      of N b / 8 it is dense. The energies of all rungs travel with the entries.
+      of N b / 8 it is dense.
 
     Args:
       compressor: chooses the entries.
@@ -97,7 +97,7 @@ class AllGather(Exchange):
         counts = self.entries(n, ladder, comm.replicas)
         if min(counts) == n:
             exchanged = dense_exchange(bucket, rung, len(ladder), comm)
-            return averaged(exchanged, rung, comm), state
+            return with_mean_energies(exchanged, rung, comm), state
         codec, slots = self._codec(n), _selection.slots(counts, n, rung, looks)
         selected, state = _selection.select(
             self.compressor, codec, bucket, state, slots, key
@@ -140,7 +140,7 @@ class AllGather(Exchange):
     ) -> Traffic:
         """4 bytes a rung and 4 more; a message of their own in dense steps alone."""
         if self.traffic(n, factor, replicas).entries == n:
-            return energies_traffic(rungs, replicas)
+            return mean_of_energies(rungs, replicas)
         payload_bytes = VALUE_BYTES * (rungs + 1)
         return Traffic(
             entries=0,

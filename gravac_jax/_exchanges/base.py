@@ -90,8 +90,8 @@ class Exchange(abc.ABC):
     def tolerance(self) -> float:
         """How far float32 may take the mean from that of what was sent.
 
-        As a share of the largest entry of a bucket; 0 where entries are sent as they
-        are.
+        As a share of the largest entry of a bucket; 0 where a part of every entry is
+        sent, and added up as it is.
         """
         return 0.0
 
@@ -169,7 +169,7 @@ class Exchange(abc.ABC):
     ) -> Traffic | None:
         """What is added where the energies of `rungs` travel with the entries.
 
-        None where they do not.
+        None where they do not: `Exchanged.mean_energies` is None then, for any bucket.
         """
         del n, factor, rungs, replicas
         return None

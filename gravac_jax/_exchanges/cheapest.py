@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._comm import Comm
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
-from gravac_jax._exchanges.dense import averaged, energies_traffic
+from gravac_jax._exchanges.dense import mean_of_energies, with_mean_energies
 from gravac_jax._throughput import WireCost
 
 
@@ -31,8 +31,9 @@ class Cheapest(Exchange):
       the one in use, as if they were its own.
 
     Cost:
-      That of the exchange chosen. The state of all of them; each that is chosen
-      anywhere is compiled with all rungs.
+      That of the exchange chosen: of those equal in bytes and messages, energies
+      included, the first. The state of all of them; each that is chosen anywhere is
+      compiled with all rungs.
 
     Args:
       exchanges: to choose from, of equal ones the first.
@@ -94,9 +95,15 @@ class Cheapest(Exchange):
         return [self.exchanges[self._choice(n, x, replicas)] for x in ladder]
 
     def _choice(self, n: int, factor: float, replicas: int) -> int:
-        traffic = [x.traffic(n, factor, replicas) for x in self.exchanges]
-        cost = lambda x: self.wire.exchange_seconds(x.wire_bytes, x.messages)
-        return min(range(len(traffic)), key=lambda i: cost(traffic[i]))
+        def seconds(i: int) -> float:
+            exchange = self.exchanges[i]
+            entries = exchange.traffic(n, factor, replicas)
+            # What counts of the energies is whether they are messages of their own.
+            energies = _energies_traffic(exchange, n, factor, 1, replicas)
+            messages = entries.messages + energies.messages
+            return self.wire.exchange_seconds(entries.wire_bytes, messages)
+
+        return min(range(len(self.exchanges)), key=seconds)
 
     def exchange(
         self,
@@ -112,11 +119,14 @@ class Cheapest(Exchange):
         """In the branch of the exchange that the rung has, the branch of the rung."""
         chosen = [self._choice(bucket.size, x, comm.replicas) for x in ladder]
 
+        travel = self._carries_energies(bucket.size, comm.replicas)
+
         def run(i: int) -> tuple[Exchanged, tuple[Any, ...]]:
             exchanged, own = self.exchanges[i].exchange(
                 bucket, state[i], rung, ladder=ladder, key=key, comm=comm, looks=looks
             )
-            exchanged = averaged(exchanged, rung, comm)
+            if travel:
+                exchanged = with_mean_energies(exchanged, rung, comm)
             same = {x: getattr(exchanged, x) for x in ("mean", "mean_energies")}
             after = comm.cast((*state[:i], own, *state[i + 1 :]))
             return comm.cast(exchanged)._replace(**same), after
@@ -149,8 +159,20 @@ class Cheapest(Exchange):
 
     def energies_traffic(
         self, n: int, factor: float, rungs: int, replicas: int
-    ) -> Traffic:
-        """That of the one chosen, or a mean's."""
+    ) -> Traffic | None:
+        """That of the one chosen, or a mean's; None if they travel with none."""
+        if not self._carries_energies(n, replicas):
+            return None
         (chosen,) = self.choices(n, (factor,), replicas)
-        traffic = chosen.energies_traffic(n, factor, rungs, replicas)
-        return traffic or energies_traffic(rungs, replicas)
+        return _energies_traffic(chosen, n, factor, rungs, replicas)
+
+    def _carries_energies(self, n: int, replicas: int) -> bool:
+        traffic = [x.energies_traffic(n, 1, 1, replicas) for x in self.exchanges]
+        return any(x is not None for x in traffic)
+
+
+def _energies_traffic(
+    exchange: Exchange, n: int, factor: float, rungs: int, replicas: int
+) -> Traffic:
+    traffic = exchange.energies_traffic(n, factor, rungs, replicas)
+    return mean_of_energies(rungs, replicas) if traffic is None else traffic

@@ -28,7 +28,7 @@ def dense_exchange(
     )
 
 
-def averaged(exchanged: Exchanged, rung: jax.Array, comm: Comm) -> Exchanged:
+def with_mean_energies(exchanged: Exchanged, rung: jax.Array, comm: Comm) -> Exchanged:
     """With its energies averaged, in a collective of their own if need be."""
     if exchanged.mean_energies is not None:
         return exchanged
@@ -57,7 +57,7 @@ def mean16_traffic(entries: int, replicas: int) -> Traffic:
     )
 
 
-def energies_traffic(rungs: int, replicas: int) -> Traffic:
+def mean_of_energies(rungs: int, replicas: int) -> Traffic:
     """The cost of a mean of its own for `Exchanged.own_energies`."""
     return dense_traffic(rungs + 1, replicas)._replace(entries=0)
 

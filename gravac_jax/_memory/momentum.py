@@ -105,7 +105,7 @@ class Momentum(ErrorFeedback):
     Raises:
       TypeError: if `nesterov` is no bool.
       ValueError: if `decay` is not in [0, 1), or `masking` none of these. By
-        `gravac.transform`: with masking, if the exchange sends no entries as they are.
+        `gravac.transform`: with masking, if the exchange sends no entries.
 
     Example:
       >>> import jax.numpy as jnp
