@@ -28,9 +28,10 @@ def dgc(
     """Deep Gradient Compression, all five parts of it.
 
     Accumulation, momentum correction, local clipping, momentum factor masking and
-    warm-up, with a threshold from a sample for each tensor; the optimizer after it has
-    no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. For coupled weight decay
-    give `weight_decay`.
+    warm-up, with a threshold from a sample for each tensor; values travel as bfloat16,
+    as `AllGather` has them, and what rounding drops stays behind. The optimizer after
+    it has no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. For coupled weight
+    decay give `weight_decay`.
 
     Args:
       axis_name: as for `gravac.transform`.

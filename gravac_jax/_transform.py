@@ -102,7 +102,8 @@ def transform(
         in the schedule (jax 0.10.2); collectives in the branches of a ladder wait for
         all operands of the branch on both, and with a single rung, as of `Fixed`,
         there are no branches. Without a number all replicas take the rung of the first
-        one; with it each relies on having decided the same.
+        one; with it each relies on having decided the same. Energies travel once a
+        bucket.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
