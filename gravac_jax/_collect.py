@@ -1,10 +1,10 @@
-"""From marks to a payload, some slots at a time.
+"""From marks to a payload, of one of a few sizes.
 
-How many slots a step fills is data. A branch for every count would be compiled as
-often as the ladder has rungs; a loop over pieces of the largest one is compiled once,
-and takes as many turns as the count needs.
+How many slots a step fills is data. A branch for every count would be compiled as often
+as the ladder has rungs; a few sizes, each a part of the largest, waste little.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from gravac_jax import _compaction, _payload, _tree
 from gravac_jax._compaction import Marks
 from gravac_jax._payload import Payload
 
-PIECES = 8  # of the largest payload; 16 are slower: threads wait at each small kernel
+# Of the largest payload, one over these. A loop over eighths was slower where all are
+# filled: threads wait for each other at each of its small kernels.
+SIZES = (8, 2, 1)
 
 
 class Collected(NamedTuple):
@@ -28,15 +30,6 @@ class Collected(NamedTuple):
     """
 
     payload: Payload
-    energy: jax.Array
-    excess: jax.Array
-
-
-class _Turn(NamedTuple):
-    slot: jax.Array  # so many are filled
-    word: jax.Array  # so many words begin before
-    indices: jax.Array  # from here on what `_compaction.begins` says
-    values: jax.Array
     energy: jax.Array
     excess: jax.Array
 
@@ -64,35 +57,23 @@ def collect(
     Returns:
       What was collected.
     """
-    pieces = 1 if isinstance(k, int) else PIECES
-    piece = -(-capacity // pieces)
 
-    def fill(t: _Turn) -> _Turn:
-        begins = jax.lax.dynamic_slice(t.indices, (t.slot,), (piece,))
-        indices, word = _compaction.places(marks, begins, t.slot, t.word)
+    def filled(size: int) -> Collected:
+        indices = _compaction.select(marks, size)
         values = rounded(_payload.take(bucket, indices).values, indices)
-        return _Turn(
-            slot=t.slot + piece,
-            word=word,
-            indices=jax.lax.dynamic_update_slice(t.indices, indices, (t.slot,)),
-            values=jax.lax.dynamic_update_slice(t.values, values, (t.slot,)),
-            energy=t.energy + _tree.energy(values),
-            excess=t.excess + _tree.excess_if(is_asked, jnp.square(values), thresholds),
+        void = (0, capacity - size)
+        return Collected(
+            Payload(jnp.pad(values, void), jnp.pad(indices, void)),
+            _tree.energy(values),
+            _tree.excess_if(is_asked, jnp.square(values), thresholds),
         )
 
-    begins = _compaction.begins(marks, piece * pieces)
-    # Zeros of the bucket's kind: they vary over the axis of replicas where it does.
-    none = 0 * (marks.total + _compaction.magnitude_bits(bucket[:1])[0])
-    nothing = none.astype(jnp.float32)
-    turn = _Turn(
-        slot=none,
-        word=none,
-        indices=begins + none,
-        values=jnp.zeros(begins.shape, jnp.float32) + nothing,
-        energy=nothing,
-        excess=jnp.zeros_like(thresholds) + nothing,
-    )
-    is_short = lambda t: t.slot < k
-    last = fill(turn) if pieces == 1 else jax.lax.while_loop(is_short, fill, turn)
-    payload = Payload(last.values[:capacity], last.indices[:capacity])
-    return Collected(payload, last.energy, last.excess)
+    if isinstance(k, int):
+        return filled(capacity)
+    smallest, *others = sorted({-(-capacity // x) for x in SIZES})
+    # Not in a branch, where XLA's CPU backend runs nothing beside it.
+    few = filled(smallest)
+    limits = jnp.asarray([smallest, *others[:-1]])
+    which = jnp.sum((k > limits).astype(jnp.int32)) if others else 0
+    branches = [lambda: few, *(functools.partial(filled, x) for x in others)]
+    return jax.lax.switch(which, branches)

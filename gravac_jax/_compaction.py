@@ -117,42 +117,19 @@ def _bits_below(marks: Marks, place: jax.Array) -> jax.Array:
     return jnp.where(width == WORD_BITS, jnp.uint32(2**32 - 1), ones)
 
 
-def begins(marks: Marks, k: int) -> jax.Array:
-    """`[k]` int32, how many words have their first entry at each of `k` slots."""
-    zeros = jnp.zeros(k, jnp.int32)
-    return zeros.at[marks.starts].add(1, mode="drop", indices_are_sorted=True)
-
-
-def places(
-    marks: Marks, begins: jax.Array, slot: jax.Array, word: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The indices of the marked entries that belong into some slots.
-
-    Args:
-      marks: of the whole vector.
-      begins: `[c]` int32, for these slots.
-      slot: `[]` int32, the first of them.
-      word: `[]` int32, how many words begin before it.
-
-    Returns:
-      indices: `[c]` int32, rising; `PAD` and above where no marked entry is left.
-      word: `[]` int32, for the slots that follow.
-    """
-    slots = slot + jnp.arange(begins.size, dtype=jnp.int32)
-    words = word + jnp.cumsum(begins, dtype=jnp.int32)
-    mine = words - 1
-    rank = slots - marks.starts.at[mine].get(mode="promise_in_bounds")
-    bit = _select_in_word(marks.words.at[mine].get(mode="promise_in_bounds"), rank)
-    indices = jnp.where(slots < marks.total, mine * WORD_BITS + bit, PAD + slots)
-    return indices, words[-1]
-
-
 def select(marks: Marks, k: int) -> jax.Array:
     """`[k]` int32, the indices of the first `k` marked entries, rising.
 
     Where there are fewer, `PAD` and above follow.
     """
-    return places(marks, begins(marks, k), jnp.int32(0), jnp.int32(0))[0]
+    slots = jnp.arange(k, dtype=jnp.int32)
+    zeros = jnp.zeros(k, jnp.int32)
+    # How many words have their first entry at each slot.
+    begins = zeros.at[marks.starts].add(1, mode="drop", indices_are_sorted=True)
+    mine = jnp.cumsum(begins, dtype=jnp.int32) - 1
+    rank = slots - marks.starts.at[mine].get(mode="promise_in_bounds")
+    bit = _select_in_word(marks.words.at[mine].get(mode="promise_in_bounds"), rank)
+    return jnp.where(slots < marks.total, mine * WORD_BITS + bit, PAD + slots)
 
 
 def is_marked(marks: Marks, places: jax.Array) -> jax.Array:

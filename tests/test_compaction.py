@@ -21,7 +21,6 @@ from_bits = jax.jit(_compaction.from_bits)
 is_marked = jax.jit(_compaction.is_marked)
 magnitude_bits = jax.jit(_compaction.magnitude_bits)
 mark = jax.jit(_compaction.mark)
-places = jax.jit(_compaction.places)
 select = jax.jit(_compaction.select, static_argnums=1)
 thin_by_each = jax.jit(jax.vmap(_compaction.thin, (None, None, 0)))
 
@@ -79,21 +78,6 @@ def test_the_first_k_are_selected_and_empty_slots_rise_from_pad(n):
     for mask in masks_of(n):
         for k in (half(n), n + 40):
             assert select(mark(mask), k).tolist() == selected(mask, k)
-
-
-@pytest.mark.parametrize("n", [33, 1000])
-@pytest.mark.parametrize("piece", [1, 7, 64])
-def test_slots_that_are_filled_in_pieces_are_filled_alike(n, piece):
-    k = 7 * 64
-    for mask in masks_of(n):
-        marks = mark(mask)
-        begins = np.asarray(_compaction.begins(marks, k))
-        word, found = np.int32(0), []
-        for slot in range(0, k, piece):
-            mine = begins[slot : slot + piece]
-            indices, word = places(marks, mine, np.int32(slot), word)
-            found += indices.tolist()
-        assert found == selected(mask, k)
 
 
 @pytest.mark.parametrize("n", SIZES)
