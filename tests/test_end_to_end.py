@@ -117,6 +117,14 @@ def test_an_outcome_has_steps_seconds_and_bytes_of_every_seed():
     assert fast["default"].seconds == pytest.approx([100 * 0.043] * 2)
 
 
+def test_float16_means_stand_in_with_the_losses_of_dense_steps():
+    lines = [*record(), line(100.0, "densehalf", 0.13)]
+    found = report.outcomes(report.with_float16(RUNS), Timed(lines, 2), 100.0)
+    assert found["densehalf"].steps == found["dense"].steps
+    assert found["densehalf"].seconds == pytest.approx([100 * 0.13] * 2)
+    assert found["densehalf"].wire_bytes == pytest.approx([50e6] * 2)
+
+
 def test_a_target_that_was_never_reached_is_no_number():
     never = run("fixed10", 50) | {"losses": [2.0, 1.5]}
     found = report.outcomes([*RUNS[:4], never], Timed(record(), 2), 100.0)

@@ -22,7 +22,7 @@ from live_inside import Setting
 from step_seconds import Timed
 
 RECORDS = Path(__file__).with_name("records")
-END_TO_END = RECORDS / "2026-11-22_end_to_end"
+END_TO_END, SINCE = "2026-11-22_end_to_end", "2026-11-23_end_to_end"
 Make = Callable[[Path], object]
 
 
@@ -54,24 +54,28 @@ def _live(path: Path) -> None:
     live.draw(lines, Setting(**own), path)
 
 
-def _end_to_end(name: str, hosts: int, has_runs: bool = True) -> Make:
-    """A table of the end-to-end record: all files that are there are a part of it."""
-    file = lambda kind: END_TO_END / f"{name}_{kind}.jsonl"
+def _end_to_end(
+    name: str, hosts: int, has_runs: bool = True, folder: str = END_TO_END
+) -> Make:
+    """A table of an end-to-end record: all files that are there are a part of it."""
+    file = lambda kind: RECORDS / folder / f"{name}_{kind}.jsonl"
     args = end_to_end_report.Args(
         file("steps"),
         file("runs") if has_runs else None,
         hosts,
         torch=file("torch") if file("torch").exists() else None,
-        live=tuple(sorted(END_TO_END.glob(f"{name}_{hosts}_live.jsonl"))),
+        live=tuple(sorted((RECORDS / folder).glob(f"{name}_{hosts}_live.jsonl"))),
+        float16=folder == SINCE,
     )
     return _text(functools.partial(end_to_end_report.text, args))
 
 
-def _speed_ups(name: str, hosts: int) -> Make:
+def _speed_ups(name: str, hosts: int, folder: str = END_TO_END) -> Make:
     def make(path: Path) -> None:
-        timed, runs = (
-            read(END_TO_END / f"{name}_{kind}.jsonl")[1] for kind in ("steps", "runs")
-        )
+        file = lambda kind: RECORDS / folder / f"{name}_{kind}.jsonl"
+        timed, runs = (read(file(kind))[1] for kind in ("steps", "runs"))
+        if folder == SINCE:
+            runs = end_to_end_report.with_float16(runs)
         end_to_end_report.draw(Timed(timed, hosts), runs, path)
 
     return make
@@ -104,13 +108,17 @@ MADE: dict[str, Make] = {
     ),
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-23_live/live.png": _live,
-    "2026-11-22_end_to_end/ptb.png": _speed_ups("ptb", 2),
-    "2026-11-22_end_to_end/ptb_2.md": _end_to_end("ptb", 2),
-    "2026-11-22_end_to_end/ptb_4.md": _end_to_end("ptb", 4, has_runs=False),
-    "2026-11-22_end_to_end/ptb_after_2.md": _end_to_end("ptb_after", 2, has_runs=False),
-    "2026-11-22_end_to_end/cnn.png": _speed_ups("cnn", 4),
-    "2026-11-22_end_to_end/cnn_4.md": _end_to_end("cnn", 4),
-    "2026-11-22_end_to_end/cnn_after_4.md": _end_to_end("cnn_after", 4),
+    f"{END_TO_END}/ptb.png": _speed_ups("ptb", 2),
+    f"{END_TO_END}/ptb_2.md": _end_to_end("ptb", 2),
+    f"{END_TO_END}/ptb_4.md": _end_to_end("ptb", 4, has_runs=False),
+    f"{END_TO_END}/ptb_after_2.md": _end_to_end("ptb_after", 2, has_runs=False),
+    f"{END_TO_END}/cnn.png": _speed_ups("cnn", 4),
+    f"{END_TO_END}/cnn_4.md": _end_to_end("cnn", 4),
+    f"{END_TO_END}/cnn_after_4.md": _end_to_end("cnn_after", 4),
+    f"{SINCE}/ptb.png": _speed_ups("ptb", 2, SINCE),
+    f"{SINCE}/ptb_2.md": _end_to_end("ptb", 2, folder=SINCE),
+    f"{SINCE}/cnn.png": _speed_ups("cnn", 4, SINCE),
+    f"{SINCE}/cnn_4.md": _end_to_end("cnn", 4, folder=SINCE),
     **_results("2026-11-23_results"),
 }
 
