@@ -130,7 +130,7 @@ def after(
     rung: jax.Array,
     gains: jax.Array,
     is_finite: jax.Array,
-    is_apart: jax.Array,
+    apart: jax.Array,
     looks: jax.Array | bool,
 ) -> StepInfo:
     """The report of a step that ran at `rung`, or was skipped: the last row."""
@@ -149,5 +149,5 @@ def after(
         is_finite=is_finite,
         dense_steps=before.dense_steps + is_dense,
         skipped_steps=before.skipped_steps + (~is_finite).astype(jnp.int32),
-        disagreements=before.disagreements + is_apart.astype(jnp.int32),
+        disagreements=before.disagreements + jnp.any(apart).astype(jnp.int32),
     )

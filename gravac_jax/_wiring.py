@@ -223,13 +223,7 @@ class Wiring:
             controller=controller,
             past_rungs=jnp.where(slot, rung, state.past_rungs),
             info=_report.after(
-                state.info,
-                tables,
-                rung,
-                gains,
-                is_finite,
-                jnp.any(common.apart > 0),
-                looks,
+                state.info, tables, rung, gains, is_finite, common.apart, looks
             ),
         )
 
