@@ -70,10 +70,9 @@ def collect(
 
     if isinstance(k, int):
         return filled(capacity)
-    smallest, *others = sorted({-(-capacity // x) for x in SIZES})
+    sizes = sorted({-(-capacity // x) for x in SIZES})
     # Not in a branch, where XLA's CPU backend runs nothing beside it.
-    few = filled(smallest)
-    limits = jnp.asarray([smallest, *others[:-1]])
-    which = jnp.sum((k > limits).astype(jnp.int32)) if others else 0
-    branches = [lambda: few, *(functools.partial(filled, x) for x in others)]
+    few = filled(sizes[0])
+    which = jnp.sum((k > jnp.asarray(sizes[:-1], jnp.int32)).astype(jnp.int32))
+    branches = [lambda: few, *(functools.partial(filled, x) for x in sizes[1:])]
     return jax.lax.switch(which, branches)

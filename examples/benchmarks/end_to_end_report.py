@@ -259,12 +259,16 @@ def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
     plt.close(figure)
 
 
-def text(args: Args) -> str:
-    """All tables, as Markdown."""
+def read(args: Args) -> tuple[Timed, list[Line]]:
+    """Seconds of steps, and runs."""
     _, lines = journal.read(args.timed)
     runs = journal.read(args.runs)[1] if args.runs else []
-    runs = with_float16(runs) if args.float16 else runs
-    timed = Timed(lines, args.hosts)
+    return Timed(lines, args.hosts), with_float16(runs) if args.float16 else runs
+
+
+def text(args: Args) -> str:
+    """All tables, as Markdown."""
+    timed, runs = read(args)
     parts = []
     for link in timed.links:
         ratio = limit(timed, link, "dense") - 1

@@ -6,6 +6,7 @@ the same.
     python examples/benchmarks/remake.py
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ import results_report
 import traces
 from journal import read
 from live_inside import Setting
-from step_seconds import Timed
 
 RECORDS = Path(__file__).with_name("records")
 END_TO_END, SINCE = "2026-11-22_end_to_end", "2026-11-23_end_to_end"
@@ -54,31 +54,30 @@ def _live(path: Path) -> None:
     live.draw(lines, Setting(**own), path)
 
 
-def _end_to_end(
-    name: str, hosts: int, has_runs: bool = True, folder: str = END_TO_END
-) -> Make:
-    """A table of an end-to-end record: all files that are there are a part of it."""
+def _parts(name: str, hosts: int, folder: str) -> end_to_end_report.Args:
+    """The files of an end-to-end record: those that are there are a part of it."""
     file = lambda kind: RECORDS / folder / f"{name}_{kind}.jsonl"
-    args = end_to_end_report.Args(
+    return end_to_end_report.Args(
         file("steps"),
-        file("runs") if has_runs else None,
+        file("runs"),
         hosts,
         torch=file("torch") if file("torch").exists() else None,
         live=tuple(sorted((RECORDS / folder).glob(f"{name}_{hosts}_live.jsonl"))),
         float16=folder == SINCE,
     )
+
+
+def _end_to_end(
+    name: str, hosts: int, has_runs: bool = True, folder: str = END_TO_END
+) -> Make:
+    args = _parts(name, hosts, folder)
+    args = args if has_runs else dataclasses.replace(args, runs=None)
     return _text(functools.partial(end_to_end_report.text, args))
 
 
 def _speed_ups(name: str, hosts: int, folder: str = END_TO_END) -> Make:
-    def make(path: Path) -> None:
-        file = lambda kind: RECORDS / folder / f"{name}_{kind}.jsonl"
-        timed, runs = (read(file(kind))[1] for kind in ("steps", "runs"))
-        if folder == SINCE:
-            runs = end_to_end_report.with_float16(runs)
-        end_to_end_report.draw(Timed(timed, hosts), runs, path)
-
-    return make
+    args = _parts(name, hosts, folder)
+    return lambda path: end_to_end_report.draw(*end_to_end_report.read(args), path)
 
 
 def _text(text: Callable[[], str]) -> Make:

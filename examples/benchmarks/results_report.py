@@ -15,6 +15,7 @@ import tyro
 from end_to_end_report import markdown
 from journal import Line, read
 from quality_results import upper_bound
+from training.methods import WIDE
 
 import gravac_jax as gravac
 
@@ -83,7 +84,6 @@ NETWORKS_MBIT = (1000, 100)
 LATENCY_SECONDS = 1e-4
 MESSAGES = 3  # a replica's in a step, over N - 1
 STATIC = re.compile(r"fixed[0-9.]+|dense")
-WIDE = "wide"  # as in training/methods.py
 
 
 @dataclasses.dataclass(frozen=True)

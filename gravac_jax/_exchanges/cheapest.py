@@ -118,7 +118,6 @@ class Cheapest(Exchange):
     ) -> tuple[Exchanged, tuple[Any, ...]]:
         """In the branch of the exchange that the rung has, the branch of the rung."""
         chosen = [self._choice(bucket.size, x, comm.replicas) for x in ladder]
-
         travel = self._carries_energies(bucket.size, comm.replicas)
 
         def run(i: int) -> tuple[Exchanged, tuple[Any, ...]]:
