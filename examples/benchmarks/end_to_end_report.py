@@ -59,8 +59,6 @@ class Args:
     """Records of live.py on some of the networks, with the same seed and rate."""
     picture: Path | None = None
     """PNG or SVG, of speed-ups over the ratio."""
-    float16: bool = False
-    """Whether timed means in float16 count as a baseline, with dense steps' losses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Outcome:
 def with_float16(runs: list[Line]) -> list[Line]:
     """Runs of float16 means besides: those of dense ones, at half of the bytes.
 
-    They were not made: what 11 bits change in a loss is less than a seed does.
+    They are timed and not made: what 11 bits change in a loss is less than a seed does.
     """
     halved = lambda x: {"wire_bytes": [y / 2 for y in x["wire_bytes"]]}
     dense = [x for x in runs if x["method"] == "dense"]
@@ -263,7 +261,8 @@ def read(args: Args) -> tuple[Timed, list[Line]]:
     """Seconds of steps, and runs."""
     _, lines = journal.read(args.timed)
     runs = journal.read(args.runs)[1] if args.runs else []
-    return Timed(lines, args.hosts), with_float16(runs) if args.float16 else runs
+    has_float16 = any(x["method"] == "densehalf" for x in lines)
+    return Timed(lines, args.hosts), with_float16(runs) if has_float16 else runs
 
 
 def text(args: Args) -> str:

@@ -6,7 +6,6 @@ the same.
     python examples/benchmarks/remake.py
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from journal import read
 from live_inside import Setting
 
 RECORDS = Path(__file__).with_name("records")
-END_TO_END, SINCE = "2026-11-22_end_to_end", "2026-11-23_end_to_end"
+BESIDE = "runs", "torch", "live"  # the steps of an end-to-end record
 Make = Callable[[Path], object]
 
 
@@ -54,30 +53,26 @@ def _live(path: Path) -> None:
     live.draw(lines, Setting(**own), path)
 
 
-def _parts(name: str, hosts: int, folder: str) -> end_to_end_report.Args:
-    """The files of an end-to-end record: those that are there are a part of it."""
-    file = lambda kind: RECORDS / folder / f"{name}_{kind}.jsonl"
-    return end_to_end_report.Args(
-        file("steps"),
-        file("runs"),
-        hosts,
-        torch=file("torch") if file("torch").exists() else None,
-        live=tuple(sorted((RECORDS / folder).glob(f"{name}_{hosts}_live.jsonl"))),
-        float16=folder == SINCE,
-    )
+def _end_to_end(folder: str) -> dict[str, Make]:
+    """Tables for each task and number of hosts in a folder; if trained, a figure."""
+    made: dict[str, Make] = {}
+    for steps in sorted((RECORDS / folder).glob("*_steps.jsonl")):
+        which = steps.stem.removesuffix("_steps")
+        beside = {x: steps.with_name(f"{which}_{x}.jsonl") for x in BESIDE}
+        runs, torch, live = (x if x.exists() else None for x in beside.values())
+        hosts = int(which.rpartition("_")[2])
+        args = end_to_end_report.Args(
+            steps, runs, hosts, torch=torch, live=(live,) if live else ()
+        )
+        name = f"{folder}/{which}"
+        made[f"{name}.md"] = _text(functools.partial(end_to_end_report.text, args))
+        if runs:
+            made[f"{name}.png"] = functools.partial(_speed_ups, args)
+    return made
 
 
-def _end_to_end(
-    name: str, hosts: int, has_runs: bool = True, folder: str = END_TO_END
-) -> Make:
-    args = _parts(name, hosts, folder)
-    args = args if has_runs else dataclasses.replace(args, runs=None)
-    return _text(functools.partial(end_to_end_report.text, args))
-
-
-def _speed_ups(name: str, hosts: int, folder: str = END_TO_END) -> Make:
-    args = _parts(name, hosts, folder)
-    return lambda path: end_to_end_report.draw(*end_to_end_report.read(args), path)
+def _speed_ups(args: end_to_end_report.Args, path: Path) -> None:
+    end_to_end_report.draw(*end_to_end_report.read(args), path)
 
 
 def _text(text: Callable[[], str]) -> Make:
@@ -107,17 +102,7 @@ MADE: dict[str, Make] = {
     ),
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-23_live/live.png": _live,
-    f"{END_TO_END}/ptb.png": _speed_ups("ptb", 2),
-    f"{END_TO_END}/ptb_2.md": _end_to_end("ptb", 2),
-    f"{END_TO_END}/ptb_4.md": _end_to_end("ptb", 4, has_runs=False),
-    f"{END_TO_END}/ptb_after_2.md": _end_to_end("ptb_after", 2, has_runs=False),
-    f"{END_TO_END}/cnn.png": _speed_ups("cnn", 4),
-    f"{END_TO_END}/cnn_4.md": _end_to_end("cnn", 4),
-    f"{END_TO_END}/cnn_after_4.md": _end_to_end("cnn_after", 4),
-    f"{SINCE}/ptb.png": _speed_ups("ptb", 2, SINCE),
-    f"{SINCE}/ptb_2.md": _end_to_end("ptb", 2, folder=SINCE),
-    f"{SINCE}/cnn.png": _speed_ups("cnn", 4, SINCE),
-    f"{SINCE}/cnn_4.md": _end_to_end("cnn", 4, folder=SINCE),
+    **_end_to_end("2026-11-23_end_to_end"),
     **_results("2026-11-23_results"),
 }
 
