@@ -169,8 +169,12 @@ class Runner:
         self.whole.rewind()
         self.alone.rewind()
         self._last_seconds = np.float32(np.nan)
-        for batch in data[: len(data) * self.method.is_adaptive]:
+        if not self.method.is_adaptive:
+            return
+        for batch in data:
             self.advance(batch)
+        # It looks at other rungs as often as the whole step now does.
+        self.alone.state = optax.tree.set(self.alone.state, steps=jnp.int32(len(data)))
 
     def advance(self, batch: Any) -> float:
         """Take a step, which is told how long the one before it took."""
