@@ -21,6 +21,9 @@ class Config:
     """Tokens per window."""
     rows: int = 8
     """Windows per replica; arbitrary."""
+    micro_batches: int = 8
+    """Parts into which a replica's windows are split: all at once need 22 GB at full
+    size, by XLA's analysis of the gradient's program for a CPU."""
     learning_rate: float = 6e-4
     """At its peak; a cosine leads from there to a tenth."""
     warm_up_steps: int = 700
@@ -47,6 +50,7 @@ PRESETS = {
         heads=4,
         length=128,
         rows=4,
+        micro_batches=1,
         learning_rate=4e-3,
         warm_up_steps=50,
         steps=400,

@@ -71,11 +71,15 @@ def train(config: Config, options: Options) -> dict[str, float]:
         logits = model.apply({"params": params}, inputs)
         return cross_entropy(logits, targets)
 
+    grad = gravac.value_and_grad(  # gravac
+        loss_fn, micro_batches=config.micro_batches
+    )
+
     def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         own = params
         if options.method == "default":
             own = gravac.local_params(tx, params, opt_state)  # gravac
-        loss, grads = gravac.value_and_grad(loss_fn)(own, batch)  # gravac
+        loss, grads = grad(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params, **times)
         return optax.apply_updates(params, updates), opt_state, loss
 

@@ -49,7 +49,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
     exchange = options.exchange
     tx = optax.chain(
         gravac.transform(**exchange, weight_decay=config.weight_decay),  # gravac
-        *methods.after(exchange, optax.trace(config.momentum), clip=None),
+        *methods.after(exchange, optax.trace(config.momentum), config.clip),
         optax.scale_by_learning_rate(config.learning_rate),
     )
 
