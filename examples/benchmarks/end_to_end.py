@@ -2,7 +2,8 @@
 
 Replicas are simulated, so that many runs can be made; the seconds of a step are those
 that steptime.py has measured on an emulated network. All runs of a seed have the same
-initial params and batches; the target is what dense steps reach at 80% of theirs.
+initial params and batches; the target is what dense steps reach at 80% of theirs, or
+at the evaluation before.
 
 A method that looks at no times makes one run for all networks. A controller is told the
 seconds of its steps, with noise, and makes one for each; what it costs by itself,

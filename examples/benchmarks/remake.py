@@ -21,7 +21,6 @@ from journal import read
 from live_inside import Setting
 
 RECORDS = Path(__file__).with_name("records")
-BESIDE = "runs", "torch", "live"  # the steps of an end-to-end record
 Make = Callable[[Path], object]
 
 
@@ -58,17 +57,24 @@ def _end_to_end(folder: str) -> dict[str, Make]:
     made: dict[str, Make] = {}
     for steps in sorted((RECORDS / folder).glob("*_steps.jsonl")):
         which = steps.stem.removesuffix("_steps")
-        beside = {x: steps.with_name(f"{which}_{x}.jsonl") for x in BESIDE}
-        runs, torch, live = (x if x.exists() else None for x in beside.values())
         hosts = int(which.rpartition("_")[2])
+        runs = _if_there(steps.with_name(f"{which}_runs.jsonl"))
         args = end_to_end_report.Args(
-            steps, runs, hosts, torch=torch, live=(live,) if live else ()
+            steps,
+            runs,
+            hosts,
+            torch=_if_there(steps.with_name(f"{which}_torch.jsonl")),
+            live=tuple(steps.parent.glob(f"{which}_live.jsonl")),
         )
         name = f"{folder}/{which}"
         made[f"{name}.md"] = _text(functools.partial(end_to_end_report.text, args))
         if runs:
             made[f"{name}.png"] = functools.partial(_speed_ups, args)
     return made
+
+
+def _if_there(path: Path) -> Path | None:
+    return path if path.exists() else None
 
 
 def _speed_ups(args: end_to_end_report.Args, path: Path) -> None:

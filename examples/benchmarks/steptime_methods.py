@@ -174,7 +174,9 @@ class Runner:
         for batch in data:
             self.advance(batch)
         # It looks at other rungs as often as the whole step now does.
-        self.alone.state = optax.tree.set(self.alone.state, steps=jnp.int32(len(data)))
+        young = optax.tree.get(self.alone.state, "steps")
+        settled = jnp.full_like(young, len(data))
+        self.alone.state = optax.tree.set(self.alone.state, steps=settled)
 
     def advance(self, batch: Any) -> float:
         """Take a step, which is told how long the one before it took."""
