@@ -55,8 +55,8 @@ class Args:
     """Replicas of both."""
     torch: Path | None = None
     """A record of torch_ddp.py."""
-    live: tuple[Path, ...] = ()
-    """Records of live.py on some of the networks, with the same seed and rate."""
+    live: Path | None = None
+    """A record of live.py on one of the networks, with the same seed and rate."""
     picture: Path | None = None
     """PNG or SVG, of speed-ups over the ratio."""
 
@@ -82,9 +82,9 @@ def with_float16(runs: list[Line]) -> list[Line]:
 
     They are timed and not made, which favours them: what 11 bits cost is left out.
     """
-    halved = lambda x: {"wire_bytes": [y / 2 for y in x["wire_bytes"]]}
     if any(x["method"] == "densehalf" for x in runs):
         return runs
+    halved = lambda x: {"wire_bytes": [y / 2 for y in x["wire_bytes"]]}
     dense = [x for x in runs if x["method"] == "dense"]
     return [*runs, *({**x, **halved(x), "method": "densehalf"} for x in dense)]
 
@@ -283,8 +283,9 @@ def text(args: Args) -> str:
     if args.torch:
         _, torch = journal.read(args.torch)
         parts.append(markdown(beyond(timed, torch, args.hosts)))
-    for path in args.live:
-        parts.append(markdown(validation(timed, runs, journal.read(path)[1])))
+    if args.live:
+        _, live = journal.read(args.live)
+        parts.append(markdown(validation(timed, runs, live)))
     if args.picture:
         draw(timed, runs, args.picture)
     return "\n\n".join(parts)

@@ -21,6 +21,7 @@ from journal import read
 from live_inside import Setting
 
 RECORDS = Path(__file__).with_name("records")
+BESIDE = ("runs", "torch", "live")  # what an end-to-end record may have besides steps
 Make = Callable[[Path], object]
 
 
@@ -58,23 +59,14 @@ def _end_to_end(folder: str) -> dict[str, Make]:
     for steps in sorted((RECORDS / folder).glob("*_steps.jsonl")):
         which = steps.stem.removesuffix("_steps")
         hosts = int(which.rpartition("_")[2])
-        runs = _if_there(steps.with_name(f"{which}_runs.jsonl"))
-        args = end_to_end_report.Args(
-            steps,
-            runs,
-            hosts,
-            torch=_if_there(steps.with_name(f"{which}_torch.jsonl")),
-            live=tuple(steps.parent.glob(f"{which}_live.jsonl")),
-        )
+        beside = {kind: steps.with_name(f"{which}_{kind}.jsonl") for kind in BESIDE}
+        there = {kind: path for kind, path in beside.items() if path.exists()}
+        args = end_to_end_report.Args(steps, hosts=hosts, **there)
         name = f"{folder}/{which}"
         made[f"{name}.md"] = _text(functools.partial(end_to_end_report.text, args))
-        if runs:
+        if args.runs:
             made[f"{name}.png"] = functools.partial(_speed_ups, args)
     return made
-
-
-def _if_there(path: Path) -> Path | None:
-    return path if path.exists() else None
 
 
 def _speed_ups(args: end_to_end_report.Args, path: Path) -> None:
