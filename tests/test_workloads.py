@@ -36,7 +36,7 @@ SHORT = {"steps": STEPS, "evaluate_every": 3, "rows": 2, "evaluation_rows": 2}
 # What compression begins at: each has a matrix of 16,384 entries.
 SIZES = {
     "lstm_ptb": {"width": 64, "length": 5, "dropout": 0.1},
-    "resnet_cifar": {"blocks": (1, 1), "width": 32, "drops": (2,)},
+    "resnet_cifar": {"blocks": (1, 1), "width": 32, "drops": (0.5,)},
     "vgg_cifar": {
         "data": "cifar100",
         "head": 100,

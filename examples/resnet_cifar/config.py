@@ -23,8 +23,8 @@ class Config:
     rows: int = 32
     """Images per replica."""
     learning_rate: float = 0.1
-    drops: tuple[int, ...] = (9_000, 14_000)
-    """Steps after which a tenth of it is left."""
+    drops: tuple[float, ...] = (9 / 42, 14 / 42)
+    """Shares of the steps after which a tenth of it is left: 9,000 and 14,000."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     steps: int = 42_000
@@ -45,7 +45,7 @@ PRESETS = {
         head=10,
         rows=16,
         learning_rate=0.02,
-        drops=(200, 250),
+        drops=(2 / 3, 5 / 6),
         steps=300,
         evaluate_every=100,
     ),

@@ -41,7 +41,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
     params, statistics = variables["params"], variables["batch_stats"]
 
     exchange = options.exchange
-    drops = dict.fromkeys(config.drops, 0.1)
+    drops = {round(share * config.steps): 0.1 for share in config.drops}
     schedule = optax.piecewise_constant_schedule(config.learning_rate, drops)
     tx = optax.chain(
         gravac.transform(**exchange, weight_decay=config.weight_decay),  # gravac

@@ -1,7 +1,8 @@
 """The methods that programs compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
+with, also called `fastest` (and `fastest0.9`, whose steps are worth as much of a dense
+one), `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
 controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
 the same on the default's ladder, whose other rungs it never takes. The other families
 differ from `fixed` in their compressor (`topk10`, `sampled10`, which is that of Deep
@@ -38,6 +39,7 @@ METHODS = {
     "dense16": {"controller": ALL, "exchange": gravac.DenseMean16()},
     "default": {"controller": gravac.Fastest()},
     "fastest": {"controller": gravac.Fastest()},
+    "fastest0.9": {"controller": gravac.Fastest(least_progress=0.9)},
     "gravac": {"controller": gravac.GraVAC()},
     "gravac0.7": {"controller": gravac.GraVAC(epsilon=0.7)},
     "gravac0.9": {"controller": gravac.GraVAC(epsilon=0.9)},
