@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _compaction, _scale
-from gravac_jax._compaction import Marks
+from gravac_jax import _scale
 from gravac_jax._encoding.base import IndexEncoding, ValueEncoding
+from gravac_jax._marking import compaction
+from gravac_jax._marking.compaction import Marks
 from gravac_jax._payload import Payload
 
 
@@ -34,7 +35,7 @@ class Codec:
         block = min(self.values.block, self.n)
         if not block:
             return jnp.zeros(0, jnp.uint8)
-        sent = jnp.abs(bucket - _compaction.clear(bucket, marks))
+        sent = jnp.abs(bucket - compaction.clear(bucket, marks))
         rows = jnp.pad(sent, (0, -self.n % block)).reshape(-1, block)
         return _scale.exponents(jnp.max(rows, axis=1))
 
@@ -54,12 +55,12 @@ class Codec:
     def kept(self, bucket: jax.Array, exponents: jax.Array, marks: Marks) -> jax.Array:
         """`[n]`, what is not received: what is not marked, and what rounding drops."""
         if self.values.is_exact:
-            return _compaction.clear(bucket, marks)
+            return compaction.clear(bucket, marks)
         spread = jnp.int32(0)
         if block := self.values.block:
             spread = jnp.repeat(exponents, block)[: self.n].astype(jnp.int32)
         lost = bucket - self.values.rounded(bucket, spread)
-        return _compaction.clear(bucket, marks, lost)
+        return compaction.clear(bucket, marks, lost)
 
     def encode(
         self, payload: Payload, exponents: jax.Array, figures: jax.Array

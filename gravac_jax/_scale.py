@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction
+from gravac_jax._marking import compaction
 
 MANTISSA_BITS = 23
 BIAS = 127  # the bits of the exponent of 1.0
@@ -14,15 +14,15 @@ LEAST, MOST = 32, 2 * BIAS
 
 def exponents(magnitudes: jax.Array) -> jax.Array:
     """uint8, the bits of the exponents of float32 `magnitudes`, at least `LEAST`."""
-    bits = _compaction.magnitude_bits(magnitudes) >> MANTISSA_BITS
+    bits = compaction.magnitude_bits(magnitudes) >> MANTISSA_BITS
     return jnp.clip(bits, LEAST, MOST).astype(jnp.uint8)
 
 
 def multiplied(x: jax.Array, exponents: jax.Array) -> jax.Array:
     """`x` times 2**(exponents - BIAS)."""
-    return x * _compaction.from_bits(exponents << MANTISSA_BITS)
+    return x * compaction.from_bits(exponents << MANTISSA_BITS)
 
 
 def divided(x: jax.Array, exponents: jax.Array) -> jax.Array:
     """`x` over 2**(exponents - BIAS)."""
-    return x * _compaction.from_bits((2 * BIAS - exponents) << MANTISSA_BITS)
+    return x * compaction.from_bits((2 * BIAS - exponents) << MANTISSA_BITS)

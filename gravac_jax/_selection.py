@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _collect, _compaction, _curve, _tree
+from gravac_jax import _tree
 from gravac_jax._codec import Codec
-from gravac_jax._compaction import Marks
 from gravac_jax._compressors.base import Compressor, thinned
+from gravac_jax._marking import collect, compaction, curve
+from gravac_jax._marking.compaction import Marks
+from gravac_jax._marking.quantile import Bracket
 from gravac_jax._payload import Payload
-from gravac_jax._quantile import Bracket
 
 
 class Slots(NamedTuple):
@@ -100,12 +101,12 @@ def select(
       The selection and the new state.
     """
     n, energy, k = bucket.size, _tree.energy(bucket), slots.marked
-    outlook = _curve.look(bucket, slots.counts, k, key, slots.looks)
+    outlook = curve.look(bucket, slots.counts, k, key, slots.looks)
     marks, state = _marked(compressor, bucket, state, slots, outlook.bracket, key)
     exponents = codec.exponents(bucket, marks)
     rounded = lambda values, indices: codec.rounded(values, exponents, indices)
     filled = slots.sparse[0] if len(set(slots.sparse)) == 1 else k
-    collected = _collect.collect(
+    collected = collect.collect(
         bucket,
         marks,
         filled,
@@ -114,7 +115,7 @@ def select(
         rounded,
         outlook.is_asked,
     )
-    energies = _curve.energies(
+    energies = curve.energies(
         outlook,
         marks,
         slots.counts,
@@ -147,13 +148,13 @@ def _marked(
         return thinned(choice, slots.marked, key), after
 
     def none() -> tuple[Marks, Any]:
-        words = jnp.zeros(-(-bucket.size // _compaction.WORD_BITS), jnp.uint32)
+        words = jnp.zeros(-(-bucket.size // compaction.WORD_BITS), jnp.uint32)
         return Marks(words, words.astype(jnp.int32), jnp.int32(0)), state
 
     # Marking is the costliest pass, and of dense steps few look.
     if slots.looks is True or bucket.size not in slots.counts:
         return some()
     # Of the bucket's kind: it varies over the axis of replicas where that does.
-    is_number = _compaction.magnitude_bits(bucket[0]) >= 0
+    is_number = compaction.magnitude_bits(bucket[0]) >= 0
     alike = lambda tree: jax.tree.map(lambda x: jnp.where(is_number, x, x), tree)
     return jax.lax.cond(slots.marked > 0, lambda: alike(some()), lambda: alike(none()))

@@ -33,8 +33,9 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _checks, _label, _ledger, _reading, _restore_checks, _tree
-from gravac_jax._restore_checks import CheckpointError as CheckpointError
+from gravac_jax import _checks, _tree
+from gravac_jax._checkpoint import label, ledger, reading, restore_checks
+from gravac_jax._checkpoint.restore_checks import CheckpointError as CheckpointError
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored"]
 
@@ -158,17 +159,17 @@ class Checkpointer:
           It waits for the step, for a checksum of everything, and until all is copied
           to the host.
         """
-        step = _restore_checks.step_number(step)
+        step = restore_checks.step_number(step)
         self.is_preempted = self.is_preempted or self._reached_preemption(step)
         is_due = step % self.save_every == 0 or self.is_preempted
         if not is_due or step == self._at:
             return False
-        written = _ledger.write(tree, params)
-        label = _label.write(written, data)
+        written = ledger.write(tree, params)
+        beside = label.write(written, data)
         self._begin_to_save(step)
         nested = _tree.nested(written)
         with self._complaints("cannot be saved", step):
-            self._orbax.save_async(step, nested, custom_metadata=label)
+            self._orbax.save_async(step, nested, custom_metadata=beside)
         self._at = step
         if self.is_preempted:
             self.wait()
@@ -184,9 +185,9 @@ class Checkpointer:
         began = -1 if self._at is None else self._at
         later = [x for x in self.steps if x > began]
         if self._at is None:
-            _restore_checks.goes_on(step, later, self.directory)
+            restore_checks.goes_on(step, later, self.directory)
         elif later:
-            _restore_checks.went_back(began, later, self.directory)
+            restore_checks.went_back(began, later, self.directory)
             with self._complaints("cannot be deleted"):
                 for each in later:
                     self._orbax.delete(each)
@@ -235,21 +236,21 @@ class Checkpointer:
         if step is None and not self.steps:
             return None
         step = self.steps[-1] if step is None else step
-        step = _restore_checks.is_there(step, self.steps, self.directory)
+        step = restore_checks.is_there(step, self.steps, self.directory)
         with self._complaints("cannot be read", step):
             metadata = self._orbax.metadata(step)
-            specs = _reading.specs_of(metadata.metadata)
-            label = _label.read(metadata.custom_metadata, specs)
-        here = _reading.renamed(specs, tree)
-        wanted = _reading.plan({here[k]: x for k, x in specs.items()}, tree, params)
+            specs = reading.specs_of(metadata.metadata)
+            beside = label.read(metadata.custom_metadata, specs)
+        here = reading.renamed(specs, tree)
+        wanted = reading.plan({here[k]: x for k, x in specs.items()}, tree, params)
         abstract = {k: wanted.get(here[k], ocp.PLACEHOLDER) for k in specs}
         with self._complaints("cannot be read", step):
             arrays = _tree.by_path(self._orbax.load(step, _tree.nested(abstract)))
             read = {k: x for k, x in arrays.items() if here[k] in wanted}
-            _label.check(read, label["checksums"])
+            label.check(read, beside["checksums"])
         self._at = step
         saved = {here[k]: x for k, x in read.items()}
-        return Restored(step, _reading.read(saved, tree, params), label["data"])
+        return Restored(step, reading.read(saved, tree, params), beside["data"])
 
     def close(self) -> None:
         """Wait until all is written, and write no more.

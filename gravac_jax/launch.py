@@ -33,8 +33,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from gravac_jax._processes import Job as Job
-from gravac_jax._processes import ProcessDiedError as ProcessDiedError
+from gravac_jax._launch.processes import Job as Job
+from gravac_jax._launch.processes import ProcessDiedError as ProcessDiedError
 
 _PROGRAM = "gravac_jax.launch"
 

@@ -35,12 +35,12 @@ from typing import Any, Protocol
 
 import jax
 
-from gravac_jax import _scalars
-from gravac_jax._jsonl import JsonlWriter as JsonlWriter
-from gravac_jax._jsonl import read_jsonl as read_jsonl
-from gravac_jax._live_view import LiveView as LiveView
-from gravac_jax._scalars import scalars as scalars
-from gravac_jax._scalars import scalars_of_steps as scalars_of_steps
+from gravac_jax._metrics.jsonl import JsonlWriter as JsonlWriter
+from gravac_jax._metrics.jsonl import read_jsonl as read_jsonl
+from gravac_jax._metrics.live_view import LiveView as LiveView
+from gravac_jax._metrics.scalars import fetch, snapshot
+from gravac_jax._metrics.scalars import scalars as scalars
+from gravac_jax._metrics.scalars import scalars_of_steps as scalars_of_steps
 
 __all__ = [
     "JsonlWriter",
@@ -234,7 +234,7 @@ class Recorder:
         """
         if not self.writers:
             return
-        shot = _scalars.snapshot(opt_state, **others)
+        shot = snapshot(opt_state, **others)
         self.flush()
         self._pending = step, shot
 
@@ -243,7 +243,7 @@ class Recorder:
         if self._pending is None:
             return
         (step, shot), self._pending = self._pending, None
-        (figures,) = _scalars.fetch(shot)
+        (figures,) = fetch(shot)
         for writer in self.writers:
             writer.write(step, figures)
 

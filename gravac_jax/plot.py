@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from gravac_jax._runs import Run as Run
-from gravac_jax._runs import read_runs
+from gravac_jax._metrics.runs import Run as Run
+from gravac_jax._metrics.runs import read_runs
 
 try:
     from matplotlib.axes import Axes

@@ -33,10 +33,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _findings, _probing, _verdict
-from gravac_jax._probing import Loss
+from gravac_jax import _checks
+from gravac_jax._probe import findings, probing, verdict
+from gravac_jax._probe.probing import Loss
+from gravac_jax._probe.ways import EXCHANGES, Plan
 from gravac_jax._throughput import WireCost
-from gravac_jax._ways import EXCHANGES, Plan
 
 __all__ = ["main", "read"]
 
@@ -88,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
       SystemExit: if something given cannot be, with a line that says what to do.
     """
     # Only here: `read` is for training, which needs no table.
-    from gravac_jax import _screen
+    from gravac_jax._probe import screen
 
     parser = _parser()
     options = parser.parse_args(argv)
@@ -113,11 +114,11 @@ def main(argv: list[str] | None = None) -> None:
     if jax.process_index() == 0:
         seconds = f"{options.seconds:g}"
         sys.stderr.write(f"compiling, which may take a while; then {seconds} s\n")
-    measured = _probing.measure(plan, options.seconds, loss, options.headroom)
+    measured = probing.measure(plan, options.seconds, loss, options.headroom)
     if jax.process_index() != 0:
         return
-    report = _findings.report(plan, measured, _verdict.predict(measured))
-    _screen.show(report)
+    report = findings.report(plan, measured, verdict.predict(measured))
+    screen.show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

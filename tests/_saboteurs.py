@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 import gravac_jax as gravac
-from gravac_jax import _compaction, _quantile
 from gravac_jax._compressors.base import chosen
+from gravac_jax._marking import compaction, quantile
 from gravac_jax._payload import Payload
 
 # How often a saboteur with a mood has been asked.
@@ -27,8 +27,8 @@ class _SelectsBy(gravac.TopK):
         raise NotImplementedError
 
     def mark(self, bucket, state, *, k, bracket, key):
-        bits = _compaction.magnitude_bits(self.score(bucket))
-        return chosen(_quantile.largest(bits, k)), state
+        bits = compaction.magnitude_bits(self.score(bucket))
+        return chosen(quantile.largest(bits, k)), state
 
 
 class _Tampers(gravac.TopK):

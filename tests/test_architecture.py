@@ -14,8 +14,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A room imports from strictly lower floors; a folder is one room.
 FLOORS = [
-    {"_tree", "_guardian"},
-    {"_checks", "_chain_checks", "_step_checks", "_restore_checks", "_processes"},
+    {"_tree", "_launch"},
+    {"_checks", "_chain_checks", "_step_checks"},
     {"_payload", "_ladder", "_info", "_comm"},
     {
         "_accumulation",
@@ -25,27 +25,35 @@ FLOORS = [
         "_clipping",
         "_state",
         "_memory",
-        "_compaction",
+        "_marking",
         "_buckets",
+        "_metrics",
     },
-    {"_quantile", "_collect", "_scale", "_grad", "_agreement", "_power"},
-    {"_verdict", "_turns"},
-    {"_compressors", "_curve", "_encoding"},
+    {"_compressors", "_scale", "_grad", "_agreement", "_power"},
+    {"_encoding"},
     {"_codec", "_mean16"},
     {"_selection"},
     {"_exchanges", "_controllers", "_placement", "_guard", "_delivery"},
-    {"_report", "_parallel", "_clock", "_portable"},
-    {"_evidence", "_ledger", "_ways"},
-    {"_wiring", "_reading", "_label"},
+    {"_report", "_parallel", "_clock", "_checkpoint"},
+    {"_evidence"},
+    {"_wiring"},
     {"_transform"},
-    {"_recipes", "_probing", "_findings", "_screen"},
+    {"_recipes", "_probe"},
     {"__init__"},
-    {"launch", "checkpoint", "probe", "_scalars", "_jsonl", "_live_view"},
-    {"metrics", "_runs"},
-    {"plot"},
+    {"launch", "checkpoint", "probe", "metrics", "plot"},
     {"__main__"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+
+# Folders that are one thing in parts: each part imports from those before it. The other
+# folders are families, whose members do not know each other.
+PARTS = {
+    "_launch": ("guardian", "processes"),
+    "_marking": ("compaction", "quantile", "collect", "curve"),
+    "_metrics": ("scalars", "jsonl", "live_view", "runs"),
+    "_checkpoint": ("restore_checks", "portable", "ledger", "label", "reading"),
+    "_probe": ("verdict", "turns", "ways", "probing", "findings", "screen"),
+}
 
 # A member of a family knows its base, and what the off switch shares with others.
 SHARED_WITHIN = {"base", "dense"}
@@ -62,8 +70,8 @@ DEPENDENCIES = {"jax", "optax", "numpy", "gravac_jax"}
 EXTRA_OF = {  # which the front door does not import
     "checkpoint": {"orbax"},
     "metrics": {"tensorboardX"},
-    "_live_view": {"rich"},
-    "_screen": {"rich"},
+    "_metrics": {"rich"},
+    "_probe": {"rich"},
     "plot": {"matplotlib"},
 }
 EXTRAS = ("flax", "grain", "orbax", "rich", "tyro", "matplotlib", "tensorboardX")
@@ -114,16 +122,20 @@ def test_a_room_imports_from_lower_floors_only(file):
 
 
 @in_every_file
-def test_members_of_a_family_do_not_know_each_other(file):
+def test_who_shares_a_room_knows_no_more_of_the_others_than_needed(file):
     own = f"gravac_jax.{room(file)}."
     siblings = {
         name.removeprefix(own).split(".")[0]
         for name in imported(file)
         if name.startswith(own)
     }
-    if file.stem == "__init__":
-        members = {x.stem for x in file.parent.glob("*.py")} - {"__init__", "base"}
-        assert file.parent == PACKAGE or siblings == members
+    members = {x.stem for x in file.parent.glob("*.py")} - {"__init__"}
+    if parts := PARTS.get(room(file)):
+        assert set(parts) == members
+        before = parts.index(file.stem) if file.stem in parts else 0
+        assert siblings <= set(parts[:before])
+    elif file.stem == "__init__":
+        assert file.parent == PACKAGE or siblings == members - {"base"}
     else:
         assert siblings <= SHARED_WITHIN - {file.stem}
 

@@ -15,7 +15,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gravac_jax as gravac
-from gravac_jax import _portable, checkpoint
+from gravac_jax import checkpoint
+from gravac_jax._checkpoint import portable
 from gravac_jax._controllers import CONTROLLERS
 from gravac_jax._exchanges import EXCHANGES
 from gravac_jax._memory import MEMORIES
@@ -199,7 +200,7 @@ def test_the_state_may_be_donated_while_it_is_written(tmp_path):
 )
 def test_dealing_keeps_the_mean_and_signs(old, new):
     x = RNG.integers(0, 9, (old, 5)).astype(np.float32)
-    dealt = np.asarray(_portable.deal(jnp.asarray(x), new, None))
+    dealt = np.asarray(portable.deal(jnp.asarray(x), new, None))
     # Slowly: every old replica gives an equal share to each place that it covers.
     places = np.repeat(x, new, axis=0).reshape(new, old, 5).mean(1, dtype=np.float64)
     np.testing.assert_allclose(dealt, places, rtol=2**-22, atol=0)

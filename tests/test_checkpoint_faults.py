@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, other):
 
 
 def test_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("gravac_jax._ledger.VERSION", 7)
+    monkeypatch.setattr("gravac_jax._checkpoint.ledger.VERSION", 7)
     save(tmp_path, begin())
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"version 7, and this gravac_jax reads 1"):

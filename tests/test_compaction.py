@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from _harness import assert_same, choices
 
-from gravac_jax import _compaction
-from gravac_jax._compaction import Marks
+from gravac_jax._marking import compaction
+from gravac_jax._marking.compaction import Marks
 from gravac_jax._payload import PAD
 
-clear = jax.jit(_compaction.clear)
-count = jax.jit(_compaction.count)
-find = jax.jit(_compaction.find)
-from_bits = jax.jit(_compaction.from_bits)
-is_marked = jax.jit(_compaction.is_marked)
-magnitude_bits = jax.jit(_compaction.magnitude_bits)
-mark = jax.jit(_compaction.mark)
-select = jax.jit(_compaction.select, static_argnums=1)
-thin_by_each = jax.jit(jax.vmap(_compaction.thin, (None, None, 0)))
+clear = jax.jit(compaction.clear)
+count = jax.jit(compaction.count)
+find = jax.jit(compaction.find)
+from_bits = jax.jit(compaction.from_bits)
+is_marked = jax.jit(compaction.is_marked)
+magnitude_bits = jax.jit(compaction.magnitude_bits)
+mark = jax.jit(compaction.mark)
+select = jax.jit(compaction.select, static_argnums=1)
+thin_by_each = jax.jit(jax.vmap(compaction.thin, (None, None, 0)))
 
 SIZES = (1, 31, 32, 33, 64, 97, 1000, 5000)
 
@@ -133,16 +133,16 @@ def test_members_of_a_batch_get_what_they_get_alone():
     n = 97
 
     def everything(mask):
-        marks = _compaction.mark(mask)
+        marks = compaction.mark(mask)
         x = jnp.arange(n, dtype=jnp.float32)
         return {
             "marks": marks,
-            "count": _compaction.count(mask),
-            "select": _compaction.select(marks, half(n)),
-            "find": _compaction.find(marks, marks.total[None] // 2),
-            "is marked": _compaction.is_marked(marks, jnp.arange(n)),
-            "clear": _compaction.clear(x, marks),
-            "thin": _compaction.thin(marks, marks.total // 2, marks.total // 3),
+            "count": compaction.count(mask),
+            "select": compaction.select(marks, half(n)),
+            "find": compaction.find(marks, marks.total[None] // 2),
+            "is marked": compaction.is_marked(marks, jnp.arange(n)),
+            "clear": compaction.clear(x, marks),
+            "thin": compaction.thin(marks, marks.total // 2, marks.total // 3),
         }
 
     alone = jax.jit(everything)
@@ -153,7 +153,7 @@ def test_members_of_a_batch_get_what_they_get_alone():
 
 def test_nothing_is_sorted_and_only_words_are_scattered():
     n, k = 2**16, 1000
-    program = jax.jit(lambda mask: _compaction.select(_compaction.mark(mask), k))
+    program = jax.jit(lambda mask: compaction.select(compaction.mark(mask), k))
     assert updates(program, n) == [n // 32]
     # What this is instead of scatters every entry, and is seen to.
     program = jax.jit(lambda mask: jnp.nonzero(mask, size=k)[0])

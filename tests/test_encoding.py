@@ -14,9 +14,10 @@ import pytest
 from _harness import assert_same
 
 import gravac_jax as gravac
-from gravac_jax import _compaction, _payload, _scale
+from gravac_jax import _payload, _scale
 from gravac_jax._codec import Codec
 from gravac_jax._encoding import INDEX_ENCODINGS, VALUE_ENCODINGS
+from gravac_jax._marking import compaction
 from gravac_jax._payload import PAD, Payload
 
 VALUES = _examples.members(VALUE_ENCODINGS)
@@ -123,7 +124,7 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
 
     @jax.jit
     def journey(bucket):
-        marks = _compaction.mark(mask)
+        marks = compaction.mark(mask)
         exponents = codec.exponents(bucket, marks)
         payload = _payload.take(bucket, jnp.asarray(places))
         rounded = codec.rounded(payload.values, exponents, payload.indices)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import _compaction, _quantile
 from gravac_jax._comm import Comm
 from gravac_jax._compressors import COMPRESSORS
 from gravac_jax._compressors.base import chosen, thinned
+from gravac_jax._marking import compaction, quantile
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +25,10 @@ SELECTIVE = [x for x in MEMBERS if not isinstance(x, gravac.Identity)]
 
 def step(compressor, bucket, state, k, key):
     """What a compressor leaves of `bucket`, how many entries it sends, its state."""
-    bracket = _quantile.bracket(bucket, k, key)
+    bracket = quantile.bracket(bucket, k, key)
     choice, state = compressor.mark(bucket, state, k=k, bracket=bracket, key=key)
     marks = thinned(choice, k, key)
-    return _compaction.clear(bucket, marks), marks.total, state
+    return compaction.clear(bucket, marks), marks.total, state
 
 
 jitted_step = jax.jit(step, static_argnums=0)

@@ -18,7 +18,8 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 
 import gravac_jax as gravac
-from gravac_jax import _scalars, metrics
+from gravac_jax import metrics
+from gravac_jax._metrics import scalars
 
 STEPS = 4
 transform = lambda axis_name: gravac.transform(
@@ -133,7 +134,7 @@ def test_scalars_of_the_steps_of_a_scan_are_those_of_each():
 
 
 def test_all_figures_come_in_one_array():
-    names, found = _scalars.snapshot(TX.init(PARAMS))
+    names, found = scalars.snapshot(TX.init(PARAMS))
     assert isinstance(found, jax.Array)
     assert found.shape == (1, len(names))
 

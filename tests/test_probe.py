@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import _findings, _screen, _verdict, probe
-from gravac_jax._verdict import DENSE, GATHER, REDUCE, Call, Measured, Way
-from gravac_jax._ways import Plan
+from gravac_jax import probe
+from gravac_jax._probe import findings, screen, verdict
+from gravac_jax._probe.verdict import DENSE, GATHER, REDUCE, Call, Measured, Way
+from gravac_jax._probe.ways import Plan
 
 ALPHA, BETA = 2e-4, 12.5e6  # 100 Mbit/s
 ROUNDS = 20
@@ -83,20 +84,20 @@ def test_alpha_and_beta_are_found_in_noise_and_beside_an_outlier():
     seconds = [took(x) * np.exp(rng.normal(0, NOISE)) for x in timed]
     seconds[3] *= 5
     seconds[9] /= 5
-    cost = _verdict.fit(timed, seconds)
+    cost = verdict.fit(timed, seconds)
     assert cost.latency_seconds == pytest.approx(ALPHA, rel=0.05)
     assert cost.bytes_per_second == pytest.approx(BETA, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [[4e-3, 3e-3, 2e-3], [1e-9, 1e-4, 10.0]])
 def test_neither_alpha_nor_beta_is_negative(seconds):
-    cost = _verdict.fit(calls(REDUCE, 2, (1e3, 1e4, 1e5)), seconds)
+    cost = verdict.fit(calls(REDUCE, 2, (1e3, 1e4, 1e5)), seconds)
     assert cost.latency_seconds >= 0
     assert cost.bytes_per_second > 0
 
 
 def test_a_predicted_step_is_the_sum_of_its_parts():
-    predicted = _verdict.predict(measured())
+    predicted = verdict.predict(measured())
     assert predicted.dense.step_seconds.middle == pytest.approx(
         10.1e-3 + took(DENSE_CALL), rel=2 * NOISE
     )
@@ -117,7 +118,7 @@ def test_several_collectives_in_one_cost_what_each_of_them_does():
     (dense, *_) = noiseless.ways
     several = dense._replace(calls=(two,))
     ways = (dense, several, several)
-    predicted = _verdict.predict(noiseless._replace(ways=ways))
+    predicted = verdict.predict(noiseless._replace(ways=ways))
     half = Call(REDUCE, "data", 5e5, 2)
     assert predicted.rows[0].exchange_seconds == pytest.approx(2 * took(half))
 
@@ -127,7 +128,7 @@ def test_what_is_larger_than_all_that_was_timed_costs_its_bytes():
     large = Call(REDUCE, "data", 4e7, 2)
     (dense, *_) = noiseless.ways
     ways = (dense, dense._replace(calls=(large,)))
-    predicted = _verdict.predict(noiseless._replace(ways=ways))
+    predicted = verdict.predict(noiseless._replace(ways=ways))
     assert predicted.rows[0].exchange_seconds == pytest.approx(took(large), rel=1e-3)
 
 
@@ -136,7 +137,7 @@ def test_what_others_send_is_added_up():
     many = one.seconds | {"many": np.full(ROUNDS, 3e-3)}  # 2 ms for 1,000 entries
     (dense, *_) = one.ways
     ways = (dense, dense._replace(added=500.0))
-    predicted = _verdict.predict(Measured(many, ways, 1e3))
+    predicted = verdict.predict(Measured(many, ways, 1e3))
     assert predicted.rows[0].selection_seconds == pytest.approx(1e-3)
 
 
@@ -164,14 +165,14 @@ def test_what_others_send_is_added_up():
     ],
 )
 def test_the_verdict_is_a_plain_sentence(situation, said, pays):
-    predicted = _verdict.predict(measured(**situation))
-    assert _findings.verdict(predicted).startswith(said)
+    predicted = verdict.predict(measured(**situation))
+    assert findings.verdict(predicted).startswith(said)
     assert predicted.rows[-1].pays == (pays or "too close")
 
 
 def test_a_dense_step_that_was_timed_whole_is_not_predicted():
     # With its all-reduce half hidden behind the backward pass.
-    predicted = _verdict.predict(measured(step=0.17))
+    predicted = verdict.predict(measured(step=0.17))
     assert predicted.dense.step_seconds.middle == pytest.approx(0.17, rel=2 * NOISE)
     assert predicted.ceiling.middle == pytest.approx(17, rel=3 * NOISE)
     assert predicted.dense.step_seconds.high < 0.18
@@ -185,8 +186,8 @@ def test_the_break_even_factor_is_where_steps_become_faster(selects, factor):
     seconds = dict(times.seconds)
     for name, select in zip(("all-gather 10", "all-gather 100"), selects, strict=True):
         seconds[name] = np.full(ROUNDS, 1e-4 + select)
-    rows = _verdict.predict(times._replace(seconds=seconds)).rows
-    found = _findings.break_evens(rows)["all-gather"]
+    rows = verdict.predict(times._replace(seconds=seconds)).rows
+    found = findings.break_evens(rows)["all-gather"]
     assert found == (factor and pytest.approx(factor, rel=0.2))
 
 
@@ -195,7 +196,7 @@ def test_a_controller_can_start_from_the_file(tmp_path):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     plan = Plan(mesh, params, (10.0, 100.0), ("all-gather",))
     times = measured(noise=0)
-    report = _findings.report(plan, times, _verdict.predict(times))
+    report = findings.report(plan, times, verdict.predict(times))
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(report))
     wire = probe.read(path)
@@ -277,7 +278,7 @@ def test_nothing_of_the_table_is_cut_where_there_is_no_terminal(capsys):
         "speed_up": [10.12, 11.12, 12.12],
         "pays": "too close",
     }
-    _screen.show(
+    screen.show(
         {
             "params": 10**9,
             "devices": "64 gpu",
@@ -299,8 +300,8 @@ def test_nothing_of_the_table_is_cut_where_there_is_no_terminal(capsys):
 
 
 def test_without_rich_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "gravac_jax._screen", raising=False)
-    monkeypatch.delattr("gravac_jax._screen", raising=False)
+    monkeypatch.delitem(sys.modules, "gravac_jax._probe.screen", raising=False)
+    monkeypatch.delattr("gravac_jax._probe.screen", raising=False)
     monkeypatch.setitem(sys.modules, "rich.box", None)
     with pytest.raises(ImportError, match=r"pip install gravac_jax\[tools\]"):
         probe.main(["--params", "1e6"])

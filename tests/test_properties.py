@@ -20,7 +20,7 @@ import pytest
 from _harness import Scripted, agreed, assert_same, make_mesh
 
 import gravac_jax as gravac
-from gravac_jax import _portable
+from gravac_jax._checkpoint import portable
 
 QUICK, MANY = 50, 560
 EVIDENCE_BYTES = 1000
@@ -314,7 +314,7 @@ def test_of_slices_nothing_is_lost(examples):
             sent = sent + SLOW * np.asarray(updates["w"], np.float64)
             mean = x["b"].astype(np.float64).mean(0)
             np.testing.assert_allclose(updates["b"], mean, rtol=1e-5, atol=1e-3)
-        form = _portable.form(state, params)
+        form = portable.form(state, params)
         (kept,) = form.split([bucket.residual for bucket in state.local.memory])
         lost = came - sent - np.asarray(kept, np.float64).sum(0)
         assert (np.abs(lost) <= 8 * 2.0**-24 * total + 1e-37).all()

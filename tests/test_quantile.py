@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from _harness import choices
 
-from gravac_jax import _compaction, _quantile
-from gravac_jax._quantile import ALL, BEYOND, SMALLEST
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.quantile import ALL, BEYOND, SMALLEST
 
-bracket = jax.jit(_quantile.bracket)
-bracket_by_each = jax.jit(jax.vmap(_quantile.bracket, (None, None, 0)))
-thresholds = jax.jit(_quantile.thresholds, static_argnums=(1, 2))
-bracket_from = jax.jit(_quantile.bracket_from, static_argnums=1)
-kth = jax.jit(_quantile.kth)
-kth_between = jax.jit(_quantile.kth_between)
-largest = jax.jit(_quantile.largest)
-reaching = jax.jit(_quantile.reaching)
-reaching_each = jax.jit(jax.vmap(_quantile.reaching, (None, 0)))
-sample_places = jax.jit(jax.vmap(_quantile.sample_places, (None, 0)), static_argnums=0)
+bracket = jax.jit(quantile.bracket)
+bracket_by_each = jax.jit(jax.vmap(quantile.bracket, (None, None, 0)))
+thresholds = jax.jit(quantile.thresholds, static_argnums=(1, 2))
+bracket_from = jax.jit(quantile.bracket_from, static_argnums=1)
+kth = jax.jit(quantile.kth)
+kth_between = jax.jit(quantile.kth_between)
+largest = jax.jit(quantile.largest)
+reaching = jax.jit(quantile.reaching)
+reaching_each = jax.jit(jax.vmap(quantile.reaching, (None, 0)))
+sample_places = jax.jit(jax.vmap(quantile.sample_places, (None, 0)), static_argnums=0)
 
 N = 400
 RNG = np.random.default_rng(0)
@@ -146,8 +146,8 @@ def tries(monkeypatch, *arguments):
         return jnp.sum(mask, dtype=jnp.int32)
 
     with monkeypatch.context() as patch, jax.disable_jit():
-        patch.setattr(_compaction, "count", count)
-        _quantile.kth(*map(jnp.asarray, arguments))
+        patch.setattr(compaction, "count", count)
+        quantile.kth(*map(jnp.asarray, arguments))
     return len(made)
 
 
@@ -189,11 +189,11 @@ def test_only_a_bracket_that_does_not_catch_has_all_entries_searched(
 ):
     searched = []
     find = lambda bits, k: searched.append(bits.size) or kth_of_one(bits, k)
-    kth_of_one = _quantile._kth
-    monkeypatch.setattr(_quantile, "_kth", find)
+    kth_of_one = quantile._kth
+    monkeypatch.setattr(quantile, "_kth", find)
     bits, low, high = map(jnp.asarray, between("different", ranks))
     with jax.disable_jit():
-        _quantile.kth_between(bits, jnp.int32(BETWEEN_K), low, high)
+        quantile.kth_between(bits, jnp.int32(BETWEEN_K), low, high)
     assert searched == [64] + [WIDE] * (ranks not in ("good", "full"))
 
 

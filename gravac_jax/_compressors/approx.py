@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _compaction, _quantile
+from gravac_jax import _checks
 from gravac_jax._compressors.base import Choice, Compressor, Deviation, reaching
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,5 @@ class ApproxTopK(Compressor):
             jnp.abs(bucket), largest, recall_target=self.recall
         )
         found = magnitudes[jnp.minimum(k, largest) - 1]
-        bits = jnp.where(
-            k <= largest, _compaction.magnitude_bits(found), bracket.middle
-        )
-        return reaching(bucket, jnp.maximum(bits, _quantile.SMALLEST)), state
+        bits = jnp.where(k <= largest, compaction.magnitude_bits(found), bracket.middle)
+        return reaching(bucket, jnp.maximum(bits, quantile.SMALLEST)), state

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _ladder, _payload, _quantile, _tree
-from gravac_jax._compaction import Marks
+from gravac_jax import _ladder, _payload, _tree
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.compaction import Marks
+from gravac_jax._marking.quantile import Bracket
 from gravac_jax._payload import Payload
-from gravac_jax._quantile import Bracket
 
 
 class Deviation(NamedTuple):
@@ -110,10 +111,10 @@ class Compressor(abc.ABC):
     ) -> tuple[Payload, Any]:
         """The payload of `k` slots, and the new state: all at once for a static k."""
         slots = jnp.int32(k)
-        bracket = _quantile.bracket(bucket, slots, key)
+        bracket = quantile.bracket(bucket, slots, key)
         choice, state = self.mark(bucket, state, k=slots, bracket=bracket, key=key)
         marks = thinned(choice, slots, key)
-        return _payload.take(bucket, _compaction.select(marks, k)), state
+        return _payload.take(bucket, compaction.select(marks, k)), state
 
     def narrow(self, payload: Payload, *, k: int, key: jax.Array) -> Payload:
         """Compress a payload further, to `k` slots, without the bucket.
@@ -125,47 +126,47 @@ class Compressor(abc.ABC):
         other, and for those that look at blocks it is another selection.
         """
         del key
-        return narrowed(payload, _compaction.magnitude_bits(payload.values), k)
+        return narrowed(payload, compaction.magnitude_bits(payload.values), k)
 
 
 def chosen(mask: jax.Array) -> Choice:
     """Mark the entries of `mask` (`[n]` bool), which a compressor has counted."""
-    marks = _compaction.mark(mask)
+    marks = compaction.mark(mask)
     return Choice(marks, marks.words)
 
 
 def safe(bracket: Bracket) -> jax.Array:
     """int32, bits two standard deviations above the k-th; it, if there is no bound."""
-    is_bound = bracket.high < _quantile.BEYOND
+    is_bound = bracket.high < quantile.BEYOND
     return bracket.middle + jnp.where(is_bound, bracket.high - bracket.middle, 0) // 2
 
 
 def reaching(bucket: jax.Array, bits: jax.Array) -> Choice:
     """Mark the entries whose magnitude bits are at least `bits`; twice that is sure."""
-    found = _compaction.magnitude_bits(bucket)
-    twice = jnp.minimum(bits, _quantile.BEYOND - _quantile.OCTAVE) + _quantile.OCTAVE
+    found = compaction.magnitude_bits(bucket)
+    twice = jnp.minimum(bits, quantile.BEYOND - quantile.OCTAVE) + quantile.OCTAVE
     words = (
-        _compaction.pack(found >= bits),
-        _compaction.pack(found >= twice),
+        compaction.pack(found >= bits),
+        compaction.pack(found >= twice),
     )
     words, first = jax.lax.optimization_barrier(words)
-    return Choice(_compaction.marks_of(words), first)
+    return Choice(compaction.marks_of(words), first)
 
 
 def thinned(choice: Choice, k: jax.Array, key: jax.Array) -> Marks:
     """At most `k` of the marks; which ones are left out is drawn with `key`."""
 
     def thin(marks: Marks) -> Marks:
-        firsts = _compaction.count_bits(choice.first)
+        firsts = compaction.count_bits(choice.first)
         is_crowded = firsts > k  # then the others are out, and some of the first too
         others = marks.words & ~choice.first
-        drawn = _compaction.marks_of(jnp.where(is_crowded, choice.first, others))
+        drawn = compaction.marks_of(jnp.where(is_crowded, choice.first, others))
         stay = Marks(choice.first, marks.starts - drawn.starts, firsts)
         stay = jax.tree.map(lambda x: jnp.where(is_crowded, 0, x), stay)
         # Bits of the key do for a draw; jax.random would take longer to compile than
         # all the rest here.
         gap = _tree.draws(key)[1] % jnp.maximum(drawn.total, 1).astype(jnp.uint32)
-        drawn = _compaction.thin(drawn, k - stay.total, gap.astype(jnp.int32))
+        drawn = compaction.thin(drawn, k - stay.total, gap.astype(jnp.int32))
         # No entry is in both, so that bits add up as counts do.
         return jax.tree.map(jnp.add, stay, drawn)
 
@@ -178,13 +179,13 @@ def bits_of(threshold: jax.Array) -> jax.Array:
     At least those of the smallest normal number: arithmetic takes what is below for
     zero, and zeros are not sent.
     """
-    smallest = _compaction.magnitude_bits(jnp.float32(_tree.SMALLEST_NORMAL))
-    return jnp.maximum(_compaction.magnitude_bits(threshold), smallest)
+    smallest = compaction.magnitude_bits(jnp.float32(_tree.SMALLEST_NORMAL))
+    return jnp.maximum(compaction.magnitude_bits(threshold), smallest)
 
 
 def narrowed(payload: Payload, numbers: jax.Array, k: int) -> Payload:
     """The entries of the `k` largest `numbers` (int32); of equal ones the earlier."""
-    slots = _compaction.select(_compaction.mark(_quantile.largest(numbers, k)), k)
+    slots = compaction.select(compaction.mark(quantile.largest(numbers, k)), k)
     indices = payload.indices.at[slots].get(mode="fill", fill_value=0)
     is_empty = slots >= _payload.PAD
     values = _payload.take(payload.values, slots).values

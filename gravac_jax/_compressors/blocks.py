@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _compaction, _quantile, _tree
+from gravac_jax import _checks, _tree
 from gravac_jax._compressors.base import Choice, Compressor, Deviation, chosen
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class BlockTopK(Compressor):
         del bracket
         n = bucket.size
         size = min(self.block, n)
-        bits = jnp.pad(_compaction.magnitude_bits(bucket), (0, -n % size))
+        bits = jnp.pad(compaction.magnitude_bits(bucket), (0, -n % size))
         bits = bits.reshape(-1, size)
         blocks = bits.shape[0]
         draw, other = _tree.draws(key)
@@ -82,6 +83,6 @@ class BlockTopK(Compressor):
         quotas = rest // full + (turn.astype(jnp.int32) < rest % full).astype(jnp.int32)
         if short:
             quotas = quotas.at[-1].set(last)
-        is_sent = jax.vmap(_quantile.largest)(bits, jnp.maximum(quotas, 1))
+        is_sent = jax.vmap(quantile.largest)(bits, jnp.maximum(quotas, 1))
         is_sent = is_sent & (quotas[:, None] > 0)
         return chosen(is_sent.reshape(-1)[:n]), state

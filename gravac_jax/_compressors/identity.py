@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax._compressors.base import Choice, Compressor, chosen
+from gravac_jax._marking.quantile import Bracket
 from gravac_jax._payload import Payload
-from gravac_jax._quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _payload, _quantile, _tree
+from gravac_jax import _payload, _tree
 from gravac_jax._compressors.base import Choice, Compressor, Deviation, chosen, narrowed
+from gravac_jax._marking import quantile
+from gravac_jax._marking.quantile import Bracket
 from gravac_jax._payload import Payload
-from gravac_jax._quantile import Bracket
 
 LAST = _payload.PAD - 1  # priorities have 30 bits, as many as indices
 
@@ -31,11 +32,11 @@ def priorities(indices: jax.Array, key: jax.Array) -> jax.Array:
 def drawn(n: int, k: jax.Array, key: jax.Array) -> Choice:
     """Mark `k` (`[]` int32) of `n` entries: those of the highest priorities."""
     numbers = priorities(jnp.arange(n, dtype=jnp.int32), key)
-    spread = _quantile.SPREAD * jnp.sqrt(k.astype(jnp.float32)) + 1
+    spread = quantile.SPREAD * jnp.sqrt(k.astype(jnp.float32)) + 1
     at = lambda rank: LAST - (jnp.clip(rank / n, 0, 1) * LAST).astype(jnp.int32)
     rank = k.astype(jnp.float32)
     low, high = at(rank + spread), at(rank - spread)
-    cut = _quantile.kth_between(numbers, k, low, high)
+    cut = quantile.kth_between(numbers, k, low, high)
     return chosen(numbers >= cut.bits)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _tree
+from gravac_jax import _tree
 from gravac_jax._compressors.base import (
     Choice,
     Compressor,
@@ -14,7 +14,8 @@ from gravac_jax._compressors.base import (
     bits_of,
     reaching,
 )
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction
+from gravac_jax._marking.quantile import Bracket
 
 ENOUGH = 0.8  # of the slots; arbitrary
 MAX_TRIES = 30
@@ -71,8 +72,8 @@ class RedSync(Compressor):
     ) -> tuple[Choice, Any]:
         """Bisect, then one pass."""
         del bracket, key
-        bits = _compaction.magnitude_bits(bucket)
-        count = lambda threshold: _compaction.count(bits >= bits_of(threshold))
+        bits = compaction.magnitude_bits(bucket)
+        count = lambda threshold: compaction.count(bits >= bits_of(threshold))
         enough = jnp.maximum(ENOUGH * k.astype(jnp.float32), 1).astype(jnp.int32)
 
         def is_wrong(s: _Search) -> jax.Array:
@@ -84,7 +85,7 @@ class RedSync(Compressor):
             middle = (low + high) / 2
             return _Search(low, middle, high, count(middle), s.tries + 1)
 
-        largest = _compaction.from_bits(jnp.max(bits))
+        largest = compaction.from_bits(jnp.max(bits))
         # Divided first, or squares leave float32.
         shares = bucket / jnp.maximum(largest, _tree.SMALLEST_NORMAL)
         root = largest * jnp.sqrt(_tree.energy(shares) / bucket.size)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from gravac_jax import _compaction, _quantile, _tree
+from gravac_jax import _tree
 from gravac_jax._compressors.base import (
     Choice,
     Compressor,
@@ -14,7 +14,8 @@ from gravac_jax._compressors.base import (
     reaching,
     safe,
 )
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,6 @@ class SampledTopK(Compressor):
         """One pass, mostly."""
         del key
         choice = reaching(bucket, safe(bracket))
-        bits = _compaction.magnitude_bits(bucket)
-        again = lambda _: chosen(_quantile.largest(bits, k))
+        bits = compaction.magnitude_bits(bucket)
+        again = lambda _: chosen(quantile.largest(bits, k))
         return _tree.only_if(choice.marks.total > k, again, choice), state

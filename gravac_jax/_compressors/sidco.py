@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _tree
+from gravac_jax import _tree
 from gravac_jax._compressors.base import (
     Choice,
     Compressor,
@@ -14,7 +14,8 @@ from gravac_jax._compressors.base import (
     bits_of,
     reaching,
 )
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction
+from gravac_jax._marking.quantile import Bracket
 
 STAGE_SHARE = 0.25  # of the entries that a stage keeps, as in the paper
 MAX_STAGES = 16  # 4**16 is more than any bucket has
@@ -72,13 +73,13 @@ class SIDCo(Compressor):
         """Fit, then one pass."""
         del bracket, key
         magnitudes, wanted = jnp.abs(bucket), k.astype(jnp.float32)
-        bits = _compaction.magnitude_bits(bucket)
+        bits = compaction.magnitude_bits(bucket)
 
         def fit(s: _Stage) -> _Stage:
             mean_excess = _tree.excess(magnitudes, s.threshold[None])[0] / s.reached
             aim = jnp.maximum(wanted, STAGE_SHARE * s.reached)
             threshold = s.threshold + mean_excess * jnp.log(s.reached / aim)
-            count = _compaction.count(bits >= bits_of(threshold)).astype(jnp.float32)
+            count = compaction.count(bits >= bits_of(threshold)).astype(jnp.float32)
             is_empty = count == 0
             return _Stage(
                 threshold=jnp.where(is_empty, s.threshold, threshold),
@@ -90,7 +91,7 @@ class SIDCo(Compressor):
         is_open = lambda s: ~s.is_last & (s.stages < MAX_STAGES)
         zero = 0 * bits[0]
         none = zero.astype(jnp.float32)
-        reached = _compaction.count(bits >= bits_of(none)).astype(jnp.float32)
+        reached = compaction.count(bits >= bits_of(none)).astype(jnp.float32)
         all_of_it = jnp.maximum(reached, 1)
         start = _Stage(none, all_of_it, zero, all_of_it <= wanted)
         end = jax.lax.while_loop(is_open, fit, start)

@@ -6,9 +6,9 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction
 from gravac_jax._compressors.base import Choice, Compressor, Deviation, reaching, safe
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction
+from gravac_jax._marking.quantile import Bracket
 
 AIM = 0.97  # of the slots, so that most steps leave nothing behind for want of one
 
@@ -85,8 +85,8 @@ class Threshold(Compressor):
         # of which some would have to stay behind that may be large.
         low = bracket.middle - (bracket.middle - bracket.low) // 4
         high = safe(bracket)
-        guess = jnp.clip(_compaction.magnitude_bits(guess) & ROUNDED, low, high)
+        guess = jnp.clip(compaction.magnitude_bits(guess) & ROUNDED, low, high)
         bits = jnp.where(state.threshold > 0, guess, high)
         choice = reaching(bucket, bits)
         reached = jnp.maximum(choice.marks.total.astype(jnp.float32), 0.5)
-        return choice, ThresholdState(_compaction.from_bits(bits), reached)
+        return choice, ThresholdState(compaction.from_bits(bits), reached)

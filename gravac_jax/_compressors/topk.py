@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _compaction, _quantile
 from gravac_jax._compressors.base import Choice, Compressor, chosen
-from gravac_jax._quantile import Bracket
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.quantile import Bracket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,6 @@ class TopK(Compressor):
     ) -> tuple[Choice, Any]:
         """What is above the bracket, what is in it, and the mark."""
         del key
-        bits = _compaction.magnitude_bits(bucket)
-        cut = _quantile.kth_between(bits, k, bracket.low, bracket.high)
-        return chosen(_quantile.reaching(bits, cut)), state
+        bits = compaction.magnitude_bits(bucket)
+        cut = quantile.kth_between(bits, k, bracket.low, bracket.high)
+        return chosen(quantile.reaching(bits, cut)), state

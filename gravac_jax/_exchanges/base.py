@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _curve
 from gravac_jax._comm import Comm
+from gravac_jax._marking import curve
 
 
 class Exchanged(NamedTuple):
@@ -153,7 +153,7 @@ class Exchange(abc.ABC):
           in for directions and for places that another replica chose, too.
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
-        return _curve.shares(gradient, counts, key, self.is_blind)
+        return curve.shares(gradient, counts, key, self.is_blind)
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Whether `factor` is a dense step for so many replicas, and not for one."""

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _ladder, _payload, _tree
+from gravac_jax import _ladder, _payload, _tree
 from gravac_jax._comm import Comm
 from gravac_jax._compressors.randomk import drawn
 from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
 from gravac_jax._exchanges.dense import cheaper, dense_exchange, dense_traffic
+from gravac_jax._marking import compaction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class SharedRandomK(Exchange):
         marks = drawn(n, jnp.maximum(k, 1), key).marks
 
         def at_places(k: int) -> tuple[jax.Array, jax.Array]:
-            indices = _compaction.select(marks, k)
+            indices = compaction.select(marks, k)
             values = _payload.take(bucket, indices).values
             mean = _payload.Payload(comm.mean(values), indices)
             return _payload.spread(mean, comm.zeros(bucket)), _tree.energy(values)
@@ -80,7 +81,7 @@ class SharedRandomK(Exchange):
         )
         rungs = jnp.arange(len(ladder))
         on_average = jnp.asarray(counts, jnp.float32) * (energy / n)
-        rest = jnp.where(k > 0, _compaction.clear(bucket, marks), 0)
+        rest = jnp.where(k > 0, compaction.clear(bucket, marks), 0)
         return Exchanged(
             mean=mean,
             residual=jnp.where(rung == len(ladder), bucket, rest),

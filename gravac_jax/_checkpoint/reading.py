@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _ledger, _portable, _restore_checks, _state, _tree
-from gravac_jax._ledger import VERSION, Named, Own
+from gravac_jax import _state, _tree
+from gravac_jax._checkpoint import ledger, portable, restore_checks
+from gravac_jax._checkpoint.ledger import VERSION, Named, Own
 from gravac_jax._state import TransformState
 from gravac_jax._tree import Path
 
@@ -56,9 +57,9 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     *above, place = ours[0]
     chain = tuple(above)
     here = {
-        _tree.names(path): (kind_of(x), _ledger.shape_of(x))
+        _tree.names(path): (kind_of(x), ledger.shape_of(x))
         for path, x in flat
-        if not is_ours(x) and _ledger.is_saved(x)
+        if not is_ours(x) and ledger.is_saved(x)
     }
 
     def moved_up(path: Path) -> Path:
@@ -91,15 +92,15 @@ def plan(saved: Named, tree: Any, params: Any) -> Named:
     Raises:
       ValueError: if what was saved does not fit.
     """
-    owns = _ledger.owns_of(tree, params)
-    others = _ledger.others_of(_tree.by_path(tree), owns)
-    others = {k: x for k, x in others.items() if _ledger.is_saved(x)}
-    here = {k: (kind_of(x), _ledger.shape_of(x)) for k, x in others.items()}
-    _restore_checks.fits(here, _ledger.others_of(saved, owns))
+    owns = ledger.owns_of(tree, params)
+    others = ledger.others_of(_tree.by_path(tree), owns)
+    others = {k: x for k, x in others.items() if ledger.is_saved(x)}
+    here = {k: (kind_of(x), ledger.shape_of(x)) for k, x in others.items()}
+    restore_checks.fits(here, ledger.others_of(saved, owns))
     wanted = {k: _like(x) for k, x in others.items()}
     for own in owns:
         mine = own.below({k: shape for k, (_, shape) in saved.items()})
-        if _restore_checks.has_transform(mine, own.path):
+        if restore_checks.has_transform(mine, own.path):
             wanted |= {own.path + name: x for name, x in _wanted(own, mine)}
     return wanted
 
@@ -119,9 +120,9 @@ def _wanted(own: Own, saved: Named) -> Iterator[tuple[Path, Any]]:
         for name in own.vectors
         for path, leaf in zip(form.names, form.leaves, strict=True)
     }
-    rows = {name: x.shape for name, x in own.rows.items() if _ledger.is_saved(x)}
-    _restore_checks.memory(vectors | rows, saved)
-    _restore_checks.exchange(rows, saved)
+    rows = {name: x.shape for name, x in own.rows.items() if ledger.is_saved(x)}
+    restore_checks.memory(vectors | rows, saved)
+    restore_checks.exchange(rows, saved)
     yield ("version",), 0
     yield ("replicas",), 0
     decides_alike = _decides_alike(own, saved)
@@ -144,7 +145,7 @@ def _wanted(own: Own, saved: Named) -> Iterator[tuple[Path, Any]]:
 def _decides_alike(own: Own, saved: Named) -> bool:
     """Whether all that belongs to decisions can be read."""
     decided = lambda x: {k: v for k, v in x.items() if k[0] in _DECIDED}
-    shapes = {k: x.shape for k, x in own.shared.items() if _ledger.is_saved(x)}
+    shapes = {k: x.shape for k, x in own.shared.items() if ledger.is_saved(x)}
     return decided(shapes) == decided(saved)
 
 
@@ -154,7 +155,7 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
     Raises:
       ValueError: if it was written by another version.
     """
-    owns = {own.path: own for own in _ledger.owns_of(tree, params)}
+    owns = {own.path: own for own in ledger.owns_of(tree, params)}
 
     def leaf(path: Path, x: Any) -> Any:
         if path not in owns:
@@ -171,11 +172,11 @@ def read(saved: Named, tree: Any, params: Any) -> Any:
 
 def _read(own: Own, saved: Named) -> TransformState:
     """The state of one transform."""
-    _restore_checks.version(saved[("version",)], VERSION)
+    restore_checks.version(saved[("version",)], VERSION)
     state = own.state
     ladders = [x for k, x in saved.items() if k[0] == "ladder"]
     if not ladders or not np.array_equal(*ladders, *jax.tree.leaves(state.ladder)):
-        _restore_checks.begins_anew(is_other_controller=not ladders)
+        restore_checks.begins_anew(is_other_controller=not ladders)
         saved = {k: x for k, x in saved.items() if k[0] not in _DECIDED}
     fields = _filled(own.fields, lambda name, x: saved.get(name, x))
     if saved[("replicas",)] != (own.form.replicas or 1):
@@ -210,9 +211,7 @@ def _local(own: Own, saved: Named) -> Any:
         buckets = form.join(leaves, [x.shape[1] for x in like])
         memory |= {(str(i), *name): x for i, x in enumerate(buckets)}
     rows = {
-        name: _portable.pick(saved[name], replicas)
-        for name in own.rows
-        if name in saved
+        name: portable.pick(saved[name], replicas) for name in own.rows if name in saved
     }
     if saved[("replicas",)] != replicas:
         rows = {k: x for k, x in rows.items() if k[0] != "replica"}  # find out anew

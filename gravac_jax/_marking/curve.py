@@ -14,10 +14,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _quantile, _tree
-from gravac_jax._collect import Collected
-from gravac_jax._compaction import Marks
-from gravac_jax._quantile import Bracket
+from gravac_jax import _tree
+from gravac_jax._marking import compaction, quantile
+from gravac_jax._marking.collect import Collected
+from gravac_jax._marking.compaction import Marks
+from gravac_jax._marking.quantile import Bracket
 
 FORESEEN_ENTRIES = 2**14  # of the sample for `shares`, arbitrary
 
@@ -57,14 +58,14 @@ def look(
       looks: `[]` bool, whether the thresholds will be used; static True if always.
     """
     n = bucket.size
-    places = _quantile.sample_places(n, key)
+    places = quantile.sample_places(n, key)
     sampled = bucket.at[places].get(mode="promise_in_bounds")
     is_asked = looks if len(counts) > 1 else False  # of one rung all is known
-    bits = _quantile.thresholds(sampled, n, counts, is_asked)
+    bits = quantile.thresholds(sampled, n, counts, is_asked)
     # A step that is dense and does not look marks nothing.
     is_marked = True if looks is True else k > 0
-    bracket = _quantile.bracket_from(sampled, n, k, is_marked)
-    squares = jnp.square(_compaction.from_bits(bits))
+    bracket = quantile.bracket_from(sampled, n, k, is_marked)
+    squares = jnp.square(compaction.from_bits(bits))
     return Outlook(places, jnp.square(sampled), squares, bracket, is_asked)
 
 
@@ -85,7 +86,7 @@ def shares(
     k = jnp.asarray(counts, jnp.float32)
     if is_blind or not n:
         return k / max(n, 1)
-    places = _quantile.sample_places(n, key, FORESEEN_ENTRIES)
+    places = quantile.sample_places(n, key, FORESEEN_ENTRIES)
     squares = jnp.sort(jnp.square(gradient.at[places].get(mode="promise_in_bounds")))
     sums = jnp.append(jnp.zeros(1, jnp.float32), jnp.cumsum(squares[::-1]))
     ranks = jnp.arange(squares.size + 1, dtype=jnp.float32)
@@ -125,7 +126,7 @@ def energies(
     """
     entries, sent_entries = jnp.asarray(counts, jnp.int32), marks.total
     within = sent.excess + entries.astype(jnp.float32) * outlook.thresholds
-    is_left = ~_compaction.is_marked(marks, outlook.places)
+    is_left = ~compaction.is_marked(marks, outlook.places)
     squares = jnp.where(is_left, outlook.squares, 0)
     # What a sample says of the tail errs as what it says of the whole, which is known.
     kept = jnp.maximum(energy - sent.energy, 0)

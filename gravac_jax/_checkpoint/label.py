@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _agreement, _restore_checks
-from gravac_jax._ledger import Named
+from gravac_jax import _agreement
+from gravac_jax._checkpoint import restore_checks
+from gravac_jax._checkpoint.ledger import Named
 from gravac_jax._tree import Path
 
 _on_device = jax.jit(_agreement.leaf_checksum)
@@ -24,7 +25,7 @@ def write(written: Named, data: Any) -> dict[str, Any]:
         if json.loads(text)["data"] != data:
             raise ValueError("it comes back as something else")
     except (TypeError, ValueError) as error:
-        _restore_checks.json_data(data, error)
+        restore_checks.json_data(data, error)
     return {"label": text, "crc32": zlib.crc32(text.encode())}
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _compaction, _payload, _tree
-from gravac_jax._compaction import Marks
+from gravac_jax import _payload, _tree
+from gravac_jax._marking import compaction
+from gravac_jax._marking.compaction import Marks
 from gravac_jax._payload import Payload
 
 # Of the largest payload, one over these. A loop over eighths was slower where all are
@@ -59,7 +60,7 @@ def collect(
     """
 
     def filled(size: int) -> Collected:
-        indices = _compaction.select(marks, size)
+        indices = compaction.select(marks, size)
         values = rounded(_payload.take(bucket, indices).values, indices)
         void = (0, capacity - size)
         return Collected(

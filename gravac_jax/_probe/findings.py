@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gravac_jax._verdict import (
+from gravac_jax._probe.verdict import (
     DENSE_RUNG,
     LAUNCH,
     LEAST_SPEED_UP,
@@ -15,7 +15,7 @@ from gravac_jax._verdict import (
     Predicted,
     Row,
 )
-from gravac_jax._ways import Plan
+from gravac_jax._probe.ways import Plan
 
 ALWAYS = (
     "Ranges are what rounds of timing differ by (90% of bootstrap draws); on a network"

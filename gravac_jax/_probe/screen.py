@@ -11,13 +11,13 @@ except ImportError as error:
         "the table of gravac_jax.probe needs rich: pip install gravac_jax[tools]"
     ) from error
 
-from gravac_jax._verdict import Range
+from gravac_jax._probe.verdict import Range
 
 _WIDTH = 100  # columns, where no terminal has its own
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print what `_findings.report` has."""
+    """Print what `findings.report` has."""
     console = Console(highlight=False)
     if not console.is_terminal:  # nothing needs to be cut
         console = Console(highlight=False, width=_WIDTH)

@@ -17,9 +17,8 @@ import optax
 from gravac_jax import _parallel, _payload, _placement, _tree
 from gravac_jax._comm import Comm
 from gravac_jax._controllers.base import LOOK_FIRST
-from gravac_jax._transform import transform
-from gravac_jax._turns import Bench, Run
-from gravac_jax._verdict import (
+from gravac_jax._probe.turns import Bench, Run
+from gravac_jax._probe.verdict import (
     COMPUTE,
     DENSE,
     DENSE_RUNG,
@@ -32,7 +31,8 @@ from gravac_jax._verdict import (
     Call,
     Measured,
 )
-from gravac_jax._ways import EXCHANGES, Plan, call, local_name
+from gravac_jax._probe.ways import EXCHANGES, Plan, call, local_name
+from gravac_jax._transform import transform
 
 SMALLEST_BYTES, GROWTH = 256, 4  # payloads of timed collectives
 LONGEST_SECONDS = 0.5  # of a collective: larger ones are not timed

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _portable, _restore_checks, _state, _tree
-from gravac_jax._portable import Form
+from gravac_jax import _state, _tree
+from gravac_jax._checkpoint import portable, restore_checks
+from gravac_jax._checkpoint.portable import Form
 from gravac_jax._state import TransformState
 from gravac_jax._tree import Path
 
@@ -84,11 +85,11 @@ def owns_of(tree: Any, params: Any) -> list[Own]:
     """Every transform's state in `tree`."""
     is_ours = _state.is_transform_state
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_ours)
-    _restore_checks.is_whole(
+    restore_checks.is_whole(
         len(_state.locals_of(tree)), sum(is_ours(x) for _, x in flat)
     )
     return [
-        Own(_tree.names(path), x, _portable.form(x, params))
+        Own(_tree.names(path), x, portable.form(x, params))
         for path, x in flat
         if is_ours(x)
     ]
@@ -112,7 +113,7 @@ def write(tree: Any, params: Any) -> Named:
     """
     owns = owns_of(tree, params)
     written = others_of(_tree.by_path(tree), owns)
-    _restore_checks.can_be_saved(written)
+    restore_checks.can_be_saved(written)
     for own in owns:
         written |= {own.path + name: x for name, x in _written(own)}
     return {name: x for name, x in written.items() if is_saved(x)}

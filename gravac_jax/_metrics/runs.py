@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gravac_jax._jsonl import read_jsonl
+from gravac_jax._metrics.jsonl import read_jsonl
 
 
 @dataclasses.dataclass(frozen=True)

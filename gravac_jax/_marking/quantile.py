@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _compaction, _tree
+from gravac_jax import _tree
+from gravac_jax._marking import compaction
 
 SMALLEST = 1  # bits of the smallest denormal: every entry but a zero reaches it
 BEYOND = 0x7F800000  # bits of infinity: no finite entry reaches it
@@ -81,7 +82,7 @@ def kth(
         is_inside = (asked > s.low) & (asked < s.high)
         middle = jnp.where(is_inside, asked, interpolate(s)).astype(jnp.int32)
         middle = jnp.where(is_open(s), middle, s.low)
-        count = jax.vmap(lambda t: _compaction.count(bits >= t))(middle)
+        count = jax.vmap(lambda t: compaction.count(bits >= t))(middle)
         is_reached = count >= k
         return _Search(
             low=jnp.where(is_reached, middle, s.low),
@@ -136,7 +137,7 @@ def thresholds(
     Returns:
       `[counts]` int32, magnitude bits.
     """
-    every = _compaction.magnitude_bits(sampled)
+    every = compaction.magnitude_bits(sampled)
     fewer = every[:: max(1, every.size // FEWER_ENTRIES)]
     are_few = np.array([j * fewer.size >= FEWEST_ENTRIES * n for j in counts], bool)
     found = jnp.zeros(len(counts), jnp.int32)
@@ -165,7 +166,7 @@ def bracket_from(
       k: `[]` int32.
       is_used: `[]` bool; if not, the bracket is beyond all entries.
     """
-    bits = _compaction.magnitude_bits(sampled)
+    bits = compaction.magnitude_bits(sampled)
     share = bits.size / n
     rank = k.astype(jnp.float32) * share
     # A sample that is the whole bucket errs in nothing.
@@ -213,9 +214,9 @@ def kth_between(bits: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array) 
     these, or the bracket missed, all entries are.
     """
     capacity = -(-bits.size // SURVIVORS_SHARE)
-    above = _compaction.count(bits >= high)
-    between = _compaction.mark((bits >= low) & (bits < high))
-    survivors = bits.at[_compaction.select(between, capacity)].get(
+    above = compaction.count(bits >= high)
+    between = compaction.mark((bits >= low) & (bits < high))
+    survivors = bits.at[compaction.select(between, capacity)].get(
         mode="fill", fill_value=0
     )
     rank = k - above
@@ -233,8 +234,8 @@ def reaching(bits: jax.Array, cut: Cut) -> jax.Array:
     """`[n]` bool: what reaches the cut, and of ties the earlier entries."""
 
     def place_of_last_tie(_: jax.Array) -> jax.Array:
-        ties = _compaction.mark(bits == cut.bits)
-        return _compaction.find(ties, cut.ties[None] - 1)[0]
+        ties = compaction.mark(bits == cut.bits)
+        return compaction.find(ties, cut.ties[None] - 1)[0]
 
     entries = jnp.arange(bits.size, dtype=jnp.int32)
     none_is_too_many = cut.ties * 0 + bits.size

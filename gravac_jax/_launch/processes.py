@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from gravac_jax import _guardian
+from gravac_jax._launch import guardian
 
 # How long to look for the one that was killed among processes that died together.
 _SETTLE_SECONDS = 0.2
@@ -49,7 +49,7 @@ class Job:
       >>> with Job([["true"], ["sh", "-c", "exit 3"]]) as job:
       ...     job.wait()  # doctest: +ELLIPSIS
       Traceback (most recent call last):
-      gravac_jax._processes.ProcessDiedError: process 1 of 2 (...) exited with status 3
+      gravac_jax...ProcessDiedError: process 1 of 2 (...) exited with status 3
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Job:
         self._waiters: list[threading.Thread] = []
         self._readers: list[threading.Thread] = []
         self._guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", _guardian.__file__, str(os.getpid())],
+            [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             process_group=0,

@@ -14,7 +14,7 @@ from gravac_jax._encoding import Float32, Int32
 from gravac_jax._exchanges import AllGather, DenseMean16, LeaderIndices, LowRank
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._exchanges.dense import dense_traffic
-from gravac_jax._verdict import DENSE, DENSE_RUNG, GATHER, REDUCE, Call, Way
+from gravac_jax._probe.verdict import DENSE, DENSE_RUNG, GATHER, REDUCE, Call, Way
 
 # What each is called, and by what most of its bytes travel.
 EXCHANGES: dict[str, tuple[Exchange, str]] = {

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _placement, _restore_checks, _state, _tree
+from gravac_jax import _checks, _placement, _state, _tree
+from gravac_jax._checkpoint import restore_checks
 from gravac_jax._state import TransformState
 from gravac_jax._tree import Path
 
@@ -157,8 +158,8 @@ def form(state: TransformState, params: Any) -> Form:
     steps, replica, layout = map(
         _only, (state.steps, state.local.replica, state.layout)
     )
-    _restore_checks.is_on_devices(replica)
-    _restore_checks.is_not_of_pmap(steps)
+    restore_checks.is_on_devices(replica)
+    restore_checks.is_not_of_pmap(steps)
     layout = np.asarray(layout)
     flat = list(_tree.by_path(params).items())
     chosen = sorted(set(layout[:, 0].tolist()))
@@ -175,7 +176,7 @@ def form(state: TransformState, params: Any) -> Form:
     )
     entries = {i: int(layout[layout[:, 0] == i, 1].sum()) for i in chosen}
     has = [math.prod(shape) for shape in made.slices]
-    _restore_checks.params_are_those(list(entries.values()), has)
+    restore_checks.params_are_those(list(entries.values()), has)
     return made
 
 

@@ -1,0 +1,1 @@
+"""What `gravac_jax.launch` consists of: processes that live and die together."""
