@@ -301,6 +301,26 @@ def test_gaps_are_those_of_a_seed():
     assert record.gaps("fixed10") == pytest.approx([0.1, 0.05])
 
 
+@pytest.mark.parametrize(
+    ("bytes_sent", "gap"), [(1, 0.3), (10, 0.2), (100, 0.1), (1000, 0.0), (0.1, np.nan)]
+)
+def test_the_frontier_is_straight_between_static_factors(bytes_sent, gap):
+    places = {"dense": (1000, 1.0), "fixed10": (100, 1.1), "fixed1000": (1, 1.3)}
+    runs = [
+        {
+            "method": method,
+            "seed": 0,
+            "test": {"loss": loss},
+            "wire_bytes": own,
+            "dense_wire_bytes": 1000,
+        }
+        for method, (own, loss) in {**places, "default": (bytes_sent, 9.0)}.items()
+    ]
+    record = results_report.Record("lstm_ptb", 2, 1, 1, runs)
+    found = record.frontier("default")
+    np.testing.assert_allclose(found, gap, rtol=1e-12, atol=1e-12)
+
+
 def test_the_state_of_the_lstm_goes_on_from_window_to_window():
     model = LanguageModel(11, 8, 2, 0.0)
     tokens = jax.random.randint(KEY, (3, 12), 0, 11)

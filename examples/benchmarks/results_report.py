@@ -136,6 +136,19 @@ class Record:
         own = [x for x in self.of(method) if x["seed"] in dense]
         return [x["test"]["loss"] / dense[x["seed"]] - 1 for x in own]
 
+    def frontier(self, method: str) -> float:
+        """What static factors that save as much lose above dense, between two of them.
+
+        Linear in the logarithm of dense bytes over bytes; NaN beyond the last factor.
+        """
+        static = [x for x in self.methods if STATIC.fullmatch(x)]
+        places = sorted((self.mean(x, saved), np.mean(self.gaps(x))) for x in static)
+        saves, gaps = zip(*places, strict=True)
+        own = self.mean(method, saved)
+        if own > saves[-1]:
+            return math.nan
+        return float(np.interp(math.log(own), np.log(saves), gaps))
+
     def step_ms(self, line: Line, bandwidth_mbit: float) -> float:
         """Of a run's steps, on average, on a network of that bandwidth.
 
@@ -170,7 +183,7 @@ def rows(record: Record) -> list[list[str]]:
     name, unit = QUALITY[record.workload]
     titles = [
         *("method", "seeds", f"test {name}", "loss above dense", "95% bound"),
-        *("dense bytes over bytes", "mean factor"),
+        *("static factors at these bytes", "dense bytes over bytes", "mean factor"),
         *(f"step at {x} Mbit/s, ms (static 10 over it)" for x in NETWORKS_MBIT),
         "paper, full size",
     ]
@@ -180,12 +193,15 @@ def rows(record: Record) -> list[list[str]]:
         cells = ["-"] * (len(titles) - 2)
         if runs := record.of(method):
             gaps = record.gaps(method)
-            bound = upper_bound(gaps)
+            is_static = STATIC.fullmatch(_narrow(method))
+            static = math.nan if is_static else record.frontier(method)
+            bound = math.nan if method == "dense" else upper_bound(gaps)
             cells = [
                 f"{len(runs)}",
                 f"{record.mean(method, lambda x: unit * x['test'][name]):.4g}",
                 f"{np.mean(gaps):+.1%}" if method != "dense" else "",
-                "" if math.isnan(bound) or method == "dense" else f"{bound:.1%}",
+                "" if math.isnan(bound) else f"{bound:.1%}",
+                "" if math.isnan(static) else f"{static:+.1%}",
                 f"{record.mean(method, saved):.1f}",
                 f"{record.mean(method, lambda x: x['mean_factor'] or math.nan):.1f}",
             ]
@@ -212,9 +228,10 @@ def text(path: Path) -> str:
         f"{record.compute_ms:.1f} ms, and {record.selection_ms:.1f} ms more at static "
         "factor 100, of which the selection stands for that of all methods but dense "
         f"ones; {1e3 * LATENCY_SECONDS:g} ms a message, of {MESSAGES} (N - 1) a step, "
-        "as a mean and an all-gather have. `wide` entries have 8 bytes, as the paper's "
-        "code sends them, others 4. The paper's times are those to a target, over that "
-        "of Top-k at 10."
+        "as a mean and an all-gather have. Static factors at a method's bytes are on "
+        "the figure's line between two of them. `wide` entries have 8 bytes, as the "
+        "paper's code sends them, others 4. The paper's times are those to a target, "
+        "over that of Top-k at 10."
     )
 
 
