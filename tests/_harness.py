@@ -23,10 +23,32 @@ AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 SUM_ROUNDING = N * 2.0**-24
 
 
-def choices(every, is_quick, name=str):
-    """Parameters of a test: those that are not quick are for the slow run alone."""
-    marks = lambda x: () if is_quick(x) else pytest.mark.slow
+def choices(every, is_quick, name=str, is_slow=lambda x: True):
+    """Parameters of a test: those that are not quick are for the slow run alone.
+
+    Those that are neither are for the exhaustive one.
+    """
+    slow_marks = lambda x: pytest.mark.slow if is_slow(x) else pytest.mark.exhaustive
+    marks = lambda x: () if is_quick(x) else slow_marks(x)
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
+
+
+def covering(rows, key, largest):
+    """So many rows that whatever `key` finds in one of them occurs.
+
+    Args:
+      rows: to choose from.
+      key: the things that are in a row, hashable,
+      largest: at most so many.
+    """
+    found = [(row, set(key(row))) for row in rows]
+    seen, taken = set(), []
+    for least in range(largest, 0, -1):  # greedily
+        for row, mine in found:
+            if len(mine - seen) >= least:
+                seen |= mine
+                taken.append(row)
+    return taken
 
 
 # Without checks and under pmap what is traced is nearly the same.

@@ -1,8 +1,7 @@
 """Any exchange with any compressor and encoding, in every way to run it.
 
-All pairs of choices occur in the default run. In the slow one every exchange runs with
-every compressor and encoding, in one way or another; `pytest -m exhaustive` runs the
-rest of the product.
+Every choice occurs in the default run, and any two of them together in the slow one;
+`pytest -m exhaustive` runs the rest of the product.
 """
 
 import functools
@@ -15,7 +14,7 @@ import _oracles
 import jax
 import numpy as np
 import pytest
-from _harness import HARNESSES, agreed, make_mesh
+from _harness import HARNESSES, agreed, covering, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._comm import Comm
@@ -60,26 +59,14 @@ def every_combination():
     return rows
 
 
-def covering(key, largest):
-    """So many combinations that whatever `key` finds in one occurs."""
-    rows = [(row, set(key(row))) for row in every_combination()]
-    seen, taken = set(), []
-    for least in range(largest, 0, -1):  # greedily
-        for row, mine in rows:
-            if len(mine - seen) >= least:
-                seen |= mine
-                taken.append(row)
-    return taken
+def choices(row):
+    """All that is chosen."""
+    return map(repr, row.items())
 
 
 def pairs(row):
     """Any two of what is chosen."""
-    return itertools.combinations(map(repr, row.items()), 2)
-
-
-def parts(row):
-    """All that the exchange is made of, together."""
-    yield tuple(repr(x) for name, x in row.items() if name not in WAYS)
+    return itertools.combinations(choices(row), 2)
 
 
 def made_of(row):
@@ -88,8 +75,9 @@ def made_of(row):
     return exchange, row["how"], row["replicas"]
 
 
-QUICK = list(map(made_of, covering(pairs, 15)))
-SLOW = [x for x in map(made_of, covering(parts, 1)) if x not in QUICK]
+QUICK = list(map(made_of, covering(every_combination(), choices, 6)))
+PAIRED = map(made_of, covering(every_combination(), pairs, 15))
+SLOW = [x for x in PAIRED if x not in QUICK]
 REST = [x for x in map(made_of, every_combination()) if x not in QUICK + SLOW]
 
 

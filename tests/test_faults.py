@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import assert_same
+from _harness import assert_same, choices
 
 import gravac_jax as gravac
 
@@ -92,7 +92,7 @@ def test_after_many_bad_steps_adamw_goes_on_as_if_they_had_not_been(
     assert_same(*jax.tree.map(np.asarray, held))
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", choices(CONTROLLERS, lambda x: x == "Fastest"))
 def test_gradients_of_zero_deliver_what_is_held_and_disturb_nothing(controller):
     tx = optax.chain(transform(controller=CONTROLLERS[controller]), optax.sgd(1.0))
     step = runner(tx)
