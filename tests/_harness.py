@@ -24,9 +24,10 @@ SUM_ROUNDING = N * 2.0**-24
 
 
 def choices(every, is_quick, name=str, is_slow=lambda x: True):
-    """Parameters of a test: those that are not quick are for the slow run alone.
+    """Parameters of a test, by the run that they are for.
 
-    Those that are neither are for the exhaustive one.
+    Those for which `is_quick` is true are for the default run, of the others those for
+    which `is_slow` is for the slow one; the rest is for the exhaustive one.
     """
     slow_marks = lambda x: pytest.mark.slow if is_slow(x) else pytest.mark.exhaustive
     marks = lambda x: () if is_quick(x) else slow_marks(x)
@@ -34,12 +35,12 @@ def choices(every, is_quick, name=str, is_slow=lambda x: True):
 
 
 def covering(rows, key, largest):
-    """So many rows that whatever `key` finds in one of them occurs.
+    """A few rows in which there is all that is in any row.
 
     Args:
       rows: to choose from.
-      key: the things that are in a row, hashable,
-      largest: at most so many.
+      key: lists what is in a row, hashable.
+      largest: how much there is in a row, at most.
     """
     found = [(row, set(key(row))) for row in rows]
     seen, taken = set(), []

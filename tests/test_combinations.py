@@ -1,7 +1,7 @@
 """Any exchange with any compressor and encoding, in every way to run it.
 
-Every choice occurs in the default run, and any two of them together in the slow one;
-`pytest -m exhaustive` runs the rest of the product.
+Every choice occurs in the default run, and any two of them together in it or in the
+slow one; `pytest -m exhaustive` runs the rest of the product.
 """
 
 import functools
@@ -59,14 +59,14 @@ def every_combination():
     return rows
 
 
-def choices(row):
+def single(row):
     """All that is chosen."""
     return map(repr, row.items())
 
 
 def pairs(row):
     """Any two of what is chosen."""
-    return itertools.combinations(choices(row), 2)
+    return itertools.combinations(single(row), 2)
 
 
 def made_of(row):
@@ -75,7 +75,7 @@ def made_of(row):
     return exchange, row["how"], row["replicas"]
 
 
-QUICK = list(map(made_of, covering(every_combination(), choices, 6)))
+QUICK = list(map(made_of, covering(every_combination(), single, 6)))
 PAIRED = map(made_of, covering(every_combination(), pairs, 15))
 SLOW = [x for x in PAIRED if x not in QUICK]
 REST = [x for x in map(made_of, every_combination()) if x not in QUICK + SLOW]

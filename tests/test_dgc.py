@@ -114,19 +114,20 @@ OPTIONS = list(
     itertools.product(("plain", "nesterov"), MASKINGS, NORMS, DECAYS, CONTROLLERS)
 )
 REPLICAS = (1, 2, 4, 7)
-# All options, with a number of replicas in turn; some of them in the default run, any
-# two of them together in the slow one.
+# All options, with a number of replicas in turn: each of them in the default run, any
+# two together in it or in the slow one.
 TURNS = [REPLICAS[(i + i // 4 + i // 16) % 4] for i in range(len(OPTIONS))]
 CASES = [(n, *option) for n, option in zip(TURNS, OPTIONS, strict=True)]
 named = lambda case: "-".join(str(x) for x in case if x != "")
 pairs = lambda case: itertools.combinations(enumerate(case), 2)
+SINGLE = _harness.covering(CASES, enumerate, 6)
 PAIRED = _harness.covering(CASES, pairs, 15)
 
 
 @pytest.mark.parametrize(
     "case",
     _harness.choices(
-        CASES, lambda x: x in CASES[::30], named, is_slow=lambda x: x in PAIRED
+        CASES, lambda x: x in SINGLE, named, is_slow=lambda x: x in PAIRED
     ),
 )
 def test_dgc_is_its_equations(case):

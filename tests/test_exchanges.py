@@ -22,7 +22,7 @@ ids = repr
 SUM_RTOL = _examples.REPLICAS * 2**-24
 
 
-# One of each kind, the default of its own; the others in the slow run.
+# One of each kind, of all-gathers the default; the others in the slow run.
 QUICK = {type(x): x for x in (*reversed(EXAMPLES), gravac.AllGather())}
 is_quick = lambda x: x in QUICK.values()
 

@@ -1,7 +1,7 @@
 """Whatever finite numbers come in: replicas agree, nothing is lost, no NaN comes.
 
-A bounded set of compiled programs, tried on data that hypothesis makes up. The default
-run tries a few of each; `pytest -m slow` ten thousand.
+A bounded set of compiled programs, tried on data that hypothesis makes up: some of them
+in the default run, with `pytest -m slow` all, on ten thousand.
 """
 
 import dataclasses

@@ -293,8 +293,9 @@ def test_all_devices_take_one_rung():
     assert len({float(x.info.factor) for x in states}) > 1
 
 
-@pytest.mark.parametrize("kwargs", choices([{}, {"bucket_bytes": 1}], lambda x: not x))
-def test_what_fastest_knows_is_the_same_of_slices_and_of_whole_params(kwargs):
+@pytest.mark.parametrize("buckets", choices(["one", "several"], lambda x: x == "one"))
+def test_what_fastest_knows_is_the_same_of_slices_and_of_whole_params(buckets):
+    kwargs = {} if buckets == "one" else {"bucket_bytes": 1}
     controller = gravac.Fastest(LADDER)
     _, sliced = run_sharded(controller, **kwargs)
     tx = transform(controller, compress=IS_MATRIX, **kwargs)

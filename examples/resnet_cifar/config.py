@@ -24,7 +24,8 @@ class Config:
     """Images per replica."""
     learning_rate: float = 0.1
     drops: tuple[float, ...] = (9 / 42, 14 / 42)
-    """Shares of the steps after which a tenth of it is left: 9,000 and 14,000."""
+    """After these shares of the steps it is divided by ten: 9,000 and 14,000 of
+    42,000."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     steps: int = 42_000

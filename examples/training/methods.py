@@ -1,21 +1,21 @@
 """The methods that programs compare, by name: what each hands to gravac.transform.
 
 `dense` and `dense16` are means in 32 and 16 bits, `default` is what `transform()` comes
-with, also called `fastest` (and `fastest0.9`, whose steps are worth as much of a dense
-one), `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
+with, also called `fastest`; the steps of `fastest0.9` must each be worth 0.9 dense
+ones. `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other
 controllers, and `fixed10` is the static factor 10; any factor will do. `ladder10` is
 the same on the default's ladder, whose other rungs it never takes. The other families
 differ from `fixed` in their compressor (`topk10`, `sampled10`, which is that of Deep
 Gradient Compression, `redsync10`, `randomk10`), in their exchange (`leader10`,
 `random10`, `lowrank10`, `lowrankshort10`, `leaves10` with a bucket for each leaf, and
-`all10`, in which small matrices do not go dense), or in their memory:
-`momentum10` and the like have momentum correction and a local clip in place of an
-optimizer's momentum and a clip after the exchange, `dgc10` the paper's masking and
-warm-up besides (and `dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`,
-`lowrankadam10` and `lowrankshortadam10` Adam and a local clip. With `local` before the
-name of a family it takes its gradients at each replica's own params, and clips before
-the exchange; with `wide` before the name of an all-gather, its entries are of 8 bytes,
-as the papers' are, not of 4.
+`all10`, in which small matrices do not go dense), or in their memory: `momentum10` and
+the like have momentum correction and a local clip in place of an optimizer's momentum
+and a clip after the exchange, `dgc10` the paper's masking and warm-up besides (and
+`dgcnomask10`, `dgcnoclip10` all of it but one part), `adam10`, `lowrankadam10` and
+`lowrankshortadam10` Adam and a local clip. With `local` before the name of a family it
+takes its gradients at each replica's own params, and clips before the exchange; with
+`wide` before the name of an all-gather, its entries are of 8 bytes, as the papers' are,
+not of 4.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """What `gravac_jax.probe` consists of: from timed parts of a step to a verdict.
 
-`ways` says what is compared, `turns` times programs, `probing` has those that are
-timed; `verdict` makes the seconds of a step of them, `findings` words, `screen` a
-table.
+`verdict` has what is timed and predicts the seconds of a step from it; `turns` times
+programs, `ways` lists what is compared, `probing` measures it; `findings` puts the
+outcome into words, `screen` into a table.
 """
