@@ -67,7 +67,7 @@ class Args:
     replicas: int = 4
     """Simulated on one device, or one on each of so many."""
     steps: int | None = None
-    """Other than the preset's."""
+    """Other than the preset's; drops of a learning rate move along."""
     bandwidth_mbit: float = 1000
     """Of the network that controllers choose for, where replicas are simulated."""
     bfloat16: bool = False

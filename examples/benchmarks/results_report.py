@@ -105,6 +105,8 @@ class Record:
     compute_ms: float
     selection_ms: float
     runs: list[Line]
+    paper: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What the paper reports, by method; nothing beside runs of another length."""
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -114,7 +116,8 @@ class Record:
         workload, replicas = configuration["workload"], configuration["replicas"]
         times = next(x for x in lines if x["phase"] == "time")
         runs = [x for x in lines if x["phase"] == "train"]
-        return cls(workload, replicas, *own_ms(times), runs)
+        paper = PAPER[workload] if configuration["steps"] is None else {}
+        return cls(workload, replicas, *own_ms(times), runs, paper)
 
     @property
     def methods(self) -> list[str]:
@@ -137,9 +140,10 @@ class Record:
         return [x["test"]["loss"] / dense[x["seed"]] - 1 for x in own]
 
     def frontier(self, method: str) -> float:
-        """What static factors that save as much lose above dense, between two of them.
+        """What static factors that save as much would lose above dense.
 
-        Linear in the logarithm of dense bytes over bytes; NaN beyond the last factor.
+        Between two of them, of which dense steps are the first, it is linear in the
+        logarithm of dense bytes over bytes; NaN beyond the last.
         """
         static = [x for x in self.methods if STATIC.fullmatch(x)]
         places = sorted((self.mean(x, saved), np.mean(self.gaps(x))) for x in static)
@@ -183,26 +187,26 @@ def rows(record: Record) -> list[list[str]]:
     name, unit = QUALITY[record.workload]
     titles = [
         *("method", "seeds", f"test {name}", "loss above dense", "95% bound"),
-        *("static factors at these bytes", "dense bytes over bytes", "mean factor"),
+        *("dense bytes over bytes", "static factors there, above dense", "mean factor"),
         *(f"step at {x} Mbit/s, ms (static 10 over it)" for x in NETWORKS_MBIT),
         "paper, full size",
     ]
-    table, paper = [titles], PAPER[record.workload]
+    table, paper = [titles], record.paper
     have_run = set(map(_narrow, record.methods))
     for method in [*record.methods, *(x for x in paper if x not in have_run)]:
         cells = ["-"] * (len(titles) - 2)
         if runs := record.of(method):
             gaps = record.gaps(method)
-            is_static = STATIC.fullmatch(_narrow(method))
-            static = math.nan if is_static else record.frontier(method)
+            is_apart = STATIC.fullmatch(method) or method != _narrow(method)
+            static = math.nan if is_apart else record.frontier(method)
             bound = math.nan if method == "dense" else upper_bound(gaps)
             cells = [
                 f"{len(runs)}",
                 f"{record.mean(method, lambda x: unit * x['test'][name]):.4g}",
                 f"{np.mean(gaps):+.1%}" if method != "dense" else "",
                 "" if math.isnan(bound) else f"{bound:.1%}",
-                "" if math.isnan(static) else f"{static:+.1%}",
                 f"{record.mean(method, saved):.1f}",
+                "" if math.isnan(static) else f"{static:+.1%}",
                 f"{record.mean(method, lambda x: x['mean_factor'] or math.nan):.1f}",
             ]
             for mbit in NETWORKS_MBIT:
@@ -228,8 +232,8 @@ def text(path: Path) -> str:
         f"{record.compute_ms:.1f} ms, and {record.selection_ms:.1f} ms more at static "
         "factor 100, of which the selection stands for that of all methods but dense "
         f"ones; {1e3 * LATENCY_SECONDS:g} ms a message, of {MESSAGES} (N - 1) a step, "
-        "as a mean and an all-gather have. Static factors at a method's bytes are on "
-        "the figure's line between two of them. `wide` entries have 8 bytes, as the "
+        "as a mean and an all-gather have. Static factors that send as much are on the "
+        "figure's line between two of them. `wide` entries have 8 bytes, as the "
         "paper's code sends them, others 4. The paper's times are those to a target, "
         "over that of Top-k at 10."
     )
