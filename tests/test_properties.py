@@ -338,14 +338,15 @@ def alone(name):
     return tx.update, jax.jit(tx.update), tx.init(jnp.zeros((4, 6)))
 
 
-@few_or_many(ALONE, [], 2, 10)
-def test_compiled_or_not_it_is_the_same(name, examples):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_compiled_or_not_it_is_the_same(name):
     """On numbers whose sums and halves are exact."""
     eighths = st.integers(-64, 64).map(lambda x: x / 8)
     update, compiled, before = alone(name)
 
     @hypothesis.settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None
+        max_examples=10, deadline=None, derandomize=True, database=None
     )
     @hypothesis.given(hnp.arrays(np.float32, (2, 4, 6), elements=eighths))
     def check(gradients):
