@@ -105,8 +105,8 @@ class Record:
     compute_ms: float
     selection_ms: float
     runs: list[Line]
-    paper: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What the paper reports, by method; nothing beside runs of another length."""
+    steps: int | None = None
+    """Other than the preset's."""
 
     @classmethod
     def read(cls, path: Path) -> "Record":
@@ -116,8 +116,7 @@ class Record:
         workload, replicas = configuration["workload"], configuration["replicas"]
         times = next(x for x in lines if x["phase"] == "time")
         runs = [x for x in lines if x["phase"] == "train"]
-        paper = PAPER[workload] if configuration["steps"] is None else {}
-        return cls(workload, replicas, *own_ms(times), runs, paper)
+        return cls(workload, replicas, *own_ms(times), runs, configuration["steps"])
 
     @property
     def methods(self) -> list[str]:
@@ -183,7 +182,10 @@ def saved(line: Line) -> float:
 
 
 def rows(record: Record) -> list[list[str]]:
-    """A row a method, means over seeds; "-" was not run."""
+    """A row a method, means over seeds.
+
+    Methods of the paper that were not run have "-", beside runs of the preset's length.
+    """
     name, unit = QUALITY[record.workload]
     titles = [
         *("method", "seeds", f"test {name}", "loss above dense", "95% bound"),
@@ -191,9 +193,10 @@ def rows(record: Record) -> list[list[str]]:
         *(f"step at {x} Mbit/s, ms (static 10 over it)" for x in NETWORKS_MBIT),
         "paper, full size",
     ]
-    table, paper = [titles], record.paper
+    table, paper = [titles], PAPER[record.workload]
     have_run = set(map(_narrow, record.methods))
-    for method in [*record.methods, *(x for x in paper if x not in have_run)]:
+    missing = [x for x in paper if x not in have_run and record.steps is None]
+    for method in [*record.methods, *missing]:
         cells = ["-"] * (len(titles) - 2)
         if runs := record.of(method):
             gaps = record.gaps(method)
