@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from typing import NamedTuple
 
@@ -34,17 +35,18 @@ def choices(every, is_quick, name=str, is_slow=lambda x: True):
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
 
 
-def covering(rows, key, largest):
-    """A few rows in which there is all that is in any row.
+def covering(rows, things, together):
+    """A few rows in which there are any `together` things that are in one row.
 
     Args:
       rows: to choose from.
-      key: lists what is in a row, hashable.
-      largest: how much there is in a row, at most.
+      things: lists what is in a row, hashable.
+      together: how many things.
     """
-    found = [(row, set(key(row))) for row in rows]
+    groups = lambda row: set(itertools.combinations(things(row), together))
+    found = [(row, groups(row)) for row in rows]
     seen, taken = set(), []
-    for least in range(largest, 0, -1):  # greedily
+    for least in range(max(len(mine) for _, mine in found), 0, -1):  # greedily
         for row, mine in found:
             if len(mine - seen) >= least:
                 seen |= mine

@@ -59,26 +59,18 @@ def every_combination():
     return rows
 
 
-def single(row):
-    """All that is chosen."""
-    return map(repr, row.items())
-
-
-def pairs(row):
-    """Any two of what is chosen."""
-    return itertools.combinations(single(row), 2)
-
-
 def made_of(row):
     """The exchange, the way to run it, the replicas."""
     exchange = row["exchange"](**{x: row[x] for x in PARTS[row["exchange"]]})
     return exchange, row["how"], row["replicas"]
 
 
-QUICK = list(map(made_of, covering(every_combination(), single, 6)))
-PAIRED = map(made_of, covering(every_combination(), pairs, 15))
+EVERY = every_combination()
+chosen = lambda row: map(repr, row.items())
+QUICK = list(map(made_of, covering(EVERY, chosen, together=1)))
+PAIRED = map(made_of, covering(EVERY, chosen, together=2))
 SLOW = [x for x in PAIRED if x not in QUICK]
-REST = [x for x in map(made_of, every_combination()) if x not in QUICK + SLOW]
+REST = [x for x in map(made_of, EVERY) if x not in QUICK + SLOW]
 
 
 def marked(combinations, *marks):

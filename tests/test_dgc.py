@@ -119,9 +119,8 @@ REPLICAS = (1, 2, 4, 7)
 TURNS = [REPLICAS[(i + i // 4 + i // 16) % 4] for i in range(len(OPTIONS))]
 CASES = [(n, *option) for n, option in zip(TURNS, OPTIONS, strict=True)]
 named = lambda case: "-".join(str(x) for x in case if x != "")
-pairs = lambda case: itertools.combinations(enumerate(case), 2)
-SINGLE = _harness.covering(CASES, enumerate, 6)
-PAIRED = _harness.covering(CASES, pairs, 15)
+SINGLE = _harness.covering(CASES, enumerate, together=1)
+PAIRED = _harness.covering(CASES, enumerate, together=2)
 
 
 @pytest.mark.parametrize(

@@ -289,14 +289,14 @@ def test_a_step_s_time_is_what_was_timed_and_the_network_s():
     assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.3)
 
 
+def ended(method, seed, loss, **figures):
+    """The line of a run."""
+    return {"method": method, "seed": seed, "test": {"loss": loss}, **figures}
+
+
 def test_gaps_are_those_of_a_seed():
-    run = lambda method, seed, loss: {
-        "method": method,
-        "seed": seed,
-        "test": {"loss": loss},
-    }
-    runs = [run("dense", 0, 2.0), run("dense", 1, 4.0)]
-    runs += [run("fixed10", 1, 4.4), run("fixed10", 0, 2.1), run("fixed10", 2, 9.0)]
+    runs = [ended("dense", 0, 2.0), ended("dense", 1, 4.0)]
+    runs += [ended("fixed10", *x) for x in ((1, 4.4), (0, 2.1), (2, 9.0))]
     record = results_report.Record("lstm_ptb", 2, 1, 1, runs)
     assert record.gaps("fixed10") == pytest.approx([0.1, 0.05])
 
@@ -307,13 +307,7 @@ def test_gaps_are_those_of_a_seed():
 def test_the_frontier_is_straight_between_static_factors(bytes_sent, gap):
     places = {"dense": (1000, 1.0), "fixed10": (100, 1.1), "fixed1000": (1, 1.3)}
     runs = [
-        {
-            "method": method,
-            "seed": 0,
-            "test": {"loss": loss},
-            "wire_bytes": own,
-            "dense_wire_bytes": 1000,
-        }
+        ended(method, 0, loss, wire_bytes=own, dense_wire_bytes=1000)
         for method, (own, loss) in {**places, "default": (bytes_sent, 9.0)}.items()
     ]
     record = results_report.Record("lstm_ptb", 2, 1, 1, runs)

@@ -138,16 +138,23 @@ class Record:
         own = [x for x in self.of(method) if x["seed"] in dense]
         return [x["test"]["loss"] / dense[x["seed"]] - 1 for x in own]
 
+    def place(self, method: str) -> tuple[float, float]:
+        """Dense bytes over its bytes, and how much more it loses than dense steps."""
+        return self.mean(method, saved), float(np.mean(self.gaps(method)))
+
+    @property
+    def static_places(self) -> list[tuple[float, float]]:
+        """Those of dense steps and static factors, from most bytes to least."""
+        return sorted(self.place(x) for x in self.methods if STATIC.fullmatch(x))
+
     def frontier(self, method: str) -> float:
         """What static factors that save as much would lose above dense.
 
         Between two of them, of which dense steps are the first, it is linear in the
         logarithm of dense bytes over bytes; NaN beyond the last.
         """
-        static = [x for x in self.methods if STATIC.fullmatch(x)]
-        places = sorted((self.mean(x, saved), np.mean(self.gaps(x))) for x in static)
-        saves, gaps = zip(*places, strict=True)
-        own = self.mean(method, saved)
+        saves, gaps = zip(*self.static_places, strict=True)
+        own, _ = self.place(method)
         if own > saves[-1]:
             return math.nan
         return float(np.interp(math.log(own), np.log(saves), gaps))
@@ -259,20 +266,19 @@ def draw(path: Path, picture: Path) -> None:
 
 
 def _draw_frontier(record: Record, axis: Axes) -> None:
-    gap = lambda method: 100 * float(np.mean(record.gaps(method)))
-    place = lambda method: (record.mean(method, saved), gap(method))
-    static = sorted(place(x) for x in record.methods if STATIC.fullmatch(x))
-    axis.plot(*zip(*static, strict=True), "k.-", label="dense, static factors")
+    percent = lambda places: zip(*((x, 100 * gap) for x, gap in places), strict=True)
+    static = percent(record.static_places)
+    axis.plot(*static, "k.-", label="dense, static factors")
     others = [x for x in record.methods if not STATIC.fullmatch(_narrow(x))]
     wide = [x for x in record.methods if _narrow(x) != x and x not in others]
     if wide:
-        line = zip(*sorted(map(place, wide)), strict=True)
+        line = percent(sorted(map(record.place, wide)))
         axis.plot(*line, ".:", color="gray", label="static, 8 bytes an entry")
     markers = "osD^v<>Pphd*X"
     for method, marker in zip(others, markers * 2, strict=False):
         size = 12 if method == "default" else 6
         style = {"marker": "*" if method == "default" else marker, "markersize": size}
-        axis.plot(*place(method), linestyle="", label=method, **style)
+        axis.plot(*percent([record.place(method)]), linestyle="", label=method, **style)
     axis.set(xscale="log", xlabel="dense bytes over bytes")
     axis.set(ylabel="test loss above dense, %, paired")
     axis.legend(fontsize="x-small", ncols=2)
