@@ -1,7 +1,7 @@
-"""Complaints about what is built: one function each.
+"""Checks of arguments, when a component is built.
 
-A complaint says what was wrong, what was received, and what to do. `_step_checks` has
-those about what a step meets.
+Each error says what was wrong, what was received, and what to do. `_step_checks` has
+the checks of what a step is given.
 """
 
 import itertools
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+from gravac_jax import _collectives
 
 
 def _is_number(value: Any, kind: type = numbers.Real) -> bool:
@@ -22,7 +24,7 @@ def _quoted(name: str) -> str:
 
 
 def factor(value: Any, name: str = "factor") -> None:
-    """Refuse what is not a factor; the likely slip is a density."""
+    """Refuse a number that is not a factor; the likely slip is a density."""
     if not _is_number(value):
         raise TypeError(
             f"{_quoted(name)} must be a number of at least 1, got {value!r}. A factor"
@@ -66,7 +68,7 @@ def dense_first(factors: Sequence[float], owner: str) -> None:
 
 
 def within(value: Any, name: str, low: float, high: float, why: str) -> None:
-    """Refuse a knob outside `[low, high]`."""
+    """Refuse a number outside `[low, high]`."""
     if not (_is_number(value) and low <= value <= high):
         raise ValueError(
             f"`{name}` must be a number between {low:g} and {high:g}, got {value!r}."
@@ -75,7 +77,7 @@ def within(value: Any, name: str, low: float, high: float, why: str) -> None:
 
 
 def count(value: Any, name: str, what: str) -> None:
-    """Refuse what is no positive whole number."""
+    """Refuse anything but a positive whole number."""
     if not (_is_number(value, numbers.Integral) and value >= 1):
         raise ValueError(
             f"`{name}` must be a whole number of at least 1, got {value!r}. It counts"
@@ -84,7 +86,7 @@ def count(value: Any, name: str, what: str) -> None:
 
 
 def rising(minimum: float, maximum: float) -> None:
-    """Refuse two factors between which there is nothing to climb."""
+    """Refuse a smallest factor that is not below the largest."""
     if minimum >= maximum:
         raise ValueError(
             f"`minimum` must be below `maximum`, got {minimum} and {maximum}. They are"
@@ -93,14 +95,14 @@ def rising(minimum: float, maximum: float) -> None:
 
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
-    """Refuse what is not among `allowed`."""
+    """Refuse a value that is not among `allowed`."""
     if value not in allowed:
         words = " or ".join(repr(word) for word in allowed)
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
 
 def component(value: Any, kind: type, name: str, example: str) -> None:
-    """Refuse a component that is of another family, or no component at all."""
+    """Refuse a component of another family."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
         raise TypeError(
@@ -108,16 +110,9 @@ def component(value: Any, kind: type, name: str, example: str) -> None:
         )
 
 
-def axis_names(axis_name: Any) -> tuple[Any, ...]:
-    """The axes that `axis_name` names; none for None."""
-    if axis_name is None:
-        return ()
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
-
-
 def axis(axis_name: Any) -> None:
-    """Refuse what cannot name a mesh axis."""
-    names = axis_names(axis_name)
+    """Refuse a value that cannot name a mesh axis."""
+    names = _collectives.axis_names(axis_name)
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
             f"`axis_name` must be the name of the mapped axis, several names in a"
@@ -126,9 +121,10 @@ def axis(axis_name: Any) -> None:
 
 
 def two_axes(axis_name: Any, dense_axis_name: Any, is_sharded: bool) -> None:
-    """Refuse a fast axis that is also the slow one, or stands alone."""
+    """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
     axis(dense_axis_name)
-    slow, fast = axis_names(axis_name), axis_names(dense_axis_name)
+    slow = _collectives.axis_names(axis_name)
+    fast = _collectives.axis_names(dense_axis_name)
     if fast and (not slow or set(slow) & set(fast)):
         raise ValueError(
             f"`dense_axis_name` must be another axis beside `axis_name`, got"
@@ -154,31 +150,22 @@ def no_function(sharded: Any) -> None:
 
 
 def not_both(why: str, **given: Any) -> None:
-    """Refuse two arguments that say the same thing, or contradict each other."""
+    """Refuse two arguments of which only one may be given."""
     if all(value is not None for value in given.values()):
         names = " or ".join(f"`{name}`" for name in given)
         values = " and ".join(map(repr, given.values()))
         raise TypeError(f"give {names}, not both: got {values}. {why}")
 
 
-def one_wire(wire: Any, given: Any) -> None:
-    """Refuse two networks at once."""
-    if given is not None and given != wire:
-        raise ValueError(
-            f"`wire` must be that of the exchange, {wire!r}, or not be given; got"
-            f" {given!r}."
-        )
-
-
 def mesh_axis(mesh: Any, axis_name: Any) -> None:
-    """Refuse what is no mesh, and an axis that the mesh does not have."""
+    """Refuse a value that is not a mesh, and an axis that the mesh does not have."""
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(
             f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}. To run several replicas"
             f" on one device use gravac.simulate(train_step, replicas)."
         )
     axis(axis_name)
-    if not set(axis_names(axis_name) or [None]) <= set(mesh.axis_names):
+    if not set(_collectives.axis_names(axis_name) or [None]) <= set(mesh.axis_names):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh, which has"
             f" {mesh.axis_names}. Give the same name to the mesh, to gravac.transform"
@@ -187,17 +174,17 @@ def mesh_axis(mesh: Any, axis_name: Any) -> None:
 
 
 def holds_shapes(n: int, shapes: Any, entries: int) -> None:
-    """Refuse a bucket that does not hold arrays of the shapes that were given."""
+    """Refuse a bucket that does not hold arrays of the given shapes."""
     if n != entries:
         raise ValueError(
             f"arrays of the shapes {shapes} have {entries:,} entries, but the bucket"
-            f" has {n:,}. gravac.transform enters the shapes of the params by itself:"
-            f" leave `shapes` out."
+            f" has {n:,}. gravac.transform fills in the shapes of the params: leave"
+            f" `shapes` out."
         )
 
 
 def compresses_something(entries: int) -> None:
-    """Refuse a model of which nothing is compressed, where a ladder is made for it."""
+    """Refuse a model of which nothing is compressed."""
     if not entries:
         raise ValueError(
             "none of `params` is compressed: all are one-dimensional or small. Pass"
@@ -207,7 +194,7 @@ def compresses_something(entries: int) -> None:
 
 
 def decay(value: Any, name: str) -> None:
-    """Refuse what is not in [0, 1)."""
+    """Refuse a decay that is not in [0, 1)."""
     if not (_is_number(value) and 0 <= value < 1):
         raise ValueError(
             f"`{name}` must be at least 0 and below 1, got {value!r}. It is the share"
@@ -216,24 +203,24 @@ def decay(value: Any, name: str) -> None:
 
 
 def above_zero(value: Any, name: str, why: str) -> None:
-    """Refuse a bound that would let nothing through, or a divisor of 0."""
+    """Refuse a number that is not finite and above 0."""
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(
             f"`{name}` must be a finite number above 0, got {value!r}. {why}"
         )
 
 
-def knows_entries(memory: Any, exchange: Any) -> None:
-    """Refuse masking where no entry is either sent or not."""
+def cannot_mask(memory: Any, exchange: Any) -> None:
+    """Refuse masking if the exchange sends a part of every entry."""
     raise ValueError(
         f"{memory!r} masks the momentum of entries that were sent, and {exchange!r}"
-        f" sends a part of every entry: use masking='none', as in"
-        f" memory=gravac.Momentum(0.9, masking='none')."
+        f" sends a part of every entry: use"
+        f" memory=gravac.Momentum(0.9, masking=False)."
     )
 
 
 def schedule(value: Any, name: str = "schedule") -> None:
-    """Refuse what is no schedule."""
+    """Refuse a value that is not a function of the step."""
     if not callable(value):
         raise TypeError(
             f"`{name}` must be a function of the step, as Optax's schedules are, got"
@@ -244,7 +231,7 @@ def schedule(value: Any, name: str = "schedule") -> None:
 
 
 def adam_is_the_memory(others: dict[str, Any]) -> None:
-    """Refuse another memory where Adam is the one."""
+    """Refuse another memory for `gravac.adamw`."""
     for name in ("memory", "momentum"):
         if others.get(name) is not None:
             raise TypeError(
@@ -254,7 +241,7 @@ def adam_is_the_memory(others: dict[str, Any]) -> None:
 
 
 def listed(values: Any, name: str) -> tuple[Any, ...]:
-    """`values` as a tuple; refuse an empty one and what is none, such as a number."""
+    """Return `values` as a tuple; refuse an empty one, and a single value."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(
             f"`{name}` must be several in a tuple, got {values!r}. For one write"
@@ -266,6 +253,6 @@ def listed(values: Any, name: str) -> tuple[Any, ...]:
 
 
 def flag(value: Any, name: str) -> None:
-    """Refuse what is neither True nor False."""
+    """Refuse a value that is neither True nor False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")

@@ -1,10 +1,10 @@
-"""Clips on each replica's own gradient, before it is remembered.
+"""Clips of each replica's own gradient, before it is remembered.
 
 A large gradient that is clipped after the exchange has already been accumulated; Deep
-Gradient Compression clips what enters. Bounds are stated for the averaged gradient:
+Gradient Compression clips before. Bounds are stated for the averaged gradient. The
 gradients of N replicas that see different data are about sqrt(N) times as long as their
-mean, and so is what they are clipped at. (The paper adds up gradients that were divided
-by N beforehand, for which the same bound reads N^-1/2.)
+mean, so each replica clips at sqrt(N) times the bound. (The paper adds up gradients
+that were divided by N before, for which the same bound reads N^-1/2.)
 """
 
 import abc
@@ -15,18 +15,26 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _tree
-from gravac_jax._comm import Comm
+from gravac_jax import _arrays, _checks
+from gravac_jax._collectives import Comm
 
-NONE = "To clip nothing leave `clip` out."
+NO_CLIP_HINT = "To clip nothing leave `clip` out."
 
 
 class Clip(abc.ABC):
-    """Bounds a gradient.
+    """Bounds a gradient. Subclass it to write your own.
 
     Law:
-      What is within the bound stays as it is, bit for bit. Whether a gradient is finite
-      is asked before it is clipped.
+      A gradient within the bound stays as it is, bit for bit. Whether a gradient is
+      finite is checked before it is clipped.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> class Halved(gravac.Clip):
+      ...     def clip(self, parts, norm, replicas):
+      ...         return tuple(x / 2 for x in parts)
+      >>> isinstance(Halved(), gravac.Clip)
+      True
     """
 
     @abc.abstractmethod
@@ -39,8 +47,9 @@ class Clip(abc.ABC):
         """Clip one replica's gradient.
 
         Args:
-          parts: float32 vectors.
-          norm: gives that of the gradient over the whole model, as `_tree.norm` does.
+          parts: float32 vectors, which together are the gradient of the whole model.
+          norm: returns the norm of the gradient as a unit and a length, `[]` float32
+            each; their product is the norm.
           replicas: N.
 
         Returns:
@@ -50,7 +59,7 @@ class Clip(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class NoClip(Clip):
-    """The gradient as it is: the off switch of the family.
+    """Leaves the gradient as it is.
 
     Example:
       >>> import gravac_jax as gravac
@@ -64,7 +73,7 @@ class NoClip(Clip):
         norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
-        """The same."""
+        """Return `parts`."""
         del norm, replicas
         return parts
 
@@ -73,19 +82,20 @@ class NoClip(Clip):
 class ClipByGlobalNorm(Clip):
     """Shortens a gradient whose norm over the whole model is too large.
 
-    Before the exchange, where `optax.clip_by_global_norm` after `gravac.transform`
-    shortens the average of what was sent. Both may be used.
+    This clip acts before the exchange, on each replica's own gradient. After
+    `gravac.transform`, `optax.clip_by_global_norm` shortens the average of what was
+    sent. Both may be used.
 
     Args:
-      max_norm: of the averaged gradient; a replica's own is clipped at sqrt(N) of it.
+      max_norm: bound of the averaged gradient's norm; a replica's own gradient is
+        clipped at sqrt(N) times this bound.
 
     Raises:
       ValueError: if `max_norm` is not above 0.
 
     Cost:
-      One more pass over the gradient, and a second one where it is too long. With
-      sharded params two numbers are reduced over the fast axis. With `bucket_bytes` all
-      buckets wait for the norm, and so for all gradients.
+      One more pass over the gradient, and a second one if it is too long. With sharded
+      params two numbers are reduced over the fast axis.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,7 +114,7 @@ class ClipByGlobalNorm(Clip):
     max_norm: float
 
     def __post_init__(self) -> None:
-        _checks.above_zero(self.max_norm, "max_norm", NONE)
+        _checks.above_zero(self.max_norm, "max_norm", NO_CLIP_HINT)
 
     def clip(
         self,
@@ -112,7 +122,7 @@ class ClipByGlobalNorm(Clip):
         norm: Callable[[], tuple[jax.Array, jax.Array]],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
-        """Divide by what the norm is too large by."""
+        """Scale the gradient to the bound if its norm is larger."""
         bound = self.max_norm * math.sqrt(replicas)
         unit, length = norm()
         is_long = length > bound / unit
@@ -125,8 +135,8 @@ class ClipByValue(Clip):
     """Bounds every entry of a gradient.
 
     Args:
-      max_value: of an entry of the averaged gradient, in magnitude; a replica's own are
-        clipped at sqrt(N) of it.
+      max_value: bound of the magnitude of an entry of the averaged gradient; entries of
+        a replica's own gradient are clipped at sqrt(N) times this bound.
 
     Raises:
       ValueError: if `max_value` is not above 0.
@@ -144,7 +154,7 @@ class ClipByValue(Clip):
     max_value: float
 
     def __post_init__(self) -> None:
-        _checks.above_zero(self.max_value, "max_value", NONE)
+        _checks.above_zero(self.max_value, "max_value", NO_CLIP_HINT)
 
     def clip(
         self,
@@ -161,24 +171,21 @@ class ClipByValue(Clip):
 def global_norm(
     flat: tuple[jax.Array, ...], dense: jax.Array, slices: Comm
 ) -> tuple[jax.Array, jax.Array]:
-    """The norm of a gradient over the whole model, as a unit and a length.
+    """Return the norm of a gradient over the whole model, as a unit and a length.
 
     Args:
-      flat: the compressed leaves: if they are sharded, the slices of one device.
+      flat: the compressed leaves; if they are sharded, the slices of one device.
       dense: the other leaves, the same on all devices of `slices`.
-      slices: those who hold the others; alone if nothing is sharded.
+      slices: the devices that hold the other slices; alone if nothing is sharded.
 
     Returns:
-      `[]` float32 each; their product is the norm. The unit is 1, or where slices are
-      put together the largest entry, so that no square overflows.
+      Two `[]` float32 whose product is the norm. The unit is 1, or the largest entry if
+      slices are put together, so that no square overflows.
     """
     if slices.axis_name is None:
-        return _tree.norm((*flat, dense))
-    top = jnp.max(slices.gather(_tree.largest((*flat, dense))))
+        return _arrays.norm((*flat, dense))
+    top = jnp.max(slices.gather(_arrays.largest_magnitude((*flat, dense))))
     unit = jnp.where(top > 0, top, 1)
-    energy = lambda parts: _tree.total(_tree.energy(x / unit) for x in parts)
+    energy = lambda parts: _arrays.total(_arrays.energy(x / unit) for x in parts)
     whole = slices.mean(energy(flat)) * slices.replicas
     return unit, jnp.sqrt(whole + energy([dense]))
-
-
-CLIPS = (NoClip, ClipByGlobalNorm, ClipByValue)

@@ -1,40 +1,51 @@
-"""StepInfo: what a human wants to know of a step.
+"""StepInfo, what a human wants to know about a step, and the figures in it.
 
-It travels inside the optimizer state, so reading it costs nothing until it is read.
+It travels inside the optimizer state, so it costs nothing until somebody reads it.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _collectives
+from gravac_jax._buckets import Buckets
+from gravac_jax._collectives import Traffic
+from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.cost_model import WireCost
+from gravac_jax._exchanges.base import Exchange
 
 
 class StepInfo(NamedTuple):
     """What the last step sent; the same on every replica.
 
-    Found in any optimizer state by name. Bytes are float32: exact below 2**24 and to
-    seven digits above. A skipped step has factor infinity, since it sent none of the
-    gradient, and gain 0. With two axes, bytes are those over the slow one, and a
-    device's own.
+    Read it from any optimizer state: `optax.tree.get(opt_state, "StepInfo")`. Bytes are
+    float32: exact below 2**24, and to seven digits above. A skipped step has factor
+    infinity, since it sent none of the gradient, and gain 0. With two axes the bytes
+    are those that one device sends over the slow axis.
 
     Attributes:
       factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.
-      gain: `[]` float32, the share of the energy of the error-fed gradient that was
-        sent, over all replicas, in [0, 1].
-      gains: `[rungs]` float32, the same for every rung of the ladder, had it been
-        used in this step, or in the last one that looked at all of them: with GraVAC
-        every step does, with `Fastest` one in eight, with `Accordion` and `Scheduled`
-        one in a hundred; the first 32 always do.
-      payload_bytes: `[]` float32, what one replica put into the collectives, indices
-        and dense leaves and evidence included.
-      wire_bytes: `[]` float32, what one replica sent for them: N - 1 payloads for an
-        all-gather, 2 (N - 1) / N of the buffer for a ring all-reduce.
+      gain: `[]` float32 in [0, 1], the share of the energy of the error-fed gradient
+        that was sent, over all replicas.
+      gains: `[rungs]` float32, the gain of every rung of the ladder, had it been used
+        in this step or in the last step that looked at all rungs. With GraVAC every
+        step looks, with `Fastest` one in eight, with `Accordion` and `Scheduled` one in
+        a hundred; the first 32 steps always look.
+      payload_bytes: `[]` float32, bytes that one replica put into the collectives,
+        including indices, dense leaves and evidence.
+      wire_bytes: `[]` float32, bytes that one replica sent for them: N - 1 payloads for
+        an all-gather, 2 (N - 1) / N of the buffer for a ring all-reduce.
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
-      is_finite: `[]` bool, whether every gradient of every replica was finite, and
-        without a clip below 2**50.
+      is_finite: `[]` bool, whether every gradient of every replica was finite and,
+        without a clip, below 2**50.
       dense_steps: `[]` int32, steps so far that sent everything.
-      skipped_steps: `[]` int32, steps so far that sent nothing, because some gradient
-        on some replica was not.
+      skipped_steps: `[]` int32, steps so far that sent nothing because `is_finite` was
+        False.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
 
@@ -60,3 +71,144 @@ class StepInfo(NamedTuple):
     dense_steps: jax.Array
     skipped_steps: jax.Array
     disagreements: jax.Array
+
+
+class Tables(NamedTuple):
+    """What each rung sends; the last row is a silent step. Static.
+
+    Attributes:
+      factors: `[rungs + 1]`, entries over entries sent.
+      payload_bytes: `[rungs + 1]`.
+      wire_bytes: `[rungs + 1]`.
+      messages: `[rungs + 1]`, sent one after the other.
+      sample: what a step that looks adds, for the energies of the gradient.
+      dense: a float32 mean of all leaves.
+    """
+
+    factors: np.ndarray
+    payload_bytes: np.ndarray
+    wire_bytes: np.ndarray
+    messages: np.ndarray
+    sample: Traffic
+    dense: Traffic
+
+
+def tables(
+    buckets: Buckets,
+    exchanges: Sequence[Exchange],
+    controller: Controller,
+    replicas: int,
+) -> Tables:
+    """Work out what each rung sends, with one exchange per bucket."""
+    ladder = controller.ladder
+    rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
+    # Every step averages the dense leaves, a count, an energy and the rung, and for
+    # each rung a time and how many replicas measured it.
+    agreed = _collectives.mean_traffic(m + 3 + 2 * rungs, replicas)
+    pairs = list(zip(exchanges, buckets.sizes, strict=True))
+    rows = []
+    for factor in ladder:
+        entries = [x.traffic(size, factor, replicas) for x, size in pairs]
+        energies = [
+            x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
+        ]
+        sent = sum(x.entries for x in entries)
+        factor_sent = n / sent if n else 1.0
+        rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
+    rows.append((np.inf, *_sizes([agreed])))
+    sample = Traffic(0, 0, 0, 0)
+    if controller.samples_gradient:
+        sample = _collectives.mean_traffic(rungs, replicas)
+    dense = _collectives.mean_traffic(n + m, replicas)
+    return Tables(*np.asarray(rows, np.float32).T, sample=sample, dense=dense)
+
+
+def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:
+    """Add up payload bytes, wire bytes and messages."""
+    return np.sum(traffic, axis=0)[1:]
+
+
+def warn_if_dense(
+    buckets: Buckets,
+    exchanges: Sequence[Exchange],
+    ladder: tuple[float, ...],
+    replicas: int,
+) -> None:
+    """Warn about rungs that are dense because their payloads would weigh more."""
+    both = list(zip(exchanges, buckets.sizes, strict=True))
+    is_replaced = lambda f: any(x.is_replaced(n, f, replicas) for x, n in both)
+    if replaced := list(filter(is_replaced, ladder)):
+        warnings.warn(
+            f"with {replicas} replicas the factors {replaced} would send more bytes"
+            " than a dense step, so they are dense steps. That is expected at the start"
+            " of a warm-up. Otherwise begin the ladder higher, such as"
+            f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
+            " or choose an exchange whose bytes do not grow with the replicas:"
+            " LowRank(), LeaderIndices().",
+            stacklevel=2,
+        )
+
+
+def first_sparse(table: Tables) -> jax.Array:
+    """Return the lowest rung of a factor above 1, `[]` int32; if none, the silent."""
+    return jnp.int32(int(np.argmax(table.factors > 1)))
+
+
+def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
+    """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
+    costs = zip(table.wire_bytes, table.messages, table.factors == 1, strict=True)
+    parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
+    return jnp.asarray(parts[:-1], jnp.float32)
+
+
+def before_the_first_step(rungs: int) -> StepInfo:
+    """Return a report of nothing."""
+    # Each field has an array of its own: a buffer that occurs twice in a state cannot
+    # be donated.
+    return StepInfo(
+        factor=jnp.ones((), jnp.float32),
+        gain=jnp.zeros((), jnp.float32),
+        gains=jnp.zeros(rungs, jnp.float32),
+        payload_bytes=jnp.zeros((), jnp.float32),
+        wire_bytes=jnp.zeros((), jnp.float32),
+        dense_bytes=jnp.zeros((), jnp.float32),
+        dense_wire_bytes=jnp.zeros((), jnp.float32),
+        is_finite=jnp.ones((), bool),
+        dense_steps=jnp.zeros((), jnp.int32),
+        skipped_steps=jnp.zeros((), jnp.int32),
+        disagreements=jnp.zeros((), jnp.int32),
+    )
+
+
+def after(
+    before: StepInfo,
+    table: Tables,
+    rung: jax.Array,
+    gains: jax.Array,
+    looks: jax.Array | bool,
+) -> StepInfo:
+    """Return what a step at `rung` sent; `count` adds what went wrong."""
+    at_rung = lambda figures: jnp.asarray(figures)[rung]
+    extra = lambda size: jnp.where(looks, jnp.float32(size), 0)
+    factor = at_rung(table.factors)
+    is_dense = (factor == 1).astype(jnp.int32)
+    return before._replace(
+        factor=factor,
+        gain=jnp.append(gains, 0.0)[rung],
+        gains=gains,
+        payload_bytes=at_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
+        wire_bytes=at_rung(table.wire_bytes) + extra(table.sample.wire_bytes),
+        dense_bytes=jnp.float32(table.dense.payload_bytes),
+        dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
+        dense_steps=before.dense_steps + is_dense,
+    )
+
+
+def count(info: StepInfo, is_bad: jax.Array, apart: jax.Array) -> StepInfo:
+    """Return `info` with its counters of bad steps and of replicas that differ."""
+    is_apart = jnp.any(apart).astype(jnp.int32)
+    return info._replace(
+        is_finite=~is_bad,
+        skipped_steps=info.skipped_steps + is_bad.astype(jnp.int32),
+        disagreements=info.disagreements + is_apart,
+    )

@@ -1,4 +1,4 @@
-"""From a plain train step to one that runs on all replicas: on a mesh, or simulated."""
+"""Run a train step, written for one replica, on all of them: on a mesh or simulated."""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _comm, _placement, _step_checks
-from gravac_jax._comm import AxisName, Comm
+from gravac_jax import _checks, _collectives, _placement, _step_checks
+from gravac_jax._collectives import AxisName, Comm
 
 Step = Callable[..., Any]
 
@@ -27,10 +27,10 @@ def data_parallel(
     """Run a train step on every replica of a mesh, as one compiled program.
 
     `train_step(*state, batch)` is written for one replica and returns `(*state,
-    *metrics)`: `(params, opt_state, batch) -> (params, opt_state, loss)`, say, or
+    *metrics)`, for example `(params, opt_state, batch) -> (params, opt_state, loss)` or
     `(train_state, batch) -> (train_state, loss)`. The last argument is the batch, split
-    over the replicas along its first axis; the arguments before it are training state,
-    placed by `gravac.place`, and come back first. What follows them is averaged over
+    over the replicas along its first axis. The arguments before it are training state,
+    placed by `gravac.place`, which is returned first. Further results are averaged over
     the replicas, in float32. Keyword arguments, such as `step_seconds`, reach every
     replica whole.
 
@@ -38,32 +38,31 @@ def data_parallel(
       train_step: a function of one replica.
       mesh: the mesh.
       axis_name: the axis, or axes, of the transform.
-      dense_axis_name: its fast axis, if it has one: the batch is split over both, and
-        state stays sharded as it lies on the mesh.
-      carried: so many arguments, the last before the batch, are every replica's own:
-        arrays split along their first axis as the batch is, which come back with the
-        state and are not averaged, of the same shapes and dtypes. The states of a
-        recurrent network are such, where they go on from batch to batch. They need not
-        be placed, and are donated as the state is: an array that is to be used again
-        has to be copied first.
+      dense_axis_name: the transform's fast axis, if it has one. The batch is split over
+        both axes, and state stays sharded as it lies on the mesh.
+      carried: the number of arguments, just before the batch, that are each replica's
+        own, such as the states of a recurrent network that continue from batch to
+        batch. They are arrays split along their first axis as the batch is, and are
+        returned after the state with the same shapes and dtypes, not averaged. They
+        need not be placed. They are donated as the state is, so copy an array that you
+        want to use again.
       donate: whether the state's memory is reused for the new state.
       check_vma: as for `jax.shard_map`.
 
     Returns:
-      The step, of the same arguments, jitted.
+      The step, jitted, with the same arguments.
 
     Raises:
-      TypeError: if `mesh` is no mesh; when called, for too few arguments.
-      ValueError: if the mesh does not have the axis, or `carried` is no number of
-        arguments; when called, if the state is not
-        placed on it, the first axis of a batch, or of what is carried, does not divide
-        over the replicas, or the step does not return its state, or returns it
-        different on each of them.
+      TypeError: if `mesh` is not a mesh. When called: for too few arguments.
+      ValueError: if the mesh does not have the axis, or `carried` is not a number of
+        arguments. When called: if the state is not placed on the mesh; if the first
+        axis of a batch or a carry does not divide over the replicas; if the step does
+        not return its state, or returns it different on different replicas.
 
     Example:
       See `gravac.transform`.
     """
-    axes = _comm.join(axis_name, dense_axis_name)
+    axes = _collectives.join(axis_name, dense_axis_name)
     _checks.mesh_axis(mesh, axes)
     _count_carried(carried)
     sharding = jax.NamedSharding(mesh, jax.P(axes))
@@ -116,7 +115,7 @@ def _place(x: Any, sharding: jax.NamedSharding) -> Any:
 
 
 def _share(x: Any, sharding: jax.NamedSharding) -> Any:
-    # Of several processes each may bring its own, such as the times of its steps.
+    # Each of several processes may bring its own values, such as its step times.
     if sharding.is_fully_addressable or not isinstance(x, (np.ndarray, np.generic)):
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda at: np.asarray(x)[at])
@@ -135,13 +134,14 @@ def simulate(
 ) -> Step:
     """Run a train step on `replicas` replicas that share one device, by `vmap`.
 
-    For laptops, tests and experiments with many replicas: the same arguments and
-    results as `gravac.data_parallel`, with a state placed by `gravac.place(tree,
-    replicas)`. The rung stays one scalar for all, so that one branch runs, not all.
+    Use it on laptops, in tests, and for experiments with many replicas. Arguments and
+    results are those of `gravac.data_parallel`, with a state placed by
+    `gravac.place(tree, replicas)`. The rung stays one scalar for all replicas, so that
+    one branch runs, not all of them.
 
     Args:
       train_step: a function of one replica, as for `gravac.data_parallel`.
-      replicas: N.
+      replicas: N, the number of replicas.
       axis_name: the axis of the transform.
       carried: as for `gravac.data_parallel`.
 
@@ -149,7 +149,7 @@ def simulate(
       The step, jitted.
 
     Raises:
-      ValueError: if `replicas` is not a positive number; otherwise, as
+      ValueError: if `replicas` is not a positive number; otherwise as
         `gravac.data_parallel`.
 
     Example:
@@ -204,7 +204,7 @@ def _count_carried(carried: int) -> None:
 
 
 def _averaged(train_step: Step, axis_name: AxisName) -> Step:
-    """Split what a step returns into state and metrics, and average the metrics."""
+    """Wrap a step: split its results into state and metrics, and average these."""
     comm = Comm(axis_name)
 
     def body(
@@ -212,7 +212,7 @@ def _averaged(train_step: Step, axis_name: AxisName) -> Step:
     ) -> tuple[Any, Any, Any]:
         given = (*state, *own)
         results = train_step(*given, batch, **shared)
-        # By type: a lone NamedTuple is a state, not several results.
+        # Decided by type: a single NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         _step_checks.returned_state(results, given)
         first, last = len(state), len(given)

@@ -1,4 +1,4 @@
-"""Put training state on the devices: what differs per replica, and what does not."""
+"""Put training state on the devices: per-replica state sharded, the rest replicated."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _checks, _comm, _state, _step_checks
-from gravac_jax._comm import AxisName
+from gravac_jax import _chain, _checks, _collectives, _state, _step_checks
+from gravac_jax._collectives import AxisName
 
 
 def place(
@@ -16,10 +16,10 @@ def place(
 ) -> Any:
     """Put any pytree that holds the transform's state onto a mesh.
 
-    What the transform keeps per replica gets a leading axis of replicas, sharded over
-    `axis_name`; everything else is replicated. The shapes and values of all other
-    leaves stay as they are. A state that is already placed may be placed again. Params
-    that are sharded (FSDP) stay where they are: `gravac.init` makes their state.
+    The transform's per-replica state gets a leading axis of replicas, sharded over
+    `axis_name`. Everything else is replicated, with its shapes and values as they are.
+    A state that is already placed may be placed again. Sharded params (FSDP) should
+    stay where they are: `gravac.init` makes their optimizer state.
 
     Args:
       tree: params and optimizer state in any nesting, a linen `TrainState`, an
@@ -28,14 +28,14 @@ def place(
       axis_name: the axis, or axes, of the transform.
 
     Returns:
-      The tree, of the same structure, in memory of its own.
+      The tree, of the same structure, in new memory.
 
     Raises:
       ValueError: if the mesh does not have the axis, the state is placed on another
-        number of replicas, or `mesh` is neither a mesh nor a positive number; if the
-        optimizer keeps a momentum that the transform's memory keeps already, or keeps
-        gradients before the transform sees them: a momentum before it in the chain,
-        `optax.MultiSteps` or `optax.apply_if_finite` around it.
+        number of replicas, or `mesh` is neither a mesh nor a positive number. If the
+        optimizer has a momentum that the transform's memory has already. If something
+        keeps gradients before the transform sees them: a momentum before it in the
+        chain, or `optax.MultiSteps` or `optax.apply_if_finite` around it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -56,7 +56,7 @@ def place(
         local = jax.NamedSharding(mesh, jax.P(axis_name))
         shared = jax.NamedSharding(mesh, jax.P())
 
-    _state.check_chains(tree)
+    _chain.check_chains(tree)
 
     def place_local(state: Any) -> Any:
         placed = _state.placed_replicas(state)
@@ -69,12 +69,14 @@ def place(
 
 
 def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
-    """N, the devices along the axis or axes of the transform."""
-    return int(np.prod([mesh.shape[name] for name in _checks.axis_names(axis_name)]))
+    """Return N, the number of devices along the axis or axes of the transform."""
+    return int(
+        np.prod([mesh.shape[name] for name in _collectives.axis_names(axis_name)])
+    )
 
 
 def check_placed(tree: Any, *replicas: int) -> None:
-    """Raise unless per-replica state in `tree` is placed on one of these numbers."""
+    """Raise unless `tree` is placed on one of these numbers of replicas."""
 
     def check(state: Any) -> None:
         placed = _state.placed_replicas(state)
@@ -85,8 +87,8 @@ def check_placed(tree: Any, *replicas: int) -> None:
 
 
 def _copy(x: Any, sharding: Any) -> jax.Array:
-    # device_put alone, also with may_alias=False, keeps the buffer of the device that
-    # the array comes from: a step that donates its state would delete the caller's.
+    # device_put alone, even with may_alias=False, may keep the caller's buffer, which a
+    # step that donates its state would delete.
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(jnp.array(x, copy=True), sharding)
     return _from_host(np.asarray(x), sharding)
@@ -99,8 +101,8 @@ def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
 
 
 def _from_host(x: np.ndarray, sharding: Any) -> jax.Array:
-    # By callback each process makes only the shards that its own devices hold, and
-    # each shard its own memory.
+    # By callback each process makes only the shards of its own devices, each in memory
+    # of its own.
     return jax.make_array_from_callback(
         x.shape, sharding, lambda index: np.array(x[index])
     )
@@ -113,18 +115,19 @@ def init(
     axis_name: AxisName = "data",
     dense_axis_name: AxisName = None,
 ) -> Any:
-    """`gravac.place(tx.init(params), mesh, axis_name)`, also for sharded params.
+    """Return the placed optimizer state of `params`, which may be sharded.
 
-    With a `dense_axis_name`, params may be sharded over that axis (FSDP): then the
-    optimizer state is sharded as they are, and each device keeps the residual of the
-    slice that it owns.
+    For params that are not sharded it is `gravac.place(tx.init(params), mesh,
+    axis_name)`. With a `dense_axis_name`, params may be sharded over that axis (FSDP).
+    The optimizer state is then sharded as they are, and each device keeps the residual
+    of the slice that it owns.
 
     Args:
       tx: an optimizer with `gravac.transform` in it.
       params: the params; with a `dense_axis_name`, as they lie on the mesh.
       mesh: as for `gravac.place`.
       axis_name: as for `gravac.place`.
-      dense_axis_name: that of `gravac.transform`.
+      dense_axis_name: the argument of `gravac.transform`.
 
     Returns:
       The optimizer state, placed.
@@ -143,31 +146,31 @@ def init(
     """
     if dense_axis_name is None:
         state = tx.init(params)
-        _state.check_momentum(state)
+        _chain.check_momentum(state)
         return place(state, mesh, axis_name)
-    axes = _comm.join(axis_name, dense_axis_name)
+    axes = _collectives.join(axis_name, dense_axis_name)
     _checks.mesh_axis(mesh, axes)
     assert isinstance(mesh, jax.sharding.Mesh)
     specs = specs_of(params)
     used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
-    _step_checks.whole_over(used, _checks.axis_names(axis_name))
+    _step_checks.whole_over(used, _collectives.axis_names(axis_name))
     local = jax.P(
-        axes if used & set(_checks.axis_names(dense_axis_name)) else axis_name
+        axes if used & set(_collectives.axis_names(dense_axis_name)) else axis_name
     )
 
     def slice_of(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
         shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    # The transform's own state has nothing of the params' shapes, and may have more
-    # buckets than one that is made for no params, as map_params makes it.
+    # The transform's own state does not have the params' shapes, and may have more
+    # buckets than the state for no params that map_params makes.
     is_ours = _state.is_transform_state
     without = lambda tree: jax.tree.map(
         lambda x: () if is_ours(x) else x, tree, is_leaf=is_ours
     )
     state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
-    _state.check_momentum(state)
-    _state.check_chains(state)
+    _chain.check_momentum(state)
+    _chain.check_chains(state)
     others = optax.tree.map_params(
         optax.GradientTransformation(
             lambda params: without(tx.init(params)), tx.update
@@ -191,31 +194,31 @@ def init(
     run = jax.shard_map(
         init_slice, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
     )
-    # Given so, they keep the names of axes that are one device long.
+    # Explicit shardings keep the names of axes that are one device long.
     shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), out_specs)
     return jax.jit(run, out_shardings=shardings)(params)
 
 
 def specs_of(tree: Any) -> Any:
-    """The `PartitionSpec` of each array of `tree`, `P()` where it has none."""
+    """Return the `PartitionSpec` of each array of `tree`, or `P()`."""
     spec = lambda x: getattr(getattr(x, "sharding", None), "spec", jax.P())
     return jax.tree.map(spec, tree)
 
 
 def _names_in(spec: jax.P) -> set[str]:
-    return {name for part in spec for name in _checks.axis_names(part)}
+    return {name for part in spec for name in _collectives.axis_names(part)}
 
 
 def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
-    """The `PartitionSpec` of every leaf of a placed `tree`, for `shard_map`.
+    """Return the `PartitionSpec` of every leaf of a placed `tree`, for `shard_map`.
 
     Args:
       tree: as for `gravac.place`, placed or not; leaves may be `ShapeDtypeStruct`.
       axis_name: the axis, or axes, of the transform.
 
     Returns:
-      A pytree of the same structure: `P(axis_name)` for what the transform keeps per
-      replica, `P()` for everything else.
+      A pytree of the same structure: `P(axis_name)` for the transform's per-replica
+      state, `P()` for everything else.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -231,7 +234,7 @@ def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
 
 
 def per_leaf(tree: Any, local: Any, shared: Any) -> Any:
-    """`local` for each per-replica leaf of the transform, `shared` for all others."""
+    """Return `local` for each per-replica leaf of `tree`, `shared` for all others."""
     return _state.map_local(
         tree, lambda state: jax.tree.map(lambda _: local, state), lambda _: shared
     )

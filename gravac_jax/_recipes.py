@@ -1,4 +1,4 @@
-"""Papers as one line: components that `transform` wires."""
+"""Recipes: methods of papers, and AdamW, in one line each."""
 
 from typing import Any
 
@@ -6,12 +6,11 @@ import optax
 
 from gravac_jax import _checks
 from gravac_jax._clipping import ClipByGlobalNorm, NoClip
-from gravac_jax._comm import AxisName
-from gravac_jax._compressors import SampledTopK
+from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import STAGES, Fixed, warm_up
-from gravac_jax._encoding import BFloat16
+from gravac_jax._error_feedback import Adam, Momentum
 from gravac_jax._exchanges import LowRank
-from gravac_jax._memory import Adam, Momentum
+from gravac_jax._selection import SampledTopK
 from gravac_jax._transform import transform
 
 
@@ -25,30 +24,32 @@ def dgc(
     warm_up_steps: int = 0,
     **others: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Deep Gradient Compression, all five parts of it.
+    """Return Deep Gradient Compression, with all five of its parts.
 
-    Accumulation, momentum correction, local clipping, momentum factor masking and
-    warm-up, with a threshold from a sample for each tensor; values travel as bfloat16,
-    as `AllGather` has them, and what rounding drops stays behind. The optimizer after
-    it has no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. For coupled weight
-    decay give `weight_decay`.
+    They are accumulation, momentum correction, local clipping, momentum factor masking
+    and warm-up. Two things differ from the paper: the threshold, estimated from a
+    sample, is that of the whole model, not of each tensor; and values travel as
+    bfloat16, with what rounding drops kept in the residual. The optimizer after it must
+    have no momentum: `optax.chain(gravac.dgc(), optax.sgd(0.1))`. For coupled weight
+    decay pass `weight_decay`.
 
     Args:
       axis_name: as for `gravac.transform`.
-      factor: after the warm-up; 1000 sends 0.1%.
+      factor: the factor after the warm-up; 1000 sends 0.1% of the entries.
       momentum: m of momentum correction.
-      nesterov: whether it looks ahead.
-      max_norm: of the averaged gradient, for local clipping; None for none.
-      warm_up_steps: in which the factor rises by the paper's stages of 4, 16, 64 and
-        250, those below `factor`.
-      others: arguments of `gravac.transform`, which take precedence.
+      nesterov: whether momentum looks ahead.
+      max_norm: bound of the averaged gradient's norm, for local clipping; None for no
+        clip.
+      warm_up_steps: steps in which the factor rises by the paper's stages of 4, 16, 64
+        and 250, as far as these are below `factor`.
+      others: further arguments of `gravac.transform`, which take precedence.
 
     Returns:
       `gravac.transform(...)` with these components.
 
     Raises:
       TypeError: as `gravac.transform`.
-      ValueError: as the components.
+      ValueError: if an argument is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -60,18 +61,17 @@ def dgc(
       True
 
     References:
-      Lin et al., Deep Gradient Compression, ICLR 2018; the authors' code differs in its
-      warm-up and clips only if it is told to.
+      Lin et al., Deep Gradient Compression, ICLR 2018. The authors' code has another
+      warm-up, and clips only if told to.
     """
     _checks.factor(factor)
     stages = [x for x in STAGES if x < factor] if warm_up_steps else []
     controller = warm_up(warm_up_steps, (*stages, factor)) if stages else Fixed(factor)
     components: dict[str, Any] = {
         "compressor": SampledTopK(),
-        "memory": Momentum(momentum, nesterov, masking="literal"),
+        "memory": Momentum(momentum, nesterov, masking=True),
         "controller": controller,
         "clip": NoClip() if max_norm is None else ClipByGlobalNorm(max_norm),
-        "bucket_bytes": 1,
     }
     if others.get("exchange") is not None:
         del components["compressor"]
@@ -89,10 +89,10 @@ def adamw(
     mask: Any = None,
     **others: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW on every replica, whose steps are exchanged at low rank.
+    """Return AdamW of each replica's own gradients, exchanging its steps at low rank.
 
-    The whole optimizer, in place of `optax.adamw`. Take gradients at each replica's own
-    params, `gravac.local_params`: without, most of what it brings is lost::
+    It is the whole optimizer, in place of `optax.adamw`. Take gradients at each
+    replica's own params, `gravac.local_params`; otherwise most of its gain is lost::
 
         tx = gravac.adamw(1e-3)
         ...
@@ -100,20 +100,20 @@ def adamw(
         loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    Decay is decoupled and acts on the params that all share, at every step alike.
+    Weight decay is decoupled and acts on the shared params at every step.
 
     Args:
       learning_rate: a number, or a schedule of Optax. With N replicas the steps of
-        compressed leaves are shorter, up to sqrt(N) times: see `gravac.Adam`.
+        compressed leaves are shorter, by up to sqrt(N): see `gravac.Adam`.
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
-      eps: added to the square root.
-      weight_decay: decoupled, in units of the learning rate.
+      eps: number added to the square root of the second moment.
+      weight_decay: decoupled weight decay, in units of the learning rate.
       mask: which leaves decay, as for `optax.adamw`; None for all.
-      others: arguments of `gravac.transform`, but its memory; they take precedence over
-        `LowRank(values=BFloat16())` at factor 12.5. A clip belongs here:
-        `clip=gravac.ClipByGlobalNorm(1.0)`.
+      others: further arguments of `gravac.transform`, except its memory. They take
+        precedence over `LowRank(values="bfloat16")` at factor 12.5. A clip belongs
+        here: `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
       `optax.chain(gravac.transform(memory=gravac.Adam(...), ...),
@@ -122,13 +122,13 @@ def adamw(
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory` or `momentum`.
-      ValueError: as the components.
+      ValueError: if an argument is out of its range.
 
     Law:
-      With one replica, where everything is sent, it is `optax.adamw`.
+      With one replica that sends everything it is `optax.adamw`.
 
     Cost:
-      That of `gravac.Adam` and `gravac.local_params`.
+      The costs of `gravac.Adam` and of `gravac.local_params`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -137,7 +137,7 @@ def adamw(
       >>> params = {"w": jnp.ones((256, 256))}
       >>> opt_state = tx.init(params)
       >>> own = gravac.local_params(tx, params, opt_state)
-      >>> grads = own  # of a loss of their squares, halved
+      >>> grads = own  # the gradient of half the sum of squares
       >>> updates, opt_state = tx.update(grads, opt_state, params)
       >>> updates["w"].shape
       (256, 256)
@@ -145,7 +145,7 @@ def adamw(
     _checks.adam_is_the_memory(others)
     components: dict[str, Any] = {
         "memory": Adam(b1, b2, eps),
-        "exchange": LowRank(values=BFloat16()),
+        "exchange": LowRank(values="bfloat16"),
         "controller": Fixed(12.5),
     }
     if others.get("compressor") is not None:

@@ -1,7 +1,7 @@
-"""Complaints about what a step meets: one function each.
+"""Checks of what a step is given, while it is traced or called.
 
-They are raised while the step is traced or called, before anything is changed. Trouble
-that only the figures show becomes a counter in StepInfo instead.
+They raise before anything is changed. Trouble that only shows in the values becomes a
+counter in StepInfo instead.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _tree
+from gravac_jax import _arrays
 
 
 def scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
-    """`value` as a `[]` array of `dtype`; `default` for None."""
+    """Return `value`, or `default` for None, as a `[]` array of `dtype`."""
     array = jnp.asarray(default if value is None else value)
     if array.shape != ():
         raise ValueError(
             f"`{name}` must be a single number on each replica, got shape"
-            f" {array.shape}. Pass that of this replica, or None if it is unknown."
+            f" {array.shape}. Pass this replica's number, or None if it is unknown."
         )
     return array.astype(dtype)
 
@@ -41,9 +41,9 @@ def bound_axis(axis_name: Any, caller: str) -> None:
 
 
 def gradients(tree: Any, name: str = "gradients") -> None:
-    """Refuse leaves that are no real floating-point arrays, by name."""
+    """Refuse leaves that are not real floating-point arrays."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    for path, leaf in _tree.named_leaves(tree, is_masked):
+    for path, leaf in _arrays.named_leaves(tree, is_masked):
         if is_masked(leaf):
             raise TypeError(
                 f"the {name} hold a MaskedNode at {path}: optax.masked or"
@@ -63,7 +63,7 @@ def gradients(tree: Any, name: str = "gradients") -> None:
 
 
 def still_local(path: str, missing: Sequence[str]) -> None:
-    """Refuse gradients that were summed over the axis before they got here."""
+    """Refuse gradients that were summed over the axis before."""
     raise ValueError(
         f"the gradient at {path} does not vary over {tuple(missing)}: it was summed"
         f" over the replicas before gravac saw it, so there is nothing left to"
@@ -79,7 +79,7 @@ def state_matches(received: Any, expected: Any) -> None:
     """Refuse a state that was made for other params, or with other components."""
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {path: jnp.shape(x) for path, x in _tree.named_leaves(tree)}
+        return {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
 
     if type(received) is not type(expected) or shapes(received) != shapes(expected):
         had, need = shapes(received), shapes(expected)
@@ -96,7 +96,7 @@ def state_matches(received: Any, expected: Any) -> None:
 
 
 def params_given(params: Any, name: str) -> None:
-    """Refuse to use params that are not there."""
+    """Refuse an update without the params that `name` needs."""
     if params is None:
         raise ValueError(
             f"gravac.transform({name}=...) uses the params, and `update` was given"
@@ -105,8 +105,8 @@ def params_given(params: Any, name: str) -> None:
 
 
 def comparable(tree: Any) -> None:
-    """Refuse leaves whose bits cannot be had, by name."""
-    for path, leaf in _tree.named_leaves(tree):
+    """Refuse leaves whose bits cannot be compared or sent."""
+    for path, leaf in _arrays.named_leaves(tree):
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 f"the leaf at {path} is complex, and its bits cannot be compared or"
@@ -126,9 +126,9 @@ def mask_matches(mask: Any, tree: Any) -> None:
 
 
 def splits(arguments: dict[Any, Any], micro_batches: int) -> None:
-    """Refuse a batch that does not divide into parts, by name."""
+    """Refuse a batch that does not divide into micro-batches."""
     for name, argument in arguments.items():
-        for path, leaf in _tree.named_leaves(argument):
+        for path, leaf in _arrays.named_leaves(argument):
             shape = jnp.shape(leaf)
             if not shape or shape[0] % micro_batches:
                 raise ValueError(
@@ -141,7 +141,7 @@ def splits(arguments: dict[Any, Any], micro_batches: int) -> None:
 
 
 def sharded_as_said(path: str, is_slice: bool, axis_name: Any) -> None:
-    """Refuse slices that are taken for whole leaves, and the reverse."""
+    """Refuse a slice that is taken for a whole leaf, or the reverse."""
     found, said = ("a slice", "whole") if is_slice else ("whole", "a slice")
     raise ValueError(
         f"the leaf at {path} is {found} on each device along {axis_name!r}, and"
@@ -192,9 +192,9 @@ def placed_on(state_replicas: int, mesh_replicas: int) -> None:
 def divided(
     args: Sequence[Any], carried: int, replicas: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """A step's state, what replicas carry, and its batch; refuse what is no such thing.
+    """Split a step's arguments into its state, what replicas carry, and its batch.
 
-    What is carried, and the batch, are split evenly over so many replicas.
+    Refuse a carry or a batch that does not divide over the replicas.
     """
     if len(args) < 2 + carried:
         carry = ", what replicas carry" if carried else ""
@@ -212,7 +212,7 @@ def divided(
 
 
 def _divides(tree: Any, replicas: int, what: str) -> None:
-    for path, leaf in _tree.named_leaves(tree):
+    for path, leaf in _arrays.named_leaves(tree):
         shape = jnp.shape(leaf)
         if not shape or shape[0] % replicas:
             raise ValueError(
@@ -223,7 +223,7 @@ def _divides(tree: Any, replicas: int, what: str) -> None:
 
 
 def with_aux(out: Any) -> tuple[Any, Any]:
-    """(loss, aux); refuse what is no such pair."""
+    """Return (loss, aux); refuse anything else."""
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
             f"has_aux=True is for a function that returns (loss, aux), got {out!r}."
@@ -242,7 +242,7 @@ def positional(args: Sequence[Any], argnums: Sequence[int]) -> None:
 
 
 def stays_alike(path: str, names: Sequence[str]) -> None:
-    """Refuse state that came in alike on several devices, and would not leave so."""
+    """Refuse state that is returned different on devices on which it was the same."""
     raise ValueError(
         f"the leaf at {path} of the state that the step returns differs between the"
         f" devices along {tuple(names)}, and it came in the same on all of them. Local"
@@ -255,8 +255,8 @@ def stays_alike(path: str, names: Sequence[str]) -> None:
 
 
 def leaves_arguments(before: Any, after: Any) -> None:
-    """Refuse a loss that changes what it is given, which is a copy."""
-    old, new = _tree.named_leaves(before), _tree.named_leaves(after)
+    """Refuse a loss that changes its arguments, which are copies."""
+    old, new = _arrays.named_leaves(before), _arrays.named_leaves(after)
     changed = [path for (path, x), (_, y) in zip(old, new, strict=False) if x is not y]
     if changed or len(old) != len(new):
         raise ValueError(
@@ -279,8 +279,8 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
 
 
 def returned_carry(results: Any, own: Any) -> None:
-    """Refuse a step that makes other arrays of what a replica carries."""
-    before, after = _tree.named_leaves(own), jax.tree.leaves(results)
+    """Refuse a step that returns a carry of other shapes or dtypes."""
+    before, after = _arrays.named_leaves(own), jax.tree.leaves(results)
     for (path, old), new in zip(before, after, strict=True):
         if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
             raise ValueError(

@@ -33,7 +33,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _checks, _tree
+from gravac_jax import _arrays, _checks
 from gravac_jax._checkpoint import label, ledger, reading, restore_checks
 from gravac_jax._checkpoint.restore_checks import CheckpointError as CheckpointError
 
@@ -167,7 +167,7 @@ class Checkpointer:
         written = ledger.write(tree, params)
         beside = label.write(written, data)
         self._begin_to_save(step)
-        nested = _tree.nested(written)
+        nested = _arrays.nested(written)
         with self._complaints("cannot be saved", step):
             self._orbax.save_async(step, nested, custom_metadata=beside)
         self._at = step
@@ -245,7 +245,7 @@ class Checkpointer:
         wanted = reading.plan({here[k]: x for k, x in specs.items()}, tree, params)
         abstract = {k: wanted.get(here[k], ocp.PLACEHOLDER) for k in specs}
         with self._complaints("cannot be read", step):
-            arrays = _tree.by_path(self._orbax.load(step, _tree.nested(abstract)))
+            arrays = _arrays.by_path(self._orbax.load(step, _arrays.nested(abstract)))
             read = {k: x for k, x in arrays.items() if here[k] in wanted}
             label.check(read, beside["checksums"])
         self._at = step

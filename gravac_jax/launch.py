@@ -1,226 +1,209 @@
-"""Starts a training script in several processes, on this machine or on a cluster.
+"""Run a training script in several processes, on this machine or on a cluster.
+
+On one machine, start four processes that form one `jax.distributed` job::
 
     python -m gravac_jax.launch -n 4 train.py --its --own --arguments
 
-rehearses: four processes of this machine, one `jax.distributed` job. If one dies, the
-others are ended and a message names it. SIGTERM is passed on to all of them; if they
-end well within `--grace` seconds, as those do that save and stop, so does this.
+If a process dies, the launcher ends the others and names the process that died. The
+launcher passes SIGTERM on to all processes. If all of them then exit with status 0
+within `--grace` seconds, for example because they saved a checkpoint, the launcher
+exits with status 0 too.
+
+On a cluster, every process of the job runs the launcher, without `-n`::
 
     srun python -m gravac_jax.launch train.py --its --own --arguments
 
-makes the process that runs it one of a cluster's job. `--coordinator`, `--processes`
-and `--process` come first; what is not given, JAX finds out from Slurm, Open MPI,
-Kubernetes or a TPU pod.
+JAX detects the address of process 0, the number of processes and the index of this
+process from Slurm, Open MPI, Kubernetes or a TPU pod. `--coordinator`, `--processes`
+and `--process` replace what JAX would detect.
 
-The script runs as `python` would run it, but `jax.distributed` and its devices are
-there already: what must be set before (`XLA_FLAGS`, `JAX_PLATFORMS`) belongs in the
-environment, and a call of `jax.distributed.initialize` of its own under `if not
-jax.distributed.is_initialized()`. A process whose script fails leaves at once, without
-waiting for the others.
+The script runs as if Python ran it, but `jax.distributed` and the devices are
+initialized before its first line. Set `XLA_FLAGS` and `JAX_PLATFORMS` in the
+environment, not in the script. A script that calls `jax.distributed.initialize` itself
+must first check `jax.distributed.is_initialized()`.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import io
+import math
 import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import jax
 
-from gravac_jax._launch.processes import Job as Job
-from gravac_jax._launch.processes import ProcessDiedError as ProcessDiedError
+__all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
 _PROGRAM = "gravac_jax.launch"
 
-# What tells of a cluster, in the order in which JAX looks.
-_CLUSTERS = {
-    "OMPI_MCA_orte_hnp_uri": "Open MPI",
-    "SLURM_JOB_ID": "Slurm",
-    "TPU_PROCESS_ADDRESSES": "a TPU pod",
-    "TPU_WORKER_HOSTNAMES": "a TPU pod",
-    "KUBERNETES_SERVICE_HOST": "Kubernetes",
-}
-
 
 def main(arguments: list[str] | None = None) -> None:
-    """Start a job on this machine, or take part in one.
+    """Start a job on this machine, or run one process of a job.
 
     Args:
-      arguments: of the command line; default: those of this process.
+      arguments: Arguments of the command line; by default those of this process.
 
     Raises:
-      SystemExit: if it failed, with a line that says why.
+      SystemExit: If the arguments are wrong or the job fails, with the reason.
     """
     options = _parse(arguments)
-    if options.n is not None:
-        _rehearse(options)
+    if options.n is None:
+        _run_process(options)
     else:
-        _take_part(options)
+        _run_job(options)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m {_PROGRAM}",
-        usage="%(prog)s [options] script [its own arguments]",
-        description="Run a script in several processes, on this machine or a cluster.",
+        usage="%(prog)s [options] script [arguments of the script]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", type=_count, help="rehearse here, with so many processes")
-    add("--devices", type=_count, help="CPU devices of each process")
-    add("--grace", type=_count, help="seconds to end in after SIGTERM, by default 5")
-    add("--coordinator", type=_address, help="HOST:PORT where process 0 listens")
-    add("--processes", type=_count, help="how many the job has")
-    add("--process", type=int, help="which one this is, from 0")
-    add("--detect", help="how JAX detects the rest: mpi4py, for other MPIs")
-    add("--local-devices", type=_indices, help="GPUs of this process: 0 or 0,1")
+    add("-n", type=_positive, help="start a job of N processes on this machine")
+    grace = "with -n: seconds from SIGTERM to SIGKILL, by default 5"
+    add("--grace", type=_positive, default=5, help=grace)
+    add("--devices", type=_positive, help="number of CPU devices of each process")
+    add("--coordinator", help="HOST:PORT where process 0 listens")
+    add("--processes", type=_positive, help="number of processes of the job")
+    add("--process", type=int, help="index of this process, from 0")
+    add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate")
+    add("--local-devices", type=_indices, help="GPUs of this process, such as 0,1")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
-    add("script", help="a Python file, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    add("script", help="Python file, or with -m a module")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
-    if complaint := _complaint(options):
-        parser.error(complaint)
+    cluster = ("coordinator", "processes", "process", "detect", "local_devices")
+    given = [name for name in cluster if getattr(options, name) is not None]
+    process, processes = options.process, options.processes
+    if options.n is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"-n starts a job of its own: leave out {names}, or -n")
+    if options.coordinator is not None and ":" not in options.coordinator:
+        parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
+    if process is not None and not 0 <= process < (processes or process + 1):
+        parser.error(f"--process must count from 0 to --processes - 1, got {process}")
+    if not options.is_module and not Path(options.script).exists():
+        parser.error(f"there is no script {options.script}")
     return options
 
 
-def _count(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
     return int(text)
 
 
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text}")
-    return text
-
-
 def _indices(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"must be numbers, as 0,1, got {text}")
-    return [int(part) for part in text.split(",")]
+    if not all(index.isdecimal() for index in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be indices such as 0,1, got {text}")
+    return [int(index) for index in text.split(",")]
 
 
-def _complaint(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options together, if anything."""
-    joins = ("coordinator", "processes", "process", "detect", "local_devices")
-    given = [f"--{x}" for x in joins if getattr(options, x) is not None]
-    if options.n is not None and given:
-        names = ", ".join(given).replace("_", "-")
-        return f"-n starts a job of its own here; leave out {names}, or -n"
-    process, processes = options.process, options.processes
-    if process is not None and not 0 <= process < (processes or process + 1):
-        last = "" if processes is None else f" to {processes - 1}"
-        return f"--process must be from 0{last}, got {process}"
-    # Of a module its package alone: finding the rest would import it.
-    package = options.script.partition(".")[0]
-    if options.is_module and importlib.util.find_spec(package) is None:
-        return f"there is no module {package}"
-    if not options.is_module and not Path(options.script).exists():
-        return f"there is no script {options.script}"
-    return None
-
-
-def _rehearse(options: argparse.Namespace) -> None:
-    """Start all processes here, and end them together."""
+def _run_job(options: argparse.Namespace) -> None:
+    """Start all processes on this machine, and end them together."""
     coordinator = local_coordinator()
-    common = ["--coordinator", coordinator, "--processes", str(options.n)]
-    common += ["--detect", "deactivate"]
+    launch = [sys.executable, "-m", _PROGRAM, "--detect", "deactivate"]
+    launch += ["--coordinator", coordinator, "--processes", str(options.n)]
     if options.devices is not None:
-        common += ["--devices", str(options.devices)]
+        launch += ["--devices", str(options.devices)]
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
-    launch = [sys.executable, "-m", _PROGRAM, *common]
     commands = [
         [*launch, "--process", str(i), "--local-devices", str(i), *script]
         for i in range(options.n)
     ]
-    _stop_on_signals()
-    kwargs: dict[str, Any] = {"env": local_environment(coordinator)}
-    if options.grace is not None:
-        kwargs["grace_seconds"] = options.grace
-    job = None
-    try:
-        with Job(commands, **kwargs) as job:
+    _exit_on_signals()
+    env = local_environment(coordinator)
+    with Job(commands, env=env, grace_seconds=options.grace) as job:
+        try:
             job.wait()
-    except ProcessDiedError as died:
-        raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
-    except KeyboardInterrupt as stop:
-        number = stop.args[0]
-        name = signal.Signals(number).name
-        if job is not None and all(status == 0 for status in job.statuses):
-            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended well\n")
-            return
-        sys.stderr.write(f"{_PROGRAM}: {name}; all processes were ended\n")
-        raise SystemExit(128 + number) from None
+        except ProcessDiedError as died:
+            raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
+        except SystemExit as stop:
+            job.end()
+            name = signal.Signals(stop.args[0] - 128).name
+            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
+            if any(job.statuses):
+                raise
+
+
+def _exit_on_signals() -> None:
+    def stop(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # nohup starts its program with SIGHUP ignored, which must stay so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 def local_coordinator() -> str:
-    """HOST:PORT of this machine's loopback, free when this was called."""
+    """Find a free port of this machine for process 0 of a job.
+
+    Returns:
+      HOST:PORT on the loopback interface; free at the time of the call.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def local_environment(coordinator: str) -> dict[str, str]:
-    """The environment of a job whose coordinator is on this machine.
+    """Make the environment of a job whose process 0 runs on this machine.
 
     Args:
-      coordinator: HOST:PORT.
+      coordinator: HOST:PORT where process 0 listens.
 
     Returns:
-      That of this process, changed so that the coordinator listens there alone, and is
-      reached without a proxy.
+      The environment of this process, changed so that process 0 listens on HOST alone
+      and the others connect to it without a proxy.
     """
     host = coordinator.rpartition(":")[0]
     return {
         **os.environ,
-        # Otherwise process 0 listens to the whole network.
+        # By default process 0 listens on every interface of the machine.
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
-        # Through a proxy the others would not find it, and wait for minutes.
+        # A proxy cannot reach the loopback: the others would wait for minutes.
         "no_grpc_proxy": f"{os.environ.get('no_proxy', '')},{host}".removeprefix(","),
         "JAX_CHECK_PROXY_ENVS": "0",
     }
 
 
-def _stop_on_signals() -> None:
-    def stop(number: int, _: Any) -> NoReturn:
-        raise KeyboardInterrupt(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # What is ignored stays so: that is what nohup is for.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)
-
-
-def _take_part(options: argparse.Namespace) -> None:
-    """Join the job, then run the script; if either fails, leave at once."""
-    status = 1
+def _run_process(options: argparse.Namespace) -> None:
+    """Join the job and run the script; if either fails, exit at once."""
     try:
-        _join(options)
-        _run(options)
-        status = 0
-    except SystemExit as end:
-        status = _status(end.code)
+        _join_job(options)
+        _run_script(options)
+        return
+    except SystemExit as stop:
+        status = stop.code or 0
+        if not isinstance(status, int):  # sys.exit("the reason")
+            sys.stderr.write(f"{status}\n")
+            status = 1
     except BaseException as error:
+        status = 1
         sys.excepthook(type(error), error, error.__traceback__)
     if status:
-        # The usual way out waits for the other processes, and they for this one.
+        # A normal exit would wait for the other processes, which wait for this one.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(status)
 
 
-def _join(options: argparse.Namespace) -> None:
+def _join_job(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_num_cpu_devices", options.devices)
-    source = _source(options)
     try:
         jax.distributed.initialize(
             coordinator_address=options.coordinator,
@@ -231,54 +214,22 @@ def _join(options: argparse.Namespace) -> None:
         )
         devices = jax.devices()
     except Exception as error:
-        reason = _why_not(options, source, error)
-        raise SystemExit(f"{_PROGRAM}: {reason}") from error
+        raise SystemExit(
+            f"{_PROGRAM}: could not join a job: {error} (where JAX does not detect the"
+            " cluster, give --coordinator, --processes and --process; to start a job on"
+            " this machine, give -n N)"
+        ) from error
     if jax.process_index() == 0:
         sys.stderr.write(
-            f"{_PROGRAM}: {jax.process_count()} processes, {source}; "
+            f"{_PROGRAM}: {jax.process_count()} processes, "
             f"{len(devices)} {devices[0].platform} devices\n"
         )
 
 
-def _source(options: argparse.Namespace) -> str:
-    """Where the coordinator, the number of processes and this one's come from."""
-    if address := options.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        given = f"coordinator {address}"
-        both = options.processes is not None and options.process is not None
-        return given if both else f"{given}, the rest {_cluster(options)}"
-    return _cluster(options)
-
-
-def _cluster(options: argparse.Namespace) -> str:
-    if options.detect:
-        return f"found by {options.detect}"
-    for variable, name in _CLUSTERS.items():
-        if value := os.environ.get(variable):
-            return f"found by {name} ({variable}={value})"
-    return "found by JAX"
-
-
-def _why_not(options: argparse.Namespace, source: str, error: Exception) -> str:
-    """Why this process is not part of a job, and what to do."""
-    needed = ("coordinator", "processes", "process")
-    missing = [f"--{x}" for x in needed if getattr(options, x) is None]
-    if missing and isinstance(error, ValueError):
-        return (
-            f"JAX detects no cluster that tells {', '.join(missing)} ({error}): give "
-            "them, or rehearse on this machine with -n N"
-        )
-    process = (
-        "this process" if options.process is None else f"process {options.process}"
-    )
-    return f"{process} could not join the job ({source}): {error}"
-
-
-def _run(options: argparse.Namespace) -> None:
-    """Run the script as Python would."""
+def _run_script(options: argparse.Namespace) -> None:
     sys.argv = [options.script, *options.arguments]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # In pipes and files too a line appears when it is printed, and in one piece,
-        # which PYTHONUNBUFFERED does not see to.
+        # Show each line when it is printed and in one piece, also in pipes and files.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
@@ -288,12 +239,183 @@ def _run(options: argparse.Namespace) -> None:
     runpy.run_path(options.script, run_name="__main__")
 
 
-def _status(code: Any) -> int:
-    """The exit status that `sys.exit(code)` means."""
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    sys.stderr.write(f"{code}\n")
-    return 1
+# The guardian ends the processes of a launcher that died, even by SIGKILL. It is the
+# first member of their process group. Its standard input is a pipe that the launcher
+# holds open and never writes to, so that `read` returns when the launcher is gone. It
+# ignores the signals that end the other processes: it must be the last one to go.
+_GUARDIAN = """
+trap "" INT TERM HUP PIPE
+read -r _
+echo "the launcher (pid $0) is gone; its processes end" >&2
+kill -KILL 0
+"""
+
+_POLL_SECONDS = 0.005
+
+# Processes that talk to one that was killed fail within milliseconds, and on a busy
+# machine may be seen to fail before it. A job looks for the killed one so much longer.
+_SETTLE_SECONDS = 0.2
+
+
+class ProcessDiedError(RuntimeError):
+    """A process of a job failed; the message says which one, and how."""
+
+
+class Job:
+    """Processes of this machine that live and die together.
+
+    All processes, and all that they start, are one process group. The group ends when
+    the job ends, and when the process that created the job dies in any way, even by
+    SIGKILL. The output of process 0 is passed on unchanged, so that live displays work;
+    every output line of process i > 0 begins with `[i] `. The standard input of every
+    process is empty.
+
+    A job is a context manager; leaving it ends the job.
+
+    Args:
+      commands: One command for each process, as `subprocess.Popen` takes it.
+      env: The whole environment of every process; by default that of this process.
+      grace_seconds: Time between SIGTERM and SIGKILL when the job ends, in seconds.
+
+    Raises:
+      OSError: If a command cannot be started; those that run are ended.
+
+    Example:
+      >>> from gravac_jax.launch import Job
+      >>> with Job([["true"], ["sh", "-c", "exit 3"]]) as job:
+      ...     job.wait()  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      gravac_jax...ProcessDiedError: process 1 of 2 (...) exited with status 3
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        grace_seconds: float = 5.0,
+    ):
+        self._grace_seconds = grace_seconds
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._relays: list[threading.Thread] = []
+        self._guardian = subprocess.Popen(
+            ["sh", "-c", _GUARDIAN, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            process_group=0,
+        )
+        try:
+            for command in commands:
+                self._start(command, env)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process identifiers, in the order of the commands."""
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """Exit statuses, in the order of the commands; None of one that runs."""
+        return [process.poll() for process in self._processes]
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
+        index = len(self._processes)
+        output = subprocess.PIPE if index else None
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=self._guardian.pid,
+        )
+        self._processes.append(process)
+        for pipe, fd in ((process.stdout, 1), (process.stderr, 2)):
+            if pipe is not None:
+                args = pipe, fd, b"[%d] " % index
+                relay = threading.Thread(target=_relay, args=args, daemon=True)
+                relay.start()
+                self._relays.append(relay)
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until all processes have exited with status 0.
+
+        Args:
+          timeout_seconds: Longest time to wait, in seconds; by default no limit.
+
+        Raises:
+          ProcessDiedError: If a process fails; the others have been ended.
+          TimeoutError: After `timeout_seconds`; all processes have been ended.
+        """
+        is_over = lambda: any(self.statuses) or None not in self.statuses
+        is_in_time = self._poll(is_over, timeout_seconds)
+        death = self._describe_death() if any(self.statuses) else None
+        self.end()
+        if death is not None:
+            raise ProcessDiedError(death)
+        if not is_in_time:
+            raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
+
+    def _poll(self, condition: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait for a condition; return whether it holds within so many seconds."""
+        end = time.monotonic() + (math.inf if seconds is None else seconds)
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _describe_death(self) -> str:
+        index = next(i for i, status in enumerate(self.statuses) if status)
+        time.sleep(_SETTLE_SECONDS)
+        if -signal.SIGKILL in self.statuses:
+            index = self.statuses.index(-signal.SIGKILL)
+        status = self.statuses[index] or 0
+        how = f"exited with status {status}"
+        if status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        return f"process {index} of {len(self.pids)} (pid {self.pids[index]}) {how}"
+
+    def end(self) -> None:
+        """End all processes and what they started: SIGTERM, later SIGKILL.
+
+        Ending a job again does nothing.
+        """
+        try:
+            self._signal(signal.SIGTERM)
+        finally:
+            self._signal(signal.SIGKILL)  # ends the guardian too
+            for relay in self._relays:
+                relay.join(self._grace_seconds)
+            # Until the guardian is waited for, no other group can take its number.
+            self._guardian.communicate()
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the group; wait until the processes end, or for a while."""
+        if self._guardian.returncode is None:
+            # macOS raises PermissionError for a group whose members are all dead.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._guardian.pid, number)
+        self._poll(lambda: None not in self.statuses, self._grace_seconds)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def _relay(pipe: IO[bytes], fd: int, prefix: bytes) -> None:
+    # Whole lines, so that those of several processes do not mix. If nobody reads the
+    # output of this process, closing the pipe tells the process that writes.
+    quietly = contextlib.suppress(BrokenPipeError)
+    with pipe, quietly, open(fd, "wb", closefd=False) as output:
+        for line in pipe:
+            output.write(prefix + line.removesuffix(b"\n") + b"\n")
+            output.flush()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax._controllers.base import Controller
 
 N = 4  # replicas; a power of two, so that a mean of integers is exact
 HARNESSES = ("shard_map", "shard_map unchecked", "pmap", "vmap")
@@ -24,24 +23,19 @@ AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 SUM_ROUNDING = N * 2.0**-24
 
 
-def choices(every, is_quick, name=str, is_slow=lambda x: True):
-    """Parameters of a test, by the run that they are for.
-
-    Those for which `is_quick` is true are for the default run, of the others those for
-    which `is_slow` is for the slow one; the rest is for the exhaustive one.
-    """
-    slow_marks = lambda x: pytest.mark.slow if is_slow(x) else pytest.mark.exhaustive
-    marks = lambda x: () if is_quick(x) else slow_marks(x)
+def choices(every, is_quick, name=str):
+    """Return parameters of a test; those that are not quick are for the slow run."""
+    marks = lambda x: () if is_quick(x) else pytest.mark.slow
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
 
 
 def covering(rows, things, together):
-    """A few rows in which there are any `together` things that are in one row.
+    """Return a few rows that together hold every combination of things.
 
     Args:
-      rows: to choose from.
-      things: lists what is in a row, hashable.
-      together: how many things.
+      rows: the rows to choose from.
+      things: a function that lists what is in a row; hashable things.
+      together: how many things make a combination.
     """
     groups = lambda row: set(itertools.combinations(things(row), together))
     found = [(row, groups(row)) for row in rows]
@@ -67,7 +61,7 @@ on_every_mesh = pytest.mark.parametrize(
 
 
 def make_mesh(shape=(N,), names=("data",), axis_type=AXIS_TYPES[0]):
-    """A mesh of the first devices."""
+    """Return a mesh of the first devices."""
     devices = jax.devices()[: int(np.prod(shape))]
     types = (axis_type,) * len(shape)
     return jax.make_mesh(shape, names, axis_types=types, devices=devices)
@@ -80,7 +74,7 @@ class Heard(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted(Controller):
+class Scripted(gravac.Controller):
     """Takes the rungs in turn, and keeps the times that it was told."""
 
     ladder: tuple[float, ...]
@@ -94,8 +88,49 @@ class Scripted(Controller):
         return rung, Heard(evidence.measured_seconds)
 
 
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """Many compiled steps of `tx.update` on all replicas, from the initial state.
+
+    Attributes:
+      jitted: takes the state and (gradients, extra arguments).
+      state: the state before the first step.
+      sharding: where inputs go; None if JAX sees to it.
+    """
+
+    jitted: Any
+    state: Any
+    sharding: jax.sharding.Sharding | None
+
+    def __call__(self, gradients, **extra):
+        """Run the steps.
+
+        Args:
+          gradients: a tree of `[steps, replicas, ...]`.
+          extra: further arguments of `tx.update`, `[steps, replicas, ...]`.
+
+        Returns:
+          The updates `[steps, ...]` and the states `[steps, ...]`, in NumPy. Parts of
+          the state that differ per replica are `[steps, replicas, ...]`.
+
+        Raises:
+          AssertionError: if replicas differ in what they should agree on.
+        """
+        return jax.tree.map(
+            agreed, self.jitted(self.state, self._inputs(gradients, extra))
+        )
+
+    def text(self, gradients, **extra):
+        """Return the compiled program."""
+        lowered = self.jitted.lower(self.state, self._inputs(gradients, extra))
+        return lowered.compile().as_text()
+
+    def _inputs(self, *inputs):
+        return jax.device_put(inputs, self.sharding) if self.sharding else inputs
+
+
 def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
-    """Compile many steps of `tx.update` on all replicas, from the initial state.
+    """Return the `Trajectory` of a transformation.
 
     Args:
       tx: a transformation over `axis_name`.
@@ -103,15 +138,10 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
       how: one of `HARNESSES`.
       mesh: for `shard_map`; by default N devices and Auto.
       axis_name: the axis, or axes.
-
-    Returns:
-      A function of (gradients, **extra), with leading axes `[steps, replicas]`. It
-      returns the updates `[steps, ...]` and the states `[steps, ...]`, of which what
-      differs per replica is `[steps, replicas, ...]`, as NumPy arrays. It raises if
-      the replicas do not agree on the rest. Its `text(...)` is the compiled program.
     """
     mesh = mesh or make_mesh()
-    state = gravac.init(tx, params, mesh if "shard_map" in how else N, axis_name)
+    is_mesh = how.startswith("shard_map")
+    state = gravac.init(tx, params, mesh if is_mesh else N, axis_name)
     specs = gravac.state_specs(state, axis_name)
     choose = lambda local, shared: jax.tree.map(
         lambda spec: shared if spec == jax.P() else local, specs
@@ -125,41 +155,25 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
 
         return jax.lax.scan(step, state, inputs)[1]
 
-    if "shard_map" in how:
+    if is_mesh:
         by_step = jax.P(None, axis_name)
-        jitted = jax.jit(
-            jax.shard_map(
-                lambda state, x: body(state, jax.tree.map(lambda x: x[:, 0], x)),
-                mesh=mesh,
-                in_specs=(specs, by_step),
-                out_specs=(jax.P(), choose(by_step, jax.P())),
-                check_vma=how == "shard_map",
-            )
+        mapped = jax.shard_map(
+            lambda state, x: body(state, jax.tree.map(lambda x: x[:, 0], x)),
+            mesh=mesh,
+            in_specs=(specs, by_step),
+            out_specs=(jax.P(), choose(by_step, jax.P())),
+            check_vma=how == "shard_map",
         )
-    else:
-        in_axes, out_axes = (choose(0, None), 1), (None, choose(1, None))
-        if how == "pmap":
-            jitted = jax.pmap(body, axis_name, in_axes=in_axes, out_axes=out_axes)
-        else:
-            mapped = jax.vmap(body, in_axes, out_axes, axis_name=axis_name)
-            jitted = jax.jit(mapped)
-
-    def prepare(inputs):
-        if "shard_map" in how:
-            return jax.device_put(inputs, jax.NamedSharding(mesh, by_step))
-        return inputs
-
-    def run(gradients, **extra):
-        return jax.tree.map(agreed, jitted(state, prepare((gradients, extra))))
-
-    run.text = lambda gradients, **extra: (
-        jitted.lower(state, prepare((gradients, extra))).compile().as_text()
-    )
-    return run
+        sharding = jax.NamedSharding(mesh, by_step)
+        return Trajectory(jax.jit(mapped), state, sharding)
+    axes = {"in_axes": (choose(0, None), 1), "out_axes": (None, choose(1, None))}
+    if how == "pmap":
+        return Trajectory(jax.pmap(body, axis_name, **axes), state, None)
+    return Trajectory(jax.jit(jax.vmap(body, **axes, axis_name=axis_name)), state, None)
 
 
 def agreed(x):
-    """`x` as a NumPy array, from any device if it claims to be the same on all."""
+    """Return `x` as a NumPy array; check that replicated copies are the same."""
     copies = [np.asarray(shard.data) for shard in x.addressable_shards]
     if x.is_fully_replicated:
         for copy in copies[1:]:
@@ -169,7 +183,7 @@ def agreed(x):
 
 
 def assert_same(received, expected, what=""):
-    """Two trees have the same structure, shapes, dtypes and bits."""
+    """Check that two trees have the same structure, shapes, dtypes and bits."""
     assert jax.tree.structure(received) == jax.tree.structure(expected), what
     pairs = zip(
         jax.tree.leaves_with_path(received), jax.tree.leaves(expected), strict=True
@@ -188,19 +202,19 @@ def assert_same(received, expected, what=""):
 
 
 def at(tree, step):
-    """One step of a trajectory."""
+    """Return one step of a trajectory."""
     return jax.tree.map(lambda x: x[step], tree)
 
 
 @contextlib.contextmanager
 def compilations():
-    """A list that grows by the name of each program that is compiled meanwhile."""
+    """Yield a list that grows by the name of each program compiled meanwhile."""
     names = []
 
-    def listen(event, seconds, **details):
-        del seconds
+    def listen(event, duration_secs, **kwargs):
+        del duration_secs
         if event == "/jax/core/compile/backend_compile_duration":
-            names.append(details.get("fun_name"))
+            names.append(kwargs.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -231,11 +245,11 @@ BYTES = {"pred": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "f32": 4}
 
 
 def collectives(text):
-    """Every `Collective` of a compiled program, and how many conditionals it has."""
+    """Return every `Collective` of a compiled program, and how many conditionals."""
     bodies = dict(
         re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     )
-    entry = re.search(r"^ENTRY %(\S+)", text, re.M)[1]
+    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.M)
     found, conditionals, ops = [], 0, 0  # one op may be several that XLA combined
 
     def visit(name, branches):

@@ -22,7 +22,7 @@ KEY_SEED = 7
 
 
 def look_up(table: dict[type, Any], component: Any) -> Any:
-    """The oracle of `component`; a saboteur's is that of the class it sabotages."""
+    """Return the oracle of `component`, or of the class that a saboteur comes from."""
     kinds = type(component).__mro__
     known = [kind for kind in kinds if kind in table]
     assert known, f"{kinds[0].__name__} has no oracle: add one to tests/_oracles.py"
@@ -57,21 +57,6 @@ def _sampled(bucket: np.ndarray, k: int) -> list[int]:
 def _reaching(bucket: np.ndarray, k: int) -> list[int]:
     threshold = sorted(np.abs(bucket), reverse=True)[k - 1]
     return [i for i, x in enumerate(bucket) if x and abs(x) >= threshold]
-
-
-def _in_blocks(compressor: Any, bucket: np.ndarray, k: int) -> list[int]:
-    size = min(compressor.block, len(bucket))
-    starts = range(0, len(bucket), size)
-    short = len(bucket) % size
-    draw, other = map(int, _draws())
-    last = math.floor(np.float32(k * short / len(bucket)) + other // 2**8 / 2**24)
-    full = len(bucket) // size
-    first, chosen = draw % full, []
-    for i, start in enumerate(starts):
-        quota = (k - last) // full + ((i + first) % full < (k - last) % full)
-        quota = last if short and i == full else quota
-        chosen += [start + j for j in _largest(bucket[start : start + size], quota)]
-    return chosen
 
 
 def _draws() -> np.ndarray:
@@ -110,52 +95,18 @@ def _bisected(bucket: np.ndarray, k: int) -> list[int]:
     return reaching(middle if max(1, int(0.8 * k)) <= count <= k else high)
 
 
-def _fitted(bucket: np.ndarray, k: int) -> list[int]:
-    # SIDCo-E.
-    magnitudes = _normal(bucket)
-    reaching = lambda t: [i for i, x in enumerate(magnitudes) if x and x >= t]
-    threshold, count = 0.0, len(reaching(0.0))
-    while count > k:
-        excess = sum(max(x - threshold, 0) for x in magnitudes) / count
-        aim = max(k, count / 4)
-        higher = threshold + excess * math.log(count / aim)
-        if not reaching(higher):
-            break
-        threshold, count = higher, len(reaching(higher))
-        if aim == k:
-            break
-    return reaching(threshold)
-
-
-def _looks(choose: Callable[[np.ndarray, int], list[int]]) -> Any:
-    return lambda compressor: Selector(_entries, choose)
-
-
-# By class: what an instance should do.
-COMPRESSORS: dict[type, Callable[[Any], Selector]] = {
-    gravac.ApproxTopK: _looks(_reaching),
-    gravac.BlockTopK: lambda compressor: Selector(
-        _entries, functools.partial(_in_blocks, compressor)
-    ),
-    gravac.Identity: lambda _: Selector(
-        lambda n, _: n, lambda bucket, _: [*range(len(bucket))]
-    ),
-    gravac.RandomK: _looks(_at_random),
-    gravac.RedSync: _looks(_bisected),
-    gravac.SIDCo: _looks(_fitted),
-    gravac.SampledTopK: _looks(_sampled),
-    gravac.Threshold: _looks(_reaching),
-    gravac.TopK: _looks(_largest),
+_WHOLE = Selector(lambda n, _: n, lambda bucket, _: [*range(len(bucket))])
+COMPRESSORS: dict[type, Selector] = {
+    gravac.Identity: _WHOLE,
+    gravac.RandomK: Selector(_entries, _at_random),
+    gravac.RedSync: Selector(_entries, _bisected),
+    gravac.SampledTopK: Selector(_entries, _sampled),
+    gravac.Threshold: Selector(_entries, _reaching),
+    gravac.TopK: Selector(_entries, _largest),
 }
 
 
-# Encodings, of a block of values. ---------------------------------------------------
-
-
-def _scaled(x: np.ndarray, headroom: int) -> float:
-    """The power of two that brings the largest to `headroom` bits before the point."""
-    exponent = math.frexp(float(np.abs(x).max()))[1] - 1
-    return 2.0 ** (max(exponent, 32 - 127) - headroom)
+# Encodings of values. ---------------------------------------------------------------
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -163,24 +114,9 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
     return np.clip(x.astype(jnp.bfloat16).astype(np.float64), -largest, largest)
 
 
-def _to_float16(x: np.ndarray) -> np.ndarray:
-    unit = _scaled(x, 14)
-    largest = (2 - 2.0**-10) * 2.0**14
-    shares = np.clip(x / np.float64(unit), -largest, largest)
-    shares = shares.astype(np.float16).astype(np.float64)
-    return np.where(abs(shares) < 2.0**-14, 0, shares) * unit
-
-
-def _to_int8(x: np.ndarray) -> np.ndarray:
-    unit = _scaled(x, 6)
-    return np.clip(np.round(x / np.float64(unit)), -127, 127) * unit
-
-
-VALUE_ENCODINGS = {
-    gravac.Float32: lambda x: x,
-    gravac.BFloat16: _to_bfloat16,
-    gravac.Float16: _to_float16,
-    gravac.Int8: _to_int8,
+VALUES = {
+    "float32": lambda x: x,
+    "bfloat16": _to_bfloat16,
 }
 
 
@@ -188,7 +124,7 @@ VALUE_ENCODINGS = {
 
 
 def shapes(n: int) -> tuple[tuple[int, ...], ...]:
-    """Those of the arrays in a bucket of `n`: two matrices and a vector."""
+    """Return the shapes of two matrices and a vector that fill a bucket of `n`."""
     side = math.isqrt(n // 2)
     if side < 3:
         return ((n,),)
@@ -205,8 +141,10 @@ class Exchanged(NamedTuple):
 
 
 def dense_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Everything is sent."""
-    del exchange, factor
+    """Return the mean of everything, and no residual."""
+    del factor
+    if getattr(exchange, "values", "") == "bfloat16":
+        return dense_mean_16(buckets)
     exact = buckets.astype(np.float64)
     return Exchanged(exact.mean(0), np.zeros_like(buckets), (exact**2).sum(1))
 
@@ -220,31 +158,26 @@ def _jitted_compress(compressor: Any, k: int) -> Callable[[Any], Any]:
 
 
 def _selected(compressor: Any, k: int, bucket: np.ndarray) -> np.ndarray:
-    """The library's selection: it has an oracle of its own."""
+    """Return what the library selects; selections have an oracle of their own."""
     indices = np.asarray(_jitted_compress(compressor, k)(bucket).indices)
     return indices[indices < bucket.size]
 
 
 def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Each replica's own selection, rounded, zero elsewhere; then the mean."""
+    """Return the mean of each replica's own selection, rounded."""
     compressor, n = exchange.compressor, buckets.shape[1]
-    encode = look_up(VALUE_ENCODINGS, exchange.values)
+    encode = VALUES[exchange.values]
     k = compressor.count(n, factor)
     sent = buckets.copy() if k == n else np.zeros_like(buckets)
     for replica, bucket in enumerate(buckets) if k < n else ():
-        indices = _selected(compressor, k, bucket)
-        block = exchange.values.block or n
-        for start in range(0, n, block):
-            chosen = indices[(indices >= start) & (indices < start + block)]
-            if chosen.size:
-                sent[replica, chosen] = encode(bucket[chosen])
+        chosen = _selected(compressor, k, bucket)
+        sent[replica, chosen] = encode(bucket[chosen])
     exact = sent.astype(np.float64)
     return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
 
 
-def dense_mean_16(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Everything is sent in bfloat16, and so is the mean."""
-    del exchange, factor
+def dense_mean_16(buckets: np.ndarray) -> Exchanged:
+    """Return the mean of everything, where both travel as bfloat16."""
     sent = _to_bfloat16(buckets)
     total = functools.reduce(np.add, sent.astype(np.float32))
     mean = _to_bfloat16(total / np.float32(len(buckets)))
@@ -252,7 +185,7 @@ def dense_mean_16(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
 
 
 def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
-    """All that is at the same places, of every replica."""
+    """Return the mean of all entries at `indices`, the same on every replica."""
     sent = np.zeros_like(buckets)
     sent[:, indices] = buckets[:, indices]
     exact = sent.astype(np.float64)
@@ -260,36 +193,34 @@ def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
 
 
 def leaders_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Everybody sends where the leader selects."""
+    """Return the mean at the places of the first replica, which leads first."""
     compressor, n = exchange.compressor, buckets.shape[1]
     k = compressor.count(n, factor)
     if k == n:
-        return dense_mean(exchange, buckets, factor)
-    chosen = [_selected(compressor, k, bucket) for bucket in buckets]
-    energies = [(x[i] ** 2).sum() for x, i in zip(buckets, chosen, strict=True)]
-    leader = 0 if exchange.leader == "turn" else int(np.argmax(energies))
-    return mean_at(buckets, chosen[leader])
+        return dense_mean(None, buckets, factor)
+    return mean_at(buckets, _selected(compressor, k, buckets[0]))
 
 
 def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Everybody sends at the same random places."""
+    """Return the mean at random places, the same on every replica."""
     del exchange
     k = gravac.RandomK().count(buckets.shape[1], factor)
     return mean_at(buckets, np.array(_at_random(buckets[0], k)))
 
 
 def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """PowerSGD, in float64, from the first directions of the library."""
-    is_short = exchange.values == gravac.BFloat16()
+    """Return one step of PowerSGD in float64, from the library's first directions."""
+    is_short = exchange.values == "bfloat16"
     rounded = lambda x: _to_bfloat16(x.astype(np.float32)) if is_short else x
     n = buckets.shape[1]
     parts = shapes(n)
-    arrays = [(math.prod(x[:-1]), x[-1]) if len(x) > 1 else (x[0], 1) for x in parts]
+    vector = lambda x: (math.prod(x), 1)
+    arrays = [(math.prod(x[:-1]), x[-1]) if x[1:] else vector(x) for x in parts]
     entries = lambda r: sum(min(r * (a + b), a * b) for a, b in arrays)
     fits = [r for r in range(1, n) if entries(r) <= n / factor]
     rank = max(fits, default=1)
     if factor == 1 or entries(rank) == n:
-        return dense_mean(exchange, buckets, factor)
+        return dense_mean(None, buckets, factor)
     begun = exchange.shaped(parts).init(n, (1.0, 1.0 + 1e-6))
     exact = buckets.astype(np.float64)
     sent, start = rounded(exact).astype(np.float64), 0
@@ -304,27 +235,8 @@ def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
 
-def cheapest_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """What the one does that is chosen."""
-    (n_replicas, n) = buckets.shape
-
-    def seconds(x: Any) -> float:
-        traffic = x.traffic(n, factor, n_replicas)
-        # Energies are a ring's messages, unless gathered entries take them along.
-        travel = isinstance(x, gravac.AllGather) and traffic.entries < n
-        messages = traffic.messages + 2 * (n_replicas - 1) * (not travel)
-        wire = exchange.wire
-        seconds = messages * wire.latency_seconds
-        return seconds + traffic.wire_bytes / wire.bytes_per_second
-
-    chosen = exchange.exchanges[int(np.argmin(list(map(seconds, exchange.exchanges))))]
-    return look_up(EXCHANGES, chosen)(chosen, buckets, factor)
-
-
 EXCHANGES = {
-    gravac.Cheapest: cheapest_mean,
     gravac.DenseMean: dense_mean,
-    gravac.DenseMean16: dense_mean_16,
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
     gravac.LowRank: low_rank_mean,
@@ -351,18 +263,18 @@ class Rememberer:
         self.lost = np.zeros(n)
 
     def add(self, gradient: np.ndarray) -> np.ndarray:
-        """What a gradient adds to the residual."""
+        """Return what a gradient adds to the residual."""
         return gradient
 
     def feed(self, gradient: np.ndarray) -> np.ndarray:
-        """What is selected from."""
+        """Return the vector that entries are selected from."""
         added = self.add(gradient)
         self.made += added
         self.compensated = self.residual + added
         return self.compensated
 
     def keep(self, residual: np.ndarray) -> None:
-        """After the exchange."""
+        """Take what the exchange left."""
         self.residual = residual
 
 
@@ -389,12 +301,8 @@ class Masks(Rememberer):
         return self.velocity
 
     def keep(self, residual: np.ndarray) -> None:
-        for i in np.flatnonzero(residual != self.compensated):
-            if self.memory.masking == "literal" and residual.any():
-                self.velocity[i] = 0
-            if self.memory.masking == "aged" and self.residual[i]:
-                new, old = abs(self.velocity[i]), abs(self.residual[i])
-                self.velocity[i] *= new / (new + old)
+        if self.memory.masking and residual.any():
+            self.velocity[residual != self.compensated] = 0
         self.residual = residual
 
 
@@ -435,21 +343,21 @@ class Decision(NamedTuple):
 
 
 def fixed(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """The first rung of one, whatever happens."""
+    """Yield the first rung, whatever happens."""
     del controller
     for _ in evidence:
         yield Decision(0, (), math.inf)
 
 
 def allowed_rung(ladder: Any, allowed: float) -> tuple[int, float]:
-    """The highest rung below a factor, and how narrowly."""
+    """Return the highest rung up to a factor, and how narrowly."""
     rungs = [r for r, factor in enumerate(ladder) if factor <= allowed]
     margin = min(abs(factor / allowed - 1) for factor in ladder) - 1e-5
     return max(rungs, default=0), margin
 
 
 def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """The highest factor that the schedule allows in the next step."""
+    """Yield the highest factor that the schedule allows in the next step."""
     for e in evidence:
         allowed = float(controller.schedule(int(e.step) + 1))
         rung, margin = allowed_rung(controller.ladder, allowed)
@@ -457,7 +365,7 @@ def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
 
 
 def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """The other one's decision, or the cap of the next step."""
+    """Yield the decision of the capped controller, or the cap of the next step."""
     evidence, other = list(evidence), controller.controller
     decisions = look_up(CONTROLLERS, other).decisions(other, evidence)
     for e, decision in zip(evidence, decisions, strict=True):
@@ -470,7 +378,7 @@ def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
 
 
 def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Low where the norm over an interval is far from that of the one before."""
+    """Yield the low factor where the gradient's norm changes between intervals."""
     norms: list[float] = []
     totals: list[float] = []
     regime = 0
@@ -497,7 +405,7 @@ def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
 
 
 def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Algorithm 1 of GraVAC, with the decisions where the paper leaves a choice.
+    """Yield the decisions of GraVAC's Algorithm 1.
 
     Gains are quotients of averages (the paper's text). The first measured time clears
     what was predicted. A search that has settled has ended.
@@ -538,7 +446,7 @@ def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Dec
 
 
 def gravac_decisions(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Algorithm 1 on a ladder without the rungs that are dense by another name."""
+    """Yield decisions on a ladder without rungs that are dense under another name."""
     evidence, top = list(evidence), len(controller.ladder) - 1
     kept = [0, *range(min(int(evidence[0].first_sparse), top), top + 1)]
     ladder = tuple(controller.ladder[r] for r in kept)
@@ -556,7 +464,7 @@ def check_gravac(
     candidate: int,
     throughputs: dict[int, float],
 ) -> tuple[int, int, bool, float]:
-    """The paper's CheckGraVAC: the new minimum and candidate, settled, the margin.
+    """Return the paper's CheckGraVAC: minimum, candidate, is settled, margin.
 
     Promotion comes before the step up and goes to the factor that was measured; of two
     like throughputs the lower factor is taken (the prose, not the listing).
@@ -581,7 +489,7 @@ def check_gravac(
 
 
 def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """The rung of least seconds per progress, and visits to what may be better."""
+    """Yield the rung of least seconds per progress, and visits to other rungs."""
     rungs = range(len(controller.ladder))
     home, rung = len(rungs) - 1, min(1, len(rungs) - 1)
     dwelt = rested = known = 0
@@ -596,7 +504,7 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
             np.arange(len(rungs)) == home, 0.97, 1
         )
         progress = np.where(progress < least, 1e-6, progress)
-        guess = np.float64(e.predicted_parts)
+        guess = np.asarray(e.predicted_parts, np.float64)
         has_changed = False
         for r in rungs:
             if not math.isnan(e.measured_seconds[r]):
@@ -637,12 +545,12 @@ class SecondsFilter:
         self.noise, self.surprise, self.last = 0.04, 0.0, None
 
     def seconds(self, guess: Any) -> float:
-        """Of a rung."""
+        """Return the predicted seconds of a step with these parts."""
         least = 0.02 * self.last[0] if self.last else 0.0
         return max(float(guess @ self.scale), least)
 
     def observe(self, guess: Any, rung: int, seconds: float) -> bool:
-        """Learn from a time; whether there were surprises in a row."""
+        """Learn from a time; return whether there were surprises in a row."""
         at, largest = guess[rung], guess.max(0)
         whole = np.array([seconds / x if x else 0.0 for x in largest])
         is_first = self.last is None
@@ -690,7 +598,7 @@ def visit_gain(
     home: int,
     visited: int,
 ) -> float:
-    """How much less a step is likely to cost after three at the visited rung."""
+    """Return how much less a step is likely to cost after three at `visited`."""
     per_progress = guess / (progress[:, None] * unit)
     mine = per_progress[visited]
     seen = mine @ filtered.covariance @ mine + filtered.noise * cost[visited] ** 2 / 3

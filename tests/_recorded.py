@@ -9,8 +9,8 @@ import optax
 import quickstart
 from flax import nnx
 
-from gravac_jax import _buckets, _payload
-from gravac_jax._compressors import TopK
+from gravac_jax import _buckets
+from gravac_jax._selection import TopK, entries
 
 FACTOR = 100
 STEPS = (1, 10, 30)
@@ -18,7 +18,7 @@ STEPS = (1, 10, 30)
 
 @functools.cache
 def buckets() -> list[np.ndarray]:
-    """Error-fed gradients `[n]` of the quickstart's model, early and later on.
+    """Return error-fed gradients `[n]` of the quickstart's model, early and late.
 
     Trained on the source code of Python's library by top-k at factor 100.
     """
@@ -34,7 +34,7 @@ def buckets() -> list[np.ndarray]:
         (gradient,), dense = plan.pack(jax.grad(loss_of)(params, batch))
         bucket = gradient + residual
         payload, _ = top.compress(bucket, (), k=k, key=jax.random.key(0))
-        residual = _payload.drop(bucket, payload.indices)
+        residual = entries.drop(bucket, payload.indices)
         sent = plan.unpack((bucket - residual,), dense)
         updates, opt_state = tx.update(sent, opt_state)
         return optax.apply_updates(params, updates), opt_state, residual, bucket

@@ -55,7 +55,9 @@ def main(directory: str, steps: int, seconds: float) -> None:
                 say(f"preempted {i + 1}")
                 return
     parts = [x.data for leaf in jax.tree.leaves(state) for x in leaf.addressable_shards]
-    crc = functools.reduce(lambda crc, x: zlib.crc32(np.asarray(x), crc), parts, 0)
+    crc = functools.reduce(
+        lambda crc, x: zlib.crc32(np.asarray(x).tobytes(), crc), parts, 0
+    )
     sys.stdout.write(f"end {jax.process_index()} {crc}\n")
 
 

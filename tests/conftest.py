@@ -1,41 +1,64 @@
-"""Eight virtual devices, JAX at its strictest, and little time spent on compiling."""
+"""Eight virtual devices, JAX at its strictest, and a cache of compiled programs.
 
+Tests run with XLA's default optimisation, as users run. What a program compiles to is
+kept across runs in pytest's cache (`.pytest_cache/d/xla-...`; `pytest --cache-clear`
+empties it), because compiling takes longer than all else here.
+"""
+
+import hashlib
 import os
-import shutil
-import tempfile
+import pathlib
+import platform
 
 import jax
 import pytest
 
-# Before a backend starts: half the time of most tests is LLVM's. `XLA_FLAGS=` in the
-# environment leaves everything as users have it.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", QUICK)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# What one test compiled serves the others, those in other processes too. It lasts for
-# one run: executables that are found on disk were made from the sources as they are.
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 LIMITS = {
-    "jax_persistent_cache_min_compile_time_secs": 0.1,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+MOST_BYTES = 2**30  # of the cache, at the end of a run
+FOLDER = pytest.StashKey[pathlib.Path]()
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # not in a worker, which inherits it
-        os.environ[CACHE] = tempfile.mkdtemp(prefix="gravac-tests-")
-        os.environ.update({name.upper(): str(x) for name, x in LIMITS.items()})
-    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
-    for name, x in LIMITS.items():
-        jax.config.update(name, x)
+    cache = getattr(config, "cache", None)  # none under `-p no:cacheprovider`
+    if cache is None or CACHE in os.environ:  # a user's, or inherited by a worker
+        return
+    folder = config.stash[FOLDER] = cache.mkdir(f"xla-{_processor()}")
+    settings = {CACHE: str(folder), **LIMITS}
+    for name, x in settings.items():
+        os.environ[name.upper()] = str(x)  # for child processes
+        jax.config.update(name.lower(), x)
+
+
+def _processor():
+    """Return a hash of what the processor is and can do.
+
+    JAX's keys hold the program, the flags and the versions of JAX and XLA, but not the
+    instructions for which XLA compiled.
+    """
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    about = {x for x in lines if x.startswith(("model name", "flags", "Features"))}
+    text = "\n".join([platform.machine(), platform.processor(), *sorted(about)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+    folder = config.stash.get(FOLDER, None)
+    if folder is None or hasattr(config, "workerinput"):
+        return
+    size, files = 0, [(x.stat(), x) for x in folder.iterdir()]
+    for stat, file in sorted(files, key=lambda x: -x[0].st_atime):
+        size += stat.st_size
+        if size > MOST_BYTES:  # the least recently used go
+            file.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

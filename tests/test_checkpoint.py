@@ -18,8 +18,8 @@ import gravac_jax as gravac
 from gravac_jax import checkpoint
 from gravac_jax._checkpoint import portable
 from gravac_jax._controllers import CONTROLLERS
+from gravac_jax._error_feedback import MEMORIES
 from gravac_jax._exchanges import EXCHANGES
-from gravac_jax._memory import MEMORIES
 
 N, STEPS, ROWS = 4, 5, 24
 RNG = np.random.default_rng(0)

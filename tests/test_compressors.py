@@ -1,7 +1,10 @@
-"""Every compressor keeps every law, and chooses what its oracle chooses."""
+"""Every compressor keeps every law, and does well on gradients of a training run."""
+
+import functools
 
 import _examples
 import _laws
+import _recorded
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,40 +12,29 @@ import pytest
 from _harness import SUM_ROUNDING, N, choices, trajectory
 
 import gravac_jax as gravac
-from gravac_jax._compressors import COMPRESSORS
+from gravac_jax._selection import COMPRESSORS, entries, quantile
+from gravac_jax._selection.compressor import at_most
 
-# Slow to compile, and no bucket is special to them.
-ONE_EXAMPLE_DOES = (_laws.is_itself_under_jit, _laws.is_itself_under_vmap)
+# Slow to trace, and no bucket is special to them.
+ONE_BUCKET_DOES = (_laws.is_itself_under_jit, _laws.is_itself_under_vmap)
 CASES = [
-    pytest.param(law, example, id=f"{law.__name__}-{example}")
+    pytest.param(law, bucket, id=f"{law.__name__}-{bucket}")
     for law in _laws.COMPRESSOR_LAWS
-    for example in (["ties"] if law in ONE_EXAMPLE_DOES else _examples.BUCKETS)
+    for bucket in (["ties"] if law in ONE_BUCKET_DOES else _examples.BUCKETS)
 ]
+EVERY = _examples.members(COMPRESSORS)
+# The default and the exact one; others in the slow run.
+MEMBERS = choices(EVERY, lambda x: isinstance(x, gravac.Threshold | gravac.TopK))
 
 
-# The default; the others in the slow run.
-MEMBERS = choices(
-    _examples.members(COMPRESSORS), lambda x: isinstance(x, gravac.Threshold)
-)
-
-
-@pytest.mark.parametrize(("law", "example"), CASES)
+@pytest.mark.parametrize(("law", "bucket"), CASES)
 @pytest.mark.parametrize("compressor", MEMBERS)
-def test_every_compressor_keeps_the_law(compressor, law, example):
-    bucket, factor = _examples.BUCKETS[example]
-    law(compressor, bucket, factor)
+def test_every_compressor_keeps_the_law(compressor, law, bucket):
+    law(compressor, *_examples.BUCKETS[bucket])
 
 
-def test_a_short_block_has_its_turn_too():
-    compressor, bucket = gravac.BlockTopK(block=4), jnp.ones(10)
-    compress = jax.jit(lambda key: compressor.compress(bucket, (), k=1, key=key)[0])
-    payloads = jax.vmap(compress)(jax.random.split(jax.random.key(0), 1000))
-    blocks = np.bincount(np.ravel(payloads.indices) // 4, minlength=3)
-    np.testing.assert_allclose(blocks, [400, 400, 200], atol=4 * np.sqrt(1000) / 2)
-
-
-class Dense(gravac.Fixed):
-    """Dense steps on a ladder, of which none looks at the other rung."""
+class DenseWithoutLooks(gravac.Fixed):
+    """Dense steps, none of which looks at the other rung."""
 
     ladder = (1.0, 64.0)
 
@@ -55,14 +47,176 @@ class Dense(gravac.Fixed):
 def test_a_dense_step_that_does_not_look_leaves_the_compressor_as_it_was(
     compressor, how
 ):
-    tx = gravac.transform(compressor=compressor, controller=Dense(1), compress=True)
-    rng = np.random.default_rng(0)
-    grads = rng.standard_normal((3, N, 256)).astype(np.float32)
+    controller = DenseWithoutLooks(1)
+    tx = gravac.transform(compressor=compressor, controller=controller, compress=True)
+    grads = np.random.default_rng(0).standard_normal((3, N, 256)).astype(np.float32)
     updates, states = trajectory(tx, grads[0, 0], how)(grads)
     np.testing.assert_allclose(updates, grads.mean(1), rtol=0, atol=SUM_ROUNDING * 4)
     assert not states.local.memory[0].residual.any()
-    expected = jax.tree.leaves(compressor.init(256))
-    for leaf, first in zip(
-        jax.tree.leaves(states.local.exchange), expected, strict=True
-    ):
-        assert np.array_equal(leaf, np.broadcast_to(first, leaf.shape))
+    before = jax.tree.leaves(compressor.init(256))
+    after = jax.tree.leaves(states.local.exchange)
+    for x, first in zip(after, before, strict=True):
+        assert np.array_equal(x, np.broadcast_to(first, x.shape))
+
+
+# On gradients of a training run. -------------------------------------------------
+
+FACTORS = (10, 100, 1000)
+LADDER = gravac.geometric(10, 1000)
+# Identity knows no k.
+SELECTIVE = [x for x in EVERY if not isinstance(x, gravac.Identity)]
+
+# What each compressor sends on gradients at least, as shares of k and of the energy of
+# the k largest entries.
+LEAST_SENT = {
+    gravac.Identity: (1.0, 1.0),
+    gravac.RandomK: (1.0, 0.0),
+    gravac.RedSync: (0.8, 0.8),
+    gravac.SampledTopK: (0.5, 0.6),
+    gravac.Threshold: (0.5, 0.6),
+    gravac.TopK: (1.0, 1.0),
+}
+
+
+def step(compressor, bucket, state, k, key):
+    """Return what is left of `bucket`, how many entries are sent, and the state."""
+    wanted = gravac.Wanted(k, quantile.bracket(bucket, k, key), key)
+    choice, state = compressor.mark(bucket, state, wanted)
+    marks = at_most(k, choice, bucket, key)
+    return entries.clear(bucket, marks), marks.total, state
+
+
+jitted_step = jax.jit(step, static_argnums=0)
+
+
+def energy_of(x):
+    return np.sum(np.square(x.astype(np.float64)))
+
+
+def energy_of_the_largest(bucket, k):
+    return energy_of(np.partition(np.abs(bucket), -k)[-k:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressor", EVERY, ids=repr)
+def test_on_gradients_nearly_the_largest_entries_are_sent(compressor):
+    least_entries, least_energy = LEAST_SENT[type(compressor)]
+    for bucket in _recorded.buckets():
+        for factor in FACTORS:
+            k = compressor.count(bucket.size, factor)
+            state = compressor.init(bucket.size)
+            for i in range(3):
+                key = jax.random.key(i)
+                arguments = compressor, bucket, state, np.int32(k), key
+                residual, sent, state = jitted_step(*arguments)
+                energy = energy_of(bucket - np.asarray(residual))
+                share = energy / energy_of_the_largest(bucket, k)
+                assert least_entries * k <= int(sent) <= k
+                assert least_energy - 1e-9 <= share <= 1 + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
+def test_some_entries_are_sent_though_a_sample_holds_hardly_any_of_them(compressor):
+    for bucket in _recorded.buckets():
+        k, state = compressor.count(bucket.size, 10_000), compressor.init(bucket.size)
+        for i in range(3):
+            arguments = compressor, bucket, state, np.int32(k), jax.random.key(i)
+            _, sent, state = jitted_step(*arguments)
+            assert k / 3 <= int(sent) <= k
+
+
+@functools.cache
+def _jitted_exchange(compressor):
+    exchange, alone = gravac.AllGather(compressor), gravac.Comm(None)
+    return jax.jit(functools.partial(exchange.exchange, ladder=LADDER, comm=alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressor", [gravac.Threshold(), gravac.TopK()], ids=repr)
+def test_the_energies_of_all_rungs_are_exact_or_within_2_percent(compressor):
+    run = _jitted_exchange(compressor)
+    for bucket in _recorded.buckets():
+        counts = [compressor.count(bucket.size, factor) for factor in LADDER]
+        exact = np.array([energy_of_the_largest(bucket, k) for k in counts])
+        state = compressor.init(bucket.size)
+        for rung in range(len(LADDER)):
+            for seed in range(2):  # a threshold needs a step to follow to another rung
+                key = jax.random.key(seed)
+                exchanged, state = run(bucket, state, np.int32(rung), key=key)
+            sent = energy_of(bucket - np.asarray(exchanged.residual))
+            found = np.asarray(exchanged.energies, np.float64)
+            np.testing.assert_allclose(found[rung], sent, rtol=1e-5)
+            np.testing.assert_allclose(found[0], exact[0], rtol=1e-5)
+            others = np.arange(len(LADDER)) != rung
+            np.testing.assert_allclose(found[others], exact[others], rtol=0.02)
+
+
+@pytest.mark.slow
+def test_a_blind_choice_sends_its_share_of_the_energy_and_foresees_it():
+    bucket = _recorded.buckets()[0]
+    k, shares = bucket.size // 10, []
+    for i in range(100):
+        arguments = gravac.RandomK(), bucket, (), np.int32(k), jax.random.key(i)
+        residual, sent, _ = jitted_step(*arguments)
+        assert sent == k
+        shares.append(energy_of(bucket - np.asarray(residual)) / energy_of(bucket))
+    error = np.std(shares) / np.sqrt(len(shares))
+    assert abs(np.mean(shares) - 0.1) < 4 * error
+
+    normal = np.random.default_rng(0).standard_normal(300_000).astype(np.float32)
+    exact = energy_of(normal) / np.asarray(LADDER)
+    run = _jitted_exchange(gravac.RandomK())
+    for rung in range(len(LADDER)):
+        exchanged, _ = run(normal, (), np.int32(rung), key=jax.random.key(rung))
+        # A share of so few is a draw: 300 squares of normals.
+        np.testing.assert_allclose(exchanged.energies, exact, rtol=0.35)
+
+
+ENTRIES, STEPS = 100_000, 60
+GRADIENTS = {
+    # All entries are alike, and only the residual tells them apart.
+    "constant": lambda key: jnp.ones(ENTRIES),
+    "heavy tails": lambda key: jax.random.normal(key, (ENTRIES,)) ** 3,
+}
+
+
+def sent_by_tenth(compressor, gradient):
+    """Return how often each tenth of the positions was sent in a run at factor 10."""
+    k = ENTRIES // 10
+
+    def advance(carry, key):
+        residual, state, times = carry
+        bucket = residual + gradient(key)
+        residual, _, state = step(compressor, bucket, state, jnp.int32(k), key)
+        return (residual, state, times + (residual == 0).astype(jnp.int32)), None
+
+    @jax.jit
+    def run(keys):
+        zeros = jnp.zeros(ENTRIES)
+        start = zeros, compressor.init(ENTRIES), zeros.astype(jnp.int32)
+        return jax.lax.scan(advance, start, keys)[0][2]
+
+    times = np.asarray(run(jax.random.split(jax.random.key(0), STEPS)))
+    assert times.sum() >= 0.5 * STEPS * k
+    return times.reshape(10, -1).sum(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
+def test_over_a_run_no_position_is_preferred(compressor, gradient):
+    tenths = sent_by_tenth(compressor, GRADIENTS[gradient])
+    # Sums of many entries, each of which is sent about six times or oftener.
+    np.testing.assert_allclose(tenths, tenths.mean(), rtol=0.05)
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_the_first_entries_is_seen_to_prefer_the_front():
+    class First(gravac.TopK):
+        def mark(self, bucket, state, wanted):
+            mask = jnp.arange(bucket.size, dtype=jnp.int32) < wanted.k
+            return gravac.Choice.from_mask(mask), state
+
+    tenths = sent_by_tenth(First(), GRADIENTS["constant"])
+    assert tenths[0] > 1.05 * tenths.mean()

@@ -1,9 +1,5 @@
 """Every controller keeps every law; GraVAC climbs, falls back and settles."""
 
-import json
-import os
-import pathlib
-
 import _examples
 import _harness
 import _laws
@@ -15,21 +11,20 @@ import pytest
 import gravac_jax as gravac
 from gravac_jax._controllers import CONTROLLERS
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 LADDER = (1, 4, 16, 64)
 UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": LADDER}
 
 EXAMPLES = _examples.members(CONTROLLERS)
 GRAVACS = [x for x in EXAMPLES if isinstance(x, gravac.GraVAC)]
 FASTEST = [x for x in EXAMPLES if isinstance(x, gravac.Fastest)]
-RUNS = {"predicted": None, "measured": 0, "measured later": 90}
+RUNS = {"predicted": None, "measured": 0, "measured later": 90}  # from which step on
 by_law = pytest.mark.parametrize(
     "law", _laws.CONTROLLER_LAWS, ids=lambda law: law.__name__
 )
 
 
 def steady(gain, *, seconds=(8.0, 4.0, 2.0, 1.0), measured=None, steps=60):
-    """Evidence that stays as it is; `gain` and `seconds` per rung."""
+    """Return evidence that stays as it is; `gain` and `seconds` per rung."""
     rungs = len(LADDER)
     shares = np.broadcast_to(np.float32(gain), (rungs,)).copy()
     shares[0] = 1
@@ -55,7 +50,7 @@ def test_every_controller_keeps_the_law(controller, law, run):
     law(controller, _examples.evidence(rungs, seed=8, measured_from=RUNS[run]))
 
 
-@pytest.mark.parametrize("seed", _harness.choices(range(10), lambda x: x < 4))
+@pytest.mark.parametrize("seed", _harness.choices(range(10), lambda x: x < 2))
 @pytest.mark.parametrize("controller", [*GRAVACS, *FASTEST], ids=repr)
 def test_it_decides_like_its_oracle_over_many_runs(controller, seed):
     for start in RUNS.values():
@@ -63,20 +58,14 @@ def test_it_decides_like_its_oracle_over_many_runs(controller, seed):
         _laws.decides_like_its_oracle(controller, evidence)
 
 
-@pytest.mark.parametrize("first_sparse", [2, 3, 4])
+@pytest.mark.parametrize("first_sparse", [2, 4])
 @pytest.mark.parametrize("controller", GRAVACS, ids=repr)
 def test_rungs_that_are_dense_by_another_name_are_left_out(controller, first_sparse):
-    for seed, start in enumerate(RUNS.values()):
-        evidence = _examples.evidence(
-            len(controller.ladder),
-            seed,
-            measured_from=start,
-            first_sparse=first_sparse,
-        )
-        _laws.decides_like_its_oracle(controller, evidence)
-        rungs, _ = _laws.decided(controller, evidence)
-        lowest = min(first_sparse, len(controller.ladder) - 1)
-        assert not ((rungs > 0) & (rungs < lowest)).any()
+    rungs, start = len(controller.ladder), RUNS["measured later"]
+    evidence = _examples.evidence(rungs, 2, 300, start, first_sparse)
+    _laws.decides_like_its_oracle(controller, evidence)
+    taken, _ = _laws.decided(controller, evidence)
+    assert not ((taken > 0) & (taken < min(first_sparse, rungs - 1))).any()
 
 
 def test_a_gain_of_1_climbs_to_the_top_one_rung_a_window():
@@ -88,14 +77,6 @@ def test_a_gain_of_1_climbs_to_the_top_one_rung_a_window():
 def test_a_gain_of_0_goes_dense_at_once_and_stays():
     rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(0.0))
     assert not rungs.any()
-
-
-def test_a_candidate_below_epsilon_leaves_the_minimum_in_use():
-    gain = [1, 0.9, 0.5, 0.1]
-    controller = gravac.GraVAC(epsilon=0.7, gain="energy", **UNTIL_THE_TOP)
-    rungs, states = _laws.decided(controller, steady(gain))
-    assert set(rungs.tolist()) == {1}
-    assert set(states.minimum.tolist()) == {1}
 
 
 @pytest.mark.parametrize(
@@ -125,33 +106,12 @@ def test_like_throughputs_settle_on_the_smaller_factor_and_stay():
     assert states.is_settled.tolist() == [False] * 9 + [True] * 51
 
 
-def test_a_settled_search_still_gates_every_step():
-    evidence = steady(1.0, seconds=[8.0, 4.0, 2.0, 1.99])
-    evidence.energies[30:, 1:] = 0
-    rungs, _ = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), evidence)
-    assert rungs[29] == 2
-    assert rungs[-1] == 0
-
-
 @pytest.mark.parametrize(("seconds", "is_settled"), [(1.45, True), (1.8, False)])
 def test_throughputs_are_compared_relative_to_the_lower_one(seconds, is_settled):
     # One throughput is `seconds` times the other; over the higher one both would do.
     controller = gravac.GraVAC(omega=0.5, **UNTIL_THE_TOP)
     evidence = steady(1.0, seconds=[8.0, 4.0, seconds, 1.0])
     assert _laws.decided(controller, evidence)[1].is_settled[-1] == is_settled
-
-
-def test_a_throughput_that_keeps_growing_never_settles():
-    _, states = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), steady(1.0))
-    assert not states.is_settled.any()
-    assert states.candidate[-1] == 3
-
-
-def test_throughputs_of_nothing_settle_nothing():
-    controller = gravac.GraVAC(epsilon=0, **UNTIL_THE_TOP)
-    rungs, states = _laws.decided(controller, steady(0.0))
-    assert rungs[-1] == 3
-    assert not states.is_settled.any()
 
 
 def test_the_first_measured_time_clears_what_was_predicted():
@@ -189,31 +149,7 @@ def test_the_smoothing_of_the_paper_is_a_hundredth_a_replica():
     assert first_dense == expected
 
 
-def test_from_a_hundred_replicas_on_only_the_newest_step_counts():
-    evidence = _examples.evidence(len(LADDER), seed=8)._replace(replicas=128)
-    by_default = _laws.decided(gravac.GraVAC(ladder=LADDER), evidence)
-    newest = _laws.decided(gravac.GraVAC(ladder=LADDER, smoothing=1.0), evidence)
-    _laws.assert_same(by_default, newest)
-
-
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.json")), ids=lambda p: p.stem)
-def test_decisions_are_those_of_the_golden_trace(path):
-    golden = json.loads(path.read_text())
-    ladder = tuple(golden["controller"]["ladder"])
-    kind = {"GraVAC": gravac.GraVAC, "Fastest": gravac.Fastest}[golden["kind"]]
-    controller = kind(**golden["controller"] | {"ladder": ladder})
-    evidence = _examples.evidence(len(ladder), **golden["evidence"])
-    rungs, _ = _laws.decided(controller, evidence)
-    starts = [0, *(np.flatnonzero(np.diff(rungs)) + 1).tolist()]
-    golden["changes"] = {str(i): int(rungs[i]) for i in starts}
-    text = json.dumps(golden, indent=2) + "\n"
-    if os.environ.get("WRITE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), "WRITE_GOLDEN=1 rewrites the golden traces"
-    assert len(starts) > 3
-
-
-# What caps others
+# Schedules, caps and Accordion. ---------------------------------------------------
 
 
 def test_a_cap_of_the_top_changes_nothing():
@@ -269,27 +205,19 @@ def test_accordion_is_low_where_the_norm_has_halved():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (lambda: gravac.Accordion(100, 10), ValueError, "rise"),
-        (lambda: gravac.Accordion(interval=0), ValueError, "`interval` must be"),
-        (lambda: gravac.Accordion(threshold=0), ValueError, "`threshold` must be"),
-        (
-            lambda: gravac.Accordion(learning_rate=0.1),
-            TypeError,
-            "`learning_rate` must be a function of the step",
-        ),
-        (lambda: gravac.Capped(100, 10), TypeError, "`controller` must be"),
-        (lambda: gravac.Capped(gravac.GraVAC(), 0.1), ValueError, "`cap` must be"),
-        (lambda: gravac.Capped(gravac.GraVAC(), "10"), TypeError, "`cap` must be"),
-        (lambda: gravac.low_after_drops(0.1, 10, 9), TypeError, "`learning_rate` must"),
-        (
-            lambda: gravac.low_after_drops(abs, 10, 0),
-            ValueError,
-            "`steps` must be",
-        ),
+        (lambda: gravac.Accordion(100, 10), "rise"),
+        (lambda: gravac.Accordion(interval=0), "`interval` must be"),
+        (lambda: gravac.Accordion(threshold=0), "`threshold` must be"),
+        (lambda: gravac.Accordion(learning_rate=0.1), "`learning_rate` must be"),
+        (lambda: gravac.Capped(100, 10), "`controller` must be"),
+        (lambda: gravac.Capped(gravac.GraVAC(), 0.1), "`cap` must be"),
+        (lambda: gravac.Capped(gravac.GraVAC(), "10"), "`cap` must be"),
+        (lambda: gravac.low_after_drops(0.1, 10, 9), "`learning_rate` must"),
+        (lambda: gravac.low_after_drops(abs, 10, 0), "`steps` must be"),
     ],
 )
-def test_a_wrong_argument_is_named(call, error, words):
-    with pytest.raises(error, match=words):
+def test_a_wrong_argument_is_named(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
         call()

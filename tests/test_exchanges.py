@@ -1,6 +1,8 @@
-"""Every exchange keeps every law, and returns what its oracle returns."""
+"""Every exchange keeps every law, in every way to run it."""
 
 import functools
+import itertools
+import random
 
 import _examples
 import _laws
@@ -9,63 +11,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import choices
+from _harness import HARNESSES, agreed, choices, covering, make_mesh
 
 import gravac_jax as gravac
-from gravac_jax._comm import Comm
+from gravac_jax import Comm
 from gravac_jax._exchanges import EXCHANGES
+from gravac_jax._selection import COMPRESSORS
+from gravac_jax._selection.wire_format import INDICES, VALUES
 
+LADDER = _examples.LADDER
 EXAMPLES = _examples.members(EXCHANGES)
-ids = repr
+# One of each kind, of all-gathers the default; others in the slow run.
+FIRST = {type(x): x for x in (*reversed(EXAMPLES), gravac.AllGather())}
+by_exchange = pytest.mark.parametrize(
+    "exchange", choices(EXAMPLES, lambda x: x in FIRST.values())
+)
 
 # What summing N float32 may be off by, as a share of the sum of magnitudes.
 SUM_RTOL = _examples.REPLICAS * 2**-24
 
 
-# One of each kind, of all-gathers the default; the others in the slow run.
-QUICK = {type(x): x for x in (*reversed(EXAMPLES), gravac.AllGather())}
-is_quick = lambda x: x in QUICK.values()
-
-
 @pytest.mark.parametrize("law", _laws.EXCHANGE_LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("exchange", choices(EXAMPLES, is_quick))
+@by_exchange
 def test_every_exchange_keeps_the_law(exchange, law):
-    law(exchange, _examples.EXCHANGED, _examples.LADDER)
+    law(exchange, _examples.EXCHANGED, LADDER)
 
 
-@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+@by_exchange
 def test_a_bucket_of_one_entry_is_sent_whole_at_every_factor(exchange):
-    for rung in range(len(_examples.LADDER)):
-        mean, residual, *_ = _laws.exchanged(
-            exchange, _examples.EXCHANGED[:, :1], _examples.LADDER, rung
-        )
-        if exchange.is_rounded:
-            assert mean[0] == pytest.approx(_examples.EXCHANGED[:, 0].mean(), 2**-7)
-        else:
-            assert mean[0] == _examples.EXCHANGED[:, 0].mean()
-            assert not residual.any()
+    bucket = _examples.EXCHANGED[:, :1]
+    rtol = 2**-7 * _laws.rounds_the_mean(exchange)
+    for rung in range(len(LADDER)):
+        received = _laws.exchanged(exchange, bucket, LADDER, rung)
+        assert received.mean[0] == pytest.approx(bucket.mean(), rtol)
+        assert rtol or not received.residual.any()
 
 
-@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+@by_exchange
 def test_arbitrary_values_are_selected_exactly_and_summed_to_rounding(exchange):
     rng = np.random.default_rng(3)
     buckets = rng.standard_normal(_examples.EXCHANGED.shape).astype(np.float32)
     oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
-    for rung, factor in enumerate(_examples.LADDER):
-        mean, residual, *_ = _laws.exchanged(exchange, buckets, _examples.LADDER, rung)
+    for rung, factor in enumerate(LADDER):
+        received = _laws.exchanged(exchange, buckets, LADDER, rung)
         expected = oracle(exchange, buckets, factor)
-        _laws.assert_near(exchange, residual, expected.residuals, np.abs(buckets))
-        off = np.abs(mean - expected.mean) - exchange.tolerance * np.abs(buckets).max()
-        assert (off <= SUM_RTOL * np.abs(buckets).mean(0)).all()
-        _laws.assert_same(mean, np.stack([mean[0]] * len(mean)))
+        sizes = np.abs(buckets)
+        _laws.assert_near(exchange, received.residual, expected.residuals, sizes)
+        bound = _laws.tolerance(exchange) * sizes.max() + SUM_RTOL * sizes.mean(0)
+        assert (np.abs(received.mean - expected.mean) <= bound).all()
+        assert (received.mean == received.mean[0]).all()
 
 
-@pytest.mark.parametrize("exchange", EXAMPLES, ids=ids)
+@by_exchange
 def test_the_rung_is_data_and_one_executable_serves_the_ladder(exchange):
-    step = _laws._jitted_step.__wrapped__(exchange, _examples.LADDER, is_alone=False)
-    for rung in range(len(_examples.LADDER)):
+    step = _laws._jitted_step(exchange, LADDER)
+    sizes = set()
+    for rung in range(len(LADDER)):
         step(_examples.EXCHANGED, np.int32(rung))
-    assert step._cache_size() == 1
+        sizes.add(step._cache_size())
+    assert len(sizes) == 1
 
 
 def test_a_gathered_entry_costs_a_value_with_its_index_times_the_others():
@@ -84,19 +88,11 @@ def test_factor_1_costs_as_much_as_a_dense_mean():
         assert dense == (1000, 4000, 2 * turns / replicas * 4000, 2 * turns)
 
 
-def test_one_collective_carries_values_and_indices_together():
-    exchange, ladder = gravac.AllGather(), (8.0,)
-    jaxpr = jax.make_jaxpr(
-        lambda x: _laws._step(exchange, ladder, Comm("data"), x, np.int32(0)),
-        axis_env=[("data", 4)],
-    )(_examples.EXCHANGED[0])
-    assert str(jaxpr).count("all_gather[") == 1
-    assert "psum[" not in str(jaxpr)
-
-
-def exchanged_alone(exchange, bucket, state, rung, ladder=(1.0, 4.0)):
-    key, alone = jax.random.key(0), Comm(None)
-    step = functools.partial(exchange.exchange, ladder=ladder, key=key, comm=alone)
+def alone(exchange, bucket, state, rung, ladder=(1.0, 4.0)):
+    """Return the outcome and the state of one step of one replica."""
+    step = functools.partial(
+        exchange.exchange, ladder=ladder, key=jax.random.key(0), comm=Comm(None)
+    )
     return jax.jit(step)(bucket, state, np.int32(rung))
 
 
@@ -105,7 +101,7 @@ def test_a_leader_that_did_not_suit_is_forgotten_in_dense_steps():
     bucket = jnp.asarray(_examples.EXCHANGED[0])
     state = exchange.init(bucket.size, (1.0, 4.0))._replace(agreement=np.float32(0))
     for expected in (0.5, 0.75):
-        exchanged, state = exchanged_alone(exchange, bucket, state, rung=0)
+        exchanged, state = alone(exchange, bucket, state, rung=0)
         assert state.agreement == expected
         assert exchanged.energies[1] > 0
 
@@ -114,62 +110,100 @@ def test_a_replica_that_selects_nothing_has_finite_energies():
     exchange = gravac.LeaderIndices(gravac.TopK())
     bucket = jnp.zeros(40)
     state = exchange.init(bucket.size, (1.0, 4.0))
-    exchanged, state = exchanged_alone(exchange, bucket, state, rung=1)
+    exchanged, state = alone(exchange, bucket, state, rung=1)
     assert np.isfinite(exchanged.energies).all()
     assert state.agreement == 1
 
 
-def test_what_is_cheapest_changes_with_the_network_and_with_the_replicas():
-    wide = gravac.AllGather(**_examples.WIDE)
-    gathered, led = both = wide, gravac.LeaderIndices()
-    by_bytes = gravac.Cheapest(both, gravac.WireCost(latency_seconds=0))
-    by_messages = gravac.Cheapest(both, gravac.WireCost(1e12, latency_seconds=1))
-    # 8 (N - 1) bytes an entry against 16 (N - 1) / N: as many at N = 2.
-    taken = [by_bytes.choices(10_000, (100,), n)[0] for n in (1, 2, 3, 8)]
-    assert taken == [gathered, gathered, led, led]
-    assert by_messages.choices(10_000, (10, 100), 3) == [gathered, gathered]
-    assert by_messages.traffic(10_000, 100, 3) == gathered.traffic(10_000, 100, 3)
+# Any exchange with any compressor and encoding, in every way to run it: every choice
+# in the default run, any two of them together in it or in the slow one. ------------
+
+WAYS = {"how": HARNESSES, "replicas": [1, 2, 3, 7, 8]}
+SELECTING = {"compressor": _examples.members(COMPRESSORS)}
+# What each exchange can be made of: each part goes with every other.
+PARTS = {
+    gravac.AllGather: SELECTING | {"values": VALUES, "indices": INDICES},
+    gravac.LeaderIndices: SELECTING,
+    gravac.LowRank: {"values": ["float32", "bfloat16"]},
+    gravac.SharedRandomK: {},
+    gravac.DenseMean: {"values": ["float32", "bfloat16"]},
+}
+STEEP = (1.0, 16.0)  # no rung is dearer than dense, with up to 8 replicas
+BUCKETS = _examples.dyadic(8, 256, parts=32, seed=2)
 
 
-def test_a_choice_of_one_exchange_is_that_exchange():
-    only = gravac.AllGather(gravac.TopK())
-    chosen = gravac.Cheapest((only,))
-    for rung in range(len(_examples.LADDER) + 1):
-        arguments = _examples.EXCHANGED, _examples.LADDER, rung
-        expected = _laws.exchanged(only, *arguments)
-        for x, y in zip(_laws.exchanged(chosen, *arguments), expected, strict=True):
-            _laws.assert_same(x, y)
+def every_combination():
+    """Return the parts of all exchanges in all ways, in a random order."""
+    rows = []
+    for kind, parts in PARTS.items():
+        product = itertools.product(*parts.values(), *WAYS.values())
+        names = (*parts, *WAYS)
+        rows += [{"kind": kind, **dict(zip(names, x, strict=True))} for x in product]
+    random.Random(0).shuffle(rows)
+    return rows
 
 
-def test_what_is_not_chosen_stays_as_it_was_while_the_rung_wanders():
-    # 50 entries by an all-gather, 12 messages of a leader's being too many; 500 led.
-    wire = gravac.WireCost(bytes_per_second=1000, latency_seconds=0.1)
-    wide = gravac.AllGather(gravac.TopK(), **_examples.WIDE)
-    both = wide, gravac.LeaderIndices(gravac.TopK())
-    exchange, ladder, n = gravac.Cheapest(both, wire), (1.0, 4.0, 40.0), 2000
-    assert exchange.choices(n, ladder, 4) == [both[0], both[1], both[0]]
+def together(count):
+    return covering(EVERY, lambda row: map(repr, row.items()), count)
 
-    @functools.partial(jax.vmap, in_axes=(0, 0, None), axis_name="data")
-    def step(bucket, state, rung):
-        return exchange.exchange(
-            bucket,
-            state,
-            rung,
-            ladder=ladder,
-            key=jax.random.key(0),
-            comm=Comm("data"),
-        )
 
-    step = jax.jit(step)
-    rng = np.random.default_rng(0)
-    stack = lambda x: jnp.stack([x] * 4)
-    state = jax.tree.map(stack, exchange.init(n, ladder))
-    turns = []
-    for rung in (1, 2, 1, 3, 0, 1, 2):
-        bucket = rng.integers(-64, 65, (4, n)).astype(np.float32)
-        exchanged, state = step(bucket, state, np.int32(rung))
-        sent = bucket - np.asarray(exchanged.residual)
-        np.testing.assert_array_equal(exchanged.mean, stack(sent.mean(0)))
-        turns.append(int(state[1].turn[0]))
-    assert turns == [1, 1, 2, 2, 2, 3, 3]
-    assert step._cache_size() == 1
+EVERY = every_combination()
+SINGLE = together(1)
+PAIRED = [x for x in together(2) if x not in SINGLE]
+name_of = lambda row: "-".join(str(getattr(x, "__name__", x)) for x in row.values())
+
+
+def compiled(exchange, how, replicas):
+    """Return one step of all replicas, and what brings their buckets to devices."""
+    step = functools.partial(_laws._step, exchange, STEEP, Comm("data"))
+    if how in ("vmap", "pmap"):
+        axes = {
+            "in_axes": (0, None),
+            "out_axes": gravac.Exchanged(None, 0, 0, 0, None),
+            "axis_name": "data",
+        }
+        if how == "vmap":
+            return jax.jit(jax.vmap(step, **axes)), lambda x: x
+        return jax.pmap(step, **axes, devices=jax.devices()[:replicas]), lambda x: x
+
+    def body(bucket, rung):
+        mean, *local, mean_energies = step(bucket[0], rung)
+        return gravac.Exchanged(mean, *(x[None] for x in local), mean_energies)
+
+    mesh, split, whole = make_mesh((replicas,)), jax.P("data"), jax.P()
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(split, whole),
+        out_specs=gravac.Exchanged(whole, split, split, split, whole),
+        check_vma=how == "shard_map",
+    )
+    sharding = jax.NamedSharding(mesh, split)
+    return jax.jit(mapped), lambda x: jax.device_put(x, sharding)
+
+
+@pytest.mark.parametrize("row", choices(SINGLE + PAIRED, SINGLE.__contains__, name_of))
+def test_every_combination_is_exchanged_like_the_oracle(row):
+    exchange = row["kind"](**{x: row[x] for x in PARTS[row["kind"]]})
+    replicas = row["replicas"]
+    step, prepare = compiled(exchange, row["how"], replicas)
+    oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
+    buckets = BUCKETS[:replicas]
+    whole = np.square(buckets).sum(1)
+    for rung, factor in enumerate(STEEP):
+        out = step(prepare(buckets), np.int32(rung))
+        received = jax.tree.map(agreed, out)
+        expected = oracle(exchange, buckets, factor)
+        sizes = np.abs(buckets)
+        _laws.assert_near(exchange, received.residual, expected.residuals, sizes)
+        energies = received.energies[:, rung]
+        _laws.assert_near(exchange, energies, expected.energies, whole)
+        # Each value is divided by N, and their sum rounded N times.
+        bound = (replicas + 1) * 2.0**-24 * np.abs(buckets - received.residual).mean(0)
+        bound += _laws.tolerance(exchange) * sizes.max()
+        bound += 2.0**-7 * sizes.max() * _laws.rounds_the_mean(exchange)
+        assert (np.abs(received.mean - expected.mean) <= bound).all()
+        if exchange.sends_whole_entries:
+            entries = exchange.traffic(BUCKETS.shape[1], factor, replicas).entries
+            sent = np.count_nonzero(buckets - received.residual, axis=1)
+            assert sent.max() <= entries

@@ -1,7 +1,9 @@
-"""Fastest finds the fastest rung, on networks that stay and on such as change."""
+"""Fastest finds the fastest rung, on networks that stay and on networks that change."""
 
 import functools
 
+import _examples
+import _laws
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -11,7 +13,6 @@ from _harness import trajectory
 
 import gravac_jax as gravac
 from gravac_jax._controllers import fastest
-from gravac_jax._controllers.base import Evidence
 
 CONTROLLER = gravac.Fastest()
 LADDER = np.array(CONTROLLER.ladder)
@@ -22,7 +23,7 @@ GUESSED = gravac.WireCost()
 
 
 def parts(wire, params=1e7, replicas=4):
-    """Seconds of what a step consists of, by an all-gather, at every rung."""
+    """Return the seconds of each part of a step with an all-gather: `[rungs, 4]`."""
     dense = 2 * (replicas - 1) / replicas * 4 * params
     sparse = (replicas - 1) * 8 * params / LADDER
     is_dense = (LADDER == 1) | (sparse >= dense)
@@ -32,8 +33,8 @@ def parts(wire, params=1e7, replicas=4):
 
 
 @functools.cache
-def _jitted(steps, is_timed, late):
-    def run(truth, guess, progress, change, key):
+def _jitted(steps, late):
+    def run(truth, guess, progress, change, is_timed, key):
         rung, state = CONTROLLER.init()
 
         def step(carry, i):
@@ -43,7 +44,7 @@ def _jitted(steps, is_timed, late):
             seconds = seconds * jnp.exp(NOISE * jax.random.normal(now))
             rungs, times = jnp.append(rungs, rung), jnp.append(times, seconds)
             is_here = is_timed & (jnp.arange(RUNGS) == rungs[0])
-            evidence = Evidence(
+            evidence = gravac.Evidence(
                 step=i,
                 replicas=4,
                 first_sparse=jnp.int32(1),
@@ -61,28 +62,28 @@ def _jitted(steps, is_timed, late):
         carry = (rung, state, key, *waiting)
         return jax.lax.scan(step, carry, jnp.arange(steps))[1]
 
-    return jax.jit(jax.vmap(run, (0, 0, None, 0, 0)))
+    return jax.jit(jax.vmap(run, (0, 0, None, None, 0, 0)))
 
 
 def driven(
     networks,
     after=None,
-    steps=2000,
+    steps=5000,
     change=10**9,
-    is_timed=True,
+    timed=10**9,
     late=0,
     progress=PROGRESS,
 ):
-    """The rungs that were taken, and what each costs in seconds per progress.
+    """Return the rungs that were taken, and what each costs in seconds per progress.
 
     Args:
       networks: a WireCost each, with (params, replicas).
-      after: the same, from step `change` on.
-      steps: how many.
-      change: when.
-      is_timed: whether times are measured.
-      late: known so many steps later than the step after.
-      progress: of every rung.
+      after: the networks from step `change` on; by default the same.
+      steps: how many steps to take.
+      change: the step at which networks change.
+      timed: how many of the networks have measured step times, the first ones.
+      late: steps after which a time is known, beyond the usual one.
+      progress: the progress of a step at each rung.
 
     Returns:
       `[networks, steps]` rungs, `[networks, steps, rungs]` costs.
@@ -91,9 +92,9 @@ def driven(
     truth = np.stack([table(networks), table(after or networks)], 1)
     guess = np.stack([parts(GUESSED, *size) for _, *size in networks])
     keys = jax.random.split(jax.random.key(0), len(networks))
-    changes = np.full(len(networks), change)
-    run, progress = _jitted(steps, is_timed, late), np.float32(progress)
-    rungs = np.asarray(run(truth, guess, progress, changes, keys))
+    is_timed, progress = np.arange(len(networks)) < timed, np.float32(progress)
+    run = _jitted(steps, late)
+    rungs = np.asarray(run(truth, guess, progress, np.int32(change), is_timed, keys))
     costs = truth.sum(-1) / progress
     return rungs, costs[:, (np.arange(steps) >= change).astype(int)]
 
@@ -103,12 +104,12 @@ def taken(rungs, costs):
 
 
 def regret(rungs, costs):
-    """By how much longer it takes than the best rung at every step, known before."""
+    """Return how much longer it takes than the best rung of every step, as a share."""
     return taken(rungs, costs).sum(1) / costs.min(-1).sum(1) - 1
 
 
 def random_networks(count, seed=0):
-    """Three orders of magnitude of bandwidths, latencies, compute and models."""
+    """Return networks over orders of magnitude of bandwidth, latency and compute."""
     rng = np.random.default_rng(seed)
     draw = lambda low, high: float(10 ** rng.uniform(low, high))
     networks = []
@@ -125,7 +126,7 @@ def random_networks(count, seed=0):
 
 
 def scaled(networks, factor):
-    """With so many times the bandwidth."""
+    """Return the networks with `factor` times the bandwidth."""
     faster = lambda w: gravac.WireCost(
         factor * w.bytes_per_second,
         w.latency_seconds,
@@ -136,17 +137,37 @@ def scaled(networks, factor):
 
 
 NETWORKS = random_networks(128)
+SPECIAL = {
+    "fast": (gravac.WireCost(1e11, 1e-6, 0.1, selection_seconds=0.01), 1e7, 4),
+    "slow": (gravac.WireCost(1e6, 1e-4, 0.01), 1e7, 4),
+    # The guess makes so small a model cheap to send whole.
+    "small": (gravac.WireCost(1e6, 1e-4, 0.001), 32_768, 4),
+}
+UNTIMED = 8
 
 
 @functools.cache
 def on_networks_that_stay():
-    """Of two tests, in one worker."""
-    return driven(NETWORKS, steps=5000)
+    """Run on all networks at once: random, special, and some without times."""
+    every = [*NETWORKS, *SPECIAL.values(), *NETWORKS[:UNTIMED]]
+    return driven(every, timed=len(every) - UNTIMED)
 
 
-@pytest.mark.xdist_group("networks that stay")
+def on_random_networks():
+    return tuple(x[: len(NETWORKS)] for x in on_networks_that_stay())
+
+
+def on_special_network(name):
+    at = len(NETWORKS) + list(SPECIAL).index(name)
+    return tuple(x[at] for x in on_networks_that_stay())
+
+
+# In one worker: they share one run.
+pytestmark = pytest.mark.xdist_group("fastest")
+
+
 def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
-    rungs, costs = on_networks_that_stay()
+    rungs, costs = on_random_networks()
     found = regret(rungs, costs)
     assert np.median(found) < 0.02
     assert np.quantile(found, 0.95) < 0.05
@@ -157,7 +178,7 @@ def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
 @pytest.mark.slow
 def test_times_that_are_known_late_cost_little():
     # The clock lets the host be four steps ahead; the state remembers eight.
-    rungs, costs = driven(NETWORKS, late=7, steps=5000)
+    rungs, costs = driven(NETWORKS, late=7)
     found = regret(rungs, costs)
     assert np.median(found) < 0.02
     assert np.quantile(found, 0.95) < 0.05
@@ -166,7 +187,7 @@ def test_times_that_are_known_late_cost_little():
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.1, 10])
 def test_it_follows_a_network_that_changes(factor):
-    rungs, costs = driven(NETWORKS, scaled(NETWORKS, factor), steps=5000, change=2500)
+    rungs, costs = driven(NETWORKS, scaled(NETWORKS, factor), change=2500)
     found = regret(rungs, costs)
     assert np.median(found) < 0.03
     assert np.quantile(found, 0.95) < 0.06
@@ -175,29 +196,20 @@ def test_it_follows_a_network_that_changes(factor):
     assert (late < 1.1).mean() > 0.95
 
 
-def test_where_the_network_is_fast_it_ends_on_dense():
-    fast = gravac.WireCost(1e11, 1e-6, compute_seconds=0.1, selection_seconds=0.01)
-    rungs, _ = driven([(fast, 1e7, 4)])
-    assert (rungs[0, 100:] == 0).mean() > 0.97
-
-
-def test_where_the_network_is_slow_it_climbs():
-    slow = gravac.WireCost(1e6, 1e-4, compute_seconds=0.01)
-    rungs, _ = driven([(slow, 1e7, 4)])
-    assert (rungs[0, 100:] == RUNGS - 1).mean() > 0.97
+@pytest.mark.parametrize(("network", "rung"), [("fast", 0), ("slow", RUNGS - 1)])
+def test_it_ends_on_dense_on_a_fast_network_and_climbs_on_a_slow_one(network, rung):
+    rungs, _ = on_special_network(network)
+    assert (rungs[100:] == rung).mean() > 0.97
 
 
 def test_where_dense_steps_are_dear_it_takes_none_to_find_out():
-    # The guess makes so small a model cheap to send whole.
-    slow = gravac.WireCost(1e6, 1e-4, compute_seconds=0.001)
-    rungs, costs = driven([(slow, 32_768, 4)], steps=300)
-    assert costs[0, 0, 0] > 20 * costs[0, 0].min()
-    assert (rungs[0] > 0).all()
+    rungs, costs = on_special_network("small")
+    assert costs[0, 0] > 20 * costs[0].min()
+    assert (rungs[:300] > 0).all()
 
 
-@pytest.mark.xdist_group("networks that stay")
 def test_it_does_not_run_in_circles():
-    rungs, _ = on_networks_that_stay()
+    rungs, _ = on_random_networks()
     # A visit is three steps in fifty at the most, and it goes home.
     moves = (np.diff(rungs[:, 1000:]) != 0).sum(1)
     assert moves.max() < 1.2 * 2 * 4000 / 50
@@ -210,8 +222,9 @@ def test_it_does_not_run_in_circles():
 
 
 def test_without_times_it_believes_the_wire_and_stays():
-    rungs, _ = driven(NETWORKS[:8], steps=300, is_timed=False)
-    guessed = np.stack([parts(GUESSED, *size) for _, *size in NETWORKS[:8]]).sum(-1)
+    rungs = on_networks_that_stay()[0][-UNTIMED:]
+    networks = NETWORKS[:UNTIMED]
+    guessed = np.stack([parts(GUESSED, *size) for _, *size in networks]).sum(-1)
     cost = guessed / PROGRESS
     assert (np.diff(rungs[:, 10:]) == 0).all()
     end = np.take_along_axis(cost, rungs[:, -1:], 1)[:, 0]
@@ -242,23 +255,11 @@ def test_one_step_under_a_mesh_and_simulated_foresees_alike():
             assert share == pytest.approx(whole / squares.sum(1).mean(), rel=0.02)
 
 
-@pytest.mark.slow
 def test_rungs_that_send_nothing_are_not_taken():
-    evidence = Evidence(
-        step=jnp.int32(0),
-        replicas=4,
-        first_sparse=jnp.int32(1),
-        energies=jnp.ones(RUNGS),
-        energy=jnp.float32(1),
-        gradient_energy=jnp.float32(1),
-        gradient_energies=jnp.asarray(LADDER == 1, jnp.float32),
-        predicted_parts=jnp.asarray(parts(GUESSED)),
-        measured_seconds=jnp.full(RUNGS, jnp.nan),
-    )
-    _, state = CONTROLLER.init()
-    for _ in range(4):
-        rung, state = CONTROLLER.decide(evidence, state)
-    assert rung == 0
+    evidence = _examples.evidence(RUNGS, seed=0, steps=4)
+    sent = np.where(LADDER == 1, evidence.gradient_energies, 0).astype(np.float32)
+    rungs, _ = _laws.decided(CONTROLLER, evidence._replace(gradient_energies=sent))
+    assert rungs[-1] == 0
 
 
 def test_an_unlucky_beginning_is_overcome():

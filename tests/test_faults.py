@@ -1,11 +1,11 @@
-"""Trouble in a run: bad gradients for long, zeros, loss scales, narrow types."""
+"""Training survives gradients of zero and loss scales that are too high."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import assert_same, choices
+from _harness import choices
 
 import gravac_jax as gravac
 
@@ -28,7 +28,7 @@ def begin(tx):
 
 
 def runner(tx):
-    """A step that is handed the gradients of all replicas."""
+    """Return a step that takes the gradients of all replicas as its batch."""
 
     def train_step(params, opt_state, grads):
         grads = jax.tree.map(lambda x: x[0], grads)
@@ -44,56 +44,12 @@ def gradients(seed):
     return jax.tree.map(draw, PARAMS)
 
 
-def spoiled(grads, replicas, value):
-    """The same with an entry of some replicas that is no number."""
-    w = grads["w"].copy()
-    w[replicas, 3, 5] = value
-    return grads | {"w": w}
-
-
 def transform(**recipe):
     return gravac.transform(compress=lambda path, x: x.ndim == 2, **recipe)
 
 
-SPOILED = [
-    (controller, replicas, value)
-    for controller in CONTROLLERS
-    for replicas in ((2,), (0, 1, 2, 3))
-    for value in (np.nan, np.inf, -np.inf)
-]
-
-
-@pytest.mark.parametrize(
-    ("controller", "replicas", "value"),
-    [
-        pytest.param(*x, marks=() if i in (0, 10) else pytest.mark.slow)
-        for i, x in enumerate(SPOILED)
-    ],
-)
-def test_after_many_bad_steps_adamw_goes_on_as_if_they_had_not_been(
-    controller, replicas, value
-):
-    recipe = transform(controller=CONTROLLERS[controller])
-    tx = gravac.guard(optax.chain(recipe, optax.adamw(0.1)))
-    step = runner(tx)
-    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
-        state = step(*begin(tx), gradients(0))
-        params = jax.tree.map(np.array, state[0])
-        for seed in range(20):
-            state = step(*state, spoiled(gradients(seed), replicas, value))
-        assert_same(jax.tree.map(np.asarray, state[0]), params)
-        assert optax.tree.get(state, "skipped_steps") == 20
-        state = step(*state, gradients(1))
-        expected = step(*step(*begin(tx), gradients(0)), gradients(1))
-    assert_same(
-        jax.tree.map(np.asarray, state[0]), jax.tree.map(np.asarray, expected[0])
-    )
-    held = [optax.tree.get(x, "residual") for x in (state, expected)]
-    assert_same(*jax.tree.map(np.asarray, held))
-
-
 @pytest.mark.parametrize("controller", choices(CONTROLLERS, lambda x: x == "Fastest"))
-def test_gradients_of_zero_deliver_what_is_held_and_disturb_nothing(controller):
+def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
     tx = optax.chain(transform(controller=CONTROLLERS[controller]), optax.sgd(1.0))
     step = runner(tx)
     state = step(*begin(tx), gradients(0))
@@ -114,8 +70,7 @@ def test_gradients_of_zero_deliver_what_is_held_and_disturb_nothing(controller):
         assert is_number or np.isfinite(leaf).all()
 
 
-def test_a_loss_scale_that_is_too_high_skips_the_step_on_all():
-    """Gradients in float16, scaled so that small ones are not lost."""
+def test_a_loss_scale_that_is_too_high_skips_the_step_on_all_replicas():
     tx = optax.chain(transform(controller=gravac.Fixed(4)), optax.sgd(0.1))
 
     def train_step(params, opt_state, x, *, scale):
@@ -144,22 +99,3 @@ def test_a_loss_scale_that_is_too_high_skips_the_step_on_all():
     assert optax.tree.get(tuple(state), "skipped_steps") == taken.count(False)
     for leaf in jax.tree.leaves(state[0]):
         assert np.isfinite(leaf).all()
-
-
-def test_float16_gradients_near_their_largest_stay_finite():
-    params = {"w": np.zeros((12, 8), np.float16)}
-    tx = transform(controller=gravac.Fixed(4))
-    state = gravac.place((params, tx.init(params)), N)
-
-    def train_step(params, opt_state, grads):
-        updates, opt_state = tx.update({"w": grads[0]}, opt_state, params)
-        return {"w": updates["w"]}, opt_state
-
-    step = gravac.simulate(train_step, N)
-    grads = np.full((N, 12, 8), np.finfo(np.float16).max)
-    for _ in range(10):
-        state = step(*state, grads)
-        assert np.isfinite(np.asarray(state[0]["w"])).all(), "it saturates"
-    residual = np.asarray(optax.tree.get(state, "residual"))
-    assert np.isfinite(residual).all()
-    assert residual.dtype == np.float32

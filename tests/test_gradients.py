@@ -1,177 +1,142 @@
-"""What holds for gradients of a training run, and over a run, of every compressor."""
+"""value_and_grad returns local gradients wherever it runs."""
 
-import functools
-
-import _recorded
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import N, in_every_way, make_mesh, on_every_mesh
 
 import gravac_jax as gravac
-from gravac_jax._comm import Comm
-from gravac_jax._compressors import COMPRESSORS
-from gravac_jax._compressors.base import chosen, thinned
-from gravac_jax._marking import compaction, quantile
 
-pytestmark = pytest.mark.slow
-
-FACTORS = (10, 100, 1000)
-LADDER = gravac.geometric(10, 1000)
-MEMBERS = [kind() for kind in COMPRESSORS]
-# Identity knows no k.
-SELECTIVE = [x for x in MEMBERS if not isinstance(x, gravac.Identity)]
+W = jnp.arange(3.0)
+X = jnp.arange(3.0 * N).reshape(N, 3) + 1
+LOSS = lambda w, x: jnp.sum(w * x) ** 2
 
 
-def step(compressor, bucket, state, k, key):
-    """What a compressor leaves of `bucket`, how many entries it sends, its state."""
-    bracket = quantile.bracket(bucket, k, key)
-    choice, state = compressor.mark(bucket, state, k=k, bracket=bracket, key=key)
-    marks = thinned(choice, k, key)
-    return compaction.clear(bucket, marks), marks.total, state
+def everywhere(f, how, w=W, x=X, mesh=None, axis_name="data"):
+    """Return `f(w, x)` of every replica with its own x, stacked."""
+    if how == "pmap":
+        return jax.pmap(f, axis_name, in_axes=(None, 0))(w, x)
+    if how == "vmap":
+        return jax.vmap(f, in_axes=(None, 0), axis_name=axis_name)(w, x)
+    mesh = mesh or make_mesh()
+    w = jax.device_put(w, jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(axis_name)))
+    return jax.shard_map(
+        lambda w, x: jax.tree.map(lambda y: y[None], f(w, x[0])),
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P(axis_name)),
+        out_specs=jax.P(axis_name),
+        check_vma=how == "shard_map",
+    )(w, x)
 
 
-jitted_step = jax.jit(step, static_argnums=0)
+def is_local(received, expected):
+    """Return whether replica r received `expected(X[r])`; all are small integers."""
+    rows = [expected(x) for x in X]
+    expected = jax.tree.map(lambda *row: np.stack(row), *rows)
+    assert jax.tree.structure(received) == jax.tree.structure(expected)
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, received, expected)))
 
 
-def energy_of(x):
-    return np.sum(np.square(x.astype(np.float64)))
+def weighted(w, x, b):
+    return jnp.sum(w["w"] * x + b)
 
 
-def energy_of_the_largest(bucket, k):
-    return energy_of(np.partition(np.abs(bucket), -k)[-k:])
-
-
-@pytest.mark.parametrize("compressor", MEMBERS, ids=repr)
-def test_on_gradients_it_stays_within_its_declared_deviation(compressor):
-    for bucket in _recorded.buckets():
-        for factor in FACTORS:
-            k, state = (
-                compressor.count(bucket.size, factor),
-                compressor.init(bucket.size),
-            )
-            for i in range(3):
-                key = jax.random.key(i)
-                residual, sent, state = jitted_step(
-                    compressor, bucket, state, np.int32(k), key
-                )
-                energy = energy_of(bucket - np.asarray(residual))
-                share = energy / energy_of_the_largest(bucket, k)
-                if isinstance(compressor, gravac.Identity):
-                    share = energy / energy_of(bucket)
-                assert compressor.deviation.entries * k <= int(sent) <= k
-                assert compressor.deviation.energy - 1e-9 <= share <= 1 + 1e-9
-
-
-@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
-def test_where_a_sample_holds_hardly_any_of_the_largest_some_are_sent(compressor):
-    for bucket in _recorded.buckets():
-        k, state = compressor.count(bucket.size, 10_000), compressor.init(bucket.size)
-        for i in range(3):
-            arguments = compressor, bucket, state, np.int32(k), jax.random.key(i)
-            _, sent, state = jitted_step(*arguments)
-            assert k / 3 <= int(sent) <= k
-
-
-@functools.cache
-def _jitted_exchange(compressor):
-    exchange = gravac.AllGather(compressor)
-    return jax.jit(
-        lambda bucket, state, rung, key: exchange.exchange(
-            bucket, state, rung, ladder=LADDER, key=key, comm=Comm(None)
+WITH_AUX = lambda w, x: (LOSS(w, x), {"x": x})
+SCALED = lambda w, *, x, scale: scale * LOSS(w, x)
+# Calls of value_and_grad, JAX's own or the package's.
+CALLS = {
+    "loss": lambda grad: grad(LOSS),
+    "aux": lambda grad: grad(WITH_AUX, has_aux=True),
+    "keywords": lambda grad: lambda w, x: grad(SCALED)(w, x=x, scale=2.0),
+    **{
+        f"argnums {argnums}": lambda grad, argnums=argnums: (
+            lambda w, x: grad(weighted, argnums=argnums)({"w": w}, x, w)
         )
-    )
-
-
-@pytest.mark.parametrize("compressor", [gravac.Threshold(), gravac.TopK()], ids=repr)
-def test_the_energies_of_all_rungs_are_exact_or_within_2_percent(compressor):
-    for bucket in _recorded.buckets():
-        counts = [compressor.count(bucket.size, factor) for factor in LADDER]
-        exact = np.array([energy_of_the_largest(bucket, k) for k in counts])
-        state = compressor.init(bucket.size)
-        for rung in range(len(LADDER)):
-            for seed in range(2):  # a threshold needs a step to follow to another rung
-                exchanged, state = _jitted_exchange(compressor)(
-                    bucket, state, np.int32(rung), jax.random.key(seed)
-                )
-            sent = energy_of(bucket - np.asarray(exchanged.residual))
-            found = np.asarray(exchanged.energies, np.float64)
-            np.testing.assert_allclose(found[rung], sent, rtol=1e-5)
-            np.testing.assert_allclose(found[0], exact[0], rtol=1e-5)
-            others = np.arange(len(LADDER)) != rung
-            np.testing.assert_allclose(found[others], exact[others], rtol=0.02)
-
-
-def test_a_blind_choice_foresees_that_every_rung_sends_its_share():
-    bucket = np.random.default_rng(0).standard_normal(300_000).astype(np.float32)
-    exact = energy_of(bucket) / np.asarray(LADDER)
-    for rung in range(len(LADDER)):
-        exchanged, _ = _jitted_exchange(gravac.RandomK())(
-            bucket, (), np.int32(rung), jax.random.key(rung)
-        )
-        # A share of so few is a draw: 300 squares of normals.
-        np.testing.assert_allclose(exchanged.energies, exact, rtol=0.35)
-
-
-N, STEPS = 100_000, 60
-
-
-@functools.cache
-def _jitted_run(compressor):
-    def run(gradient, factor):
-        k = jnp.int32(N / factor)
-
-        def advance(carry, key):
-            residual, state, times = carry
-            bucket = residual + gradient(key)
-            residual, _, state = step(compressor, bucket, state, k, key)
-            return (residual, state, times + (residual == 0).astype(jnp.int32)), None
-
-        start = jnp.zeros(N), compressor.init(N), jnp.zeros(N, jnp.int32)
-        keys = jax.random.split(jax.random.key(0), STEPS)
-        return jax.lax.scan(advance, start, keys)[0][2]
-
-    return jax.jit(run, static_argnums=(0, 1))
-
-
-GRADIENTS = {
-    # All alike, and nothing but the residual tells them apart.
-    "constant": lambda key: jnp.ones(N),
-    "heavy tails": lambda key: jax.random.normal(key, (N,)) ** 3,
+        for argnums in [(0,), (0, 1), (2, 0), -1, (0, -1)]
+    },
 }
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("compressor", SELECTIVE, ids=repr)
-def test_over_a_run_no_position_is_preferred(compressor, gradient):
-    times = np.asarray(_jitted_run(compressor)(GRADIENTS[gradient], 10))
-    tenths = times.reshape(10, -1).sum(1)
-    assert times.sum() >= 0.5 * STEPS * N / 10
-    # Sums of many entries, each of which is sent about six times or oftener.
-    np.testing.assert_allclose(tenths, tenths.mean(), rtol=0.05)
+@in_every_way
+@pytest.mark.parametrize("call", CALLS)
+def test_values_and_gradients_belong_to_the_replica_alone(call, how):
+    received = everywhere(CALLS[call](gravac.value_and_grad), how)
+    assert is_local(received, lambda x: CALLS[call](jax.value_and_grad)(W, x))
 
 
-def test_a_run_that_keeps_the_first_prefers_the_front():
-    # What the tests above would say of it.
-    class First(gravac.TopK):
-        def mark(self, bucket, state, *, k, bracket, key):
-            del bracket, key
-            return chosen(jnp.arange(N, dtype=jnp.int32) < k), state
-
-    times = np.asarray(_jitted_run(First())(GRADIENTS["constant"], 10))
-    tenths = times.reshape(10, -1).sum(1)
-    assert tenths[0] > 1.05 * tenths.mean()
+def test_without_an_axis_it_is_jax_value_and_grad():
+    received = gravac.value_and_grad(LOSS, axis_name=None)(W, X[1])
+    expected = jax.value_and_grad(LOSS)(W, X[1])
+    assert all(map(np.array_equal, received, expected))
 
 
-def test_random_places_send_their_share_of_the_energy_on_average():
-    bucket = _recorded.buckets()[0]
-    k, shares = bucket.size // 10, []
-    whole = energy_of(bucket)
-    for i in range(100):
-        residual, sent, _ = jitted_step(
-            gravac.RandomK(), bucket, (), np.int32(k), jax.random.key(i)
-        )
-        assert sent == k
-        shares.append(energy_of(bucket - np.asarray(residual)) / whole)
-    error = np.std(shares) / np.sqrt(len(shares))
-    assert abs(np.mean(shares) - 0.1) < 4 * error
+@on_every_mesh
+def test_gradients_are_local_to_every_axis_of_a_tuple(axis_type):
+    names = ("outer", "inner")
+    mesh = make_mesh((2, 2), names, axis_type)
+    grad = gravac.value_and_grad(LOSS, names)
+    received = everywhere(grad, "shard_map", mesh=mesh, axis_name=names)
+    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
+
+
+def test_params_that_vary_already_are_left_alone():
+    def twice(w, x):
+        w = jax.lax.pcast(w, "data", to="varying")
+        return gravac.value_and_grad(LOSS)(w, x)
+
+    received = everywhere(twice, "shard_map")
+    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
+
+
+def test_jax_grad_sums_over_replicas_where_jax_checks_what_varies():
+    # This is why value_and_grad exists. If it fails, JAX has changed.
+    grads = everywhere(jax.grad(LOSS), "shard_map")
+    total = sum(jax.grad(LOSS)(W, x) for x in X)
+    assert all(np.array_equal(row, total) for row in grads)
+    unchecked = everywhere(jax.grad(LOSS), "shard_map unchecked")
+    assert is_local(unchecked, lambda x: jax.grad(LOSS)(W, x))
+
+
+ROWS = jnp.arange(N * 6.0 * 3).reshape(N, 6, 3)
+MEAN_LOSS = lambda w, x: jnp.mean(x @ w)  # integers: sums are exact, and so is / 6
+
+
+@in_every_way
+@pytest.mark.parametrize("micro_batches", [1, 2, 6])
+def test_micro_batches_are_the_large_batch(how, micro_batches):
+    loss = lambda w, x: (MEAN_LOSS(w, x), x[:1])
+    grad = gravac.value_and_grad(loss, has_aux=True, micro_batches=micro_batches)
+    (value, aux), received = everywhere(grad, how, x=ROWS)
+    expected = [jax.value_and_grad(MEAN_LOSS)(W, x) for x in ROWS]
+    np.testing.assert_allclose(value, [x for x, _ in expected], rtol=1e-6)
+    np.testing.assert_allclose(received, [x for _, x in expected], rtol=1e-6)
+    if micro_batches > 1:
+        firsts = ROWS[:, :: 6 // micro_batches]
+        np.testing.assert_array_equal(aux[:, :, 0], firsts)
+
+
+def test_micro_batches_are_given_by_name_too_and_keep_the_params_dtype():
+    loss = lambda w, *, x: jnp.mean(x @ w)
+    grad = gravac.value_and_grad(loss, None, micro_batches=3)
+    value, received = grad(W.astype(jnp.bfloat16), x=ROWS[0].astype(jnp.bfloat16))
+    assert value.dtype == received.dtype == jnp.bfloat16
+    np.testing.assert_allclose(received.astype(jnp.float32), ROWS[0].mean(0), rtol=0.01)
+
+
+def test_micro_batches_exchange_nothing():
+    grad = gravac.value_and_grad(MEAN_LOSS, micro_batches=3)
+    jaxpr = jax.make_jaxpr(grad, axis_env=[("data", N)])(W, ROWS[0])
+    assert "psum" not in str(jaxpr)
+    assert str(jaxpr).count("scan[") == 1
+
+
+@in_every_way
+def test_a_loss_that_was_averaged_before_has_the_same_gradients(how):
+    averaged = lambda w, x: jax.lax.pmean(LOSS(w, x), "data")
+    value, received = everywhere(gravac.value_and_grad(averaged), how)
+    local = [jax.value_and_grad(LOSS)(W, x) for x in X]
+    np.testing.assert_allclose(value, np.mean([x for x, _ in local]), rtol=1e-6)
+    for mine, (_, expected) in zip(received, local, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""data_parallel on a mesh and simulate on one device are the same training."""
+"""Training with data_parallel on a mesh and with simulate on one device is the same."""
 
 import functools
 
@@ -32,7 +32,7 @@ TX = optax.chain(
 
 
 def train_step(params, opt_state, batch):
-    """A loss whose gradients are the batch's rows."""
+    """Train on a loss whose gradients are the sums of the batch's rows."""
     loss = lambda p: sum(jnp.sum(p[k] * jnp.sum(batch[k], axis=0)) for k in p)
     value, grads = gravac.value_and_grad(loss)(params)
     updates, opt_state = TX.update(grads, opt_state, params)
@@ -41,6 +41,7 @@ def train_step(params, opt_state, batch):
 
 
 def batches(integers=False):
+    """Yield a batch a step, of two rows a replica."""
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
         x = {k: rng.normal(size=(2 * N, *p.shape)) for k, p in PARAMS.items()}
@@ -48,27 +49,25 @@ def batches(integers=False):
         yield {k: v.astype(np.float32) for k, v in x.items()}
 
 
-@functools.cache
-def runner(where):
-    """A step and its initial state."""
-    if where == "simulated":
-        return gravac.simulate(train_step, N), gravac.place(initial(), N)
+SIMULATED = "simulated"
+
+
+def parallel(step, where, **kwargs):
+    """Return where to place the state, and the parallel step."""
+    if where == SIMULATED:
+        return N, gravac.simulate(step, N, **kwargs)
     axis_type, check_vma = where
     mesh = make_mesh(axis_type=axis_type)
-    step = gravac.data_parallel(train_step, mesh, check_vma=check_vma, donate=False)
-    return step, gravac.place(initial(), mesh)
+    return mesh, gravac.data_parallel(step, mesh, check_vma=check_vma, **kwargs)
 
 
-def initial():
-    return PARAMS, TX.init(PARAMS)
-
-
-def train(where, **kwargs):
-    """Params, optimizer state and metrics of each step."""
-    step, state = runner(where)
-    state = jax.tree.map(jnp.copy, state)  # simulate donates
+@functools.cache
+def train(where, integers=False):
+    """Return params, optimizer state and metrics of each step."""
+    place, step = parallel(train_step, where)
+    state = gravac.place((PARAMS, TX.init(PARAMS)), place)
     trajectory = []
-    for batch in batches(**kwargs):
+    for batch in batches(integers):
         *state, value, metrics = step(*state, batch)
         results = (*state, value, metrics)
         trajectory.append(jax.tree.map(agreed, results))
@@ -81,23 +80,23 @@ WHERE = choices(MESHES, lambda where: where in MESHES[1:3])
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_mesh_and_a_simulation_train_alike_bit_for_bit_on_integers(where):
-    assert_same(train(where, integers=True), train("simulated", integers=True))
+    assert_same(train(where, integers=True), train(SIMULATED, integers=True))
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_on_floats_they_select_the_same_and_their_sums_round_differently(where):
+def test_on_floats_both_select_the_same_entries_and_round_sums_differently(where):
     came_in = dict.fromkeys(PARAMS, 0.0)
-    runs = zip(batches(), train(where), train("simulated"), strict=True)
+    runs = zip(batches(), train(where), train(SIMULATED), strict=True)
     for step, (batch, received, expected) in enumerate(runs, start=1):
         assert_same(received[1][0].local, expected[1][0].local)
         for leaf in PARAMS:
             came_in[leaf] += np.abs(batch[leaf]).sum(axis=0)
-            # The means of all steps, and the param that every step rounds again.
+            # Every step rounds its mean, and then the param.
             bound = (SUM_ROUNDING + step * 2.0**-24) * came_in[leaf]
             assert (np.abs(received[0][leaf] - expected[0][leaf]) <= bound).all()
 
 
-@pytest.mark.parametrize("where", [*WHERE, "simulated"])
+@pytest.mark.parametrize("where", [*WHERE, SIMULATED])
 def test_metrics_are_averaged_over_replicas(where):
     for batch, (_, _, value, metrics) in zip(
         batches(integers=True), train(where, integers=True), strict=True
@@ -106,16 +105,12 @@ def test_metrics_are_averaged_over_replicas(where):
         assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
 
 
-@pytest.mark.parametrize("where", [*AXIS_TYPES, "simulated"])
+@pytest.mark.parametrize("where", [*WHERE, SIMULATED])
 def test_keyword_arguments_reach_every_replica_whole(where):
     add = lambda total, x, *, scale: (total + 0, jnp.sum(x) * scale["by"])
-    if where == "simulated":
-        step, place = gravac.simulate(add, N), N
-    else:
-        place = make_mesh(axis_type=where)
-        step = gravac.data_parallel(add, place)
-    total = gravac.place(jnp.zeros(()), place)
+    place, step = parallel(add, where)
     x = np.arange(N, dtype=np.float32)
+    total = gravac.place(jnp.zeros(()), place)
     _, mean = step(total, x, scale={"by": np.float32(3)})
     assert float(mean) == 3 * x.mean()
 
@@ -126,11 +121,11 @@ def test_a_simulation_runs_one_branch_and_not_all():
     step = gravac.simulate(lambda state, x: tx.update(x, state)[::-1], N)
     state = gravac.init(tx, PARAMS["b"], N)
     program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()
-    assert collectives(program.as_text()) == ([], 1)  # the skip among the rungs
+    assert collectives(program.as_text()) == ([], 1)  # the branches of the rungs
 
 
 def mean_step(params, batch):
-    """Plain data parallelism, without a transform."""
+    """Average plainly, without a transform."""
     return params + jax.lax.pmean(jnp.sum(batch), "data")
 
 
@@ -142,7 +137,7 @@ BATCH = np.arange(2.0 * N, dtype=np.float32)
 def test_the_state_is_donated_unless_told_otherwise(donate, axis_type):
     mesh = make_mesh(axis_type=axis_type)
     step = gravac.data_parallel(train_step, mesh, donate=donate)
-    state = gravac.place(initial(), mesh)
+    state = gravac.place((PARAMS, TX.init(PARAMS)), mesh)
     step(*state, next(batches()))
     used = (state[0], optax.tree.get(state[1], "residual"))
     assert [x.is_deleted() for x in jax.tree.leaves(used)] == [donate] * 3
@@ -165,19 +160,14 @@ def test_a_batch_may_be_any_array_and_is_kept(kind, axis_type):
 
 
 def running_step(total, own, batch):
-    """Each replica's own running sums, and what all have seen."""
+    """Add up each replica's own sums, and the total of all."""
     own = {"sums": own["sums"] + batch}
     return total + jax.lax.psum(jnp.sum(batch), "data"), own, own["sums"].max()
 
 
-@pytest.mark.parametrize("where", [*MESHES, "simulated"])
-def test_what_is_carried_stays_each_replica_s_own(where):
-    if where == "simulated":
-        place, step = N, gravac.simulate(running_step, N, carried=1)
-    else:
-        axis_type, check_vma = where
-        place = make_mesh(axis_type=axis_type)
-        step = gravac.data_parallel(running_step, place, carried=1, check_vma=check_vma)
+@pytest.mark.parametrize("where", [*WHERE, SIMULATED])
+def test_a_carry_stays_each_replica_s_own(where):
+    place, step = parallel(running_step, where, carried=1)
     total = gravac.place(np.float32(0), place)
     own = {"sums": np.zeros(2 * N, np.float32)}
     for i in range(1, 4):
@@ -185,12 +175,12 @@ def test_what_is_carried_stays_each_replica_s_own(where):
         total, own, largest = step(total, own, BATCH)
         assert own["sums"].tolist() == (i * BATCH).tolist()
         assert float(total) == i * BATCH.sum()
-        # The mean of the replicas' largest: each holds two rows.
+        # Each replica holds two rows; the result is the mean of the larger ones.
         assert float(largest) == i * BATCH[1::2].mean()
     assert before["sums"].is_deleted()  # donated, as the rest of the state
 
 
-def test_what_is_carried_is_split_over_both_axes():
+def test_a_carry_is_split_over_both_axes():
     mesh = make_mesh((2, 2), ("data", "fast"))
     step = gravac.data_parallel(
         lambda total, own, batch: (total, own + batch),
@@ -206,25 +196,19 @@ def test_what_is_carried_is_split_over_both_axes():
     assert own.tolist() == (2 * BATCH[:8]).tolist()
 
 
-@pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
-def test_what_cannot_be_carried_is_refused(run):
-    where = N if run is gravac.simulate else make_mesh()
-    with pytest.raises(ValueError, match=r"`carried` must be .* got -1"):
-        run(running_step, where, carried=-1)
-    step = run(running_step, where, carried=1)
-    total = gravac.place(np.float32(0), where)
-    with pytest.raises(
-        TypeError, match=r"carry and then a .* got 2 .*, carry_1, batch"
-    ):
+@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+def test_a_wrong_carry_is_refused(where):
+    with pytest.raises(ValueError, match=r"`carried`.* got -1"):
+        parallel(running_step, where, carried=-1)
+    place, step = parallel(running_step, where, carried=1)
+    total = gravac.place(np.float32(0), place)
+    with pytest.raises(TypeError, match=r"got 2 .*, carry_1, batch"):
         step(total, BATCH)
-    uneven = {"sums": np.zeros(N + 1, np.float32)}
-    with pytest.raises(ValueError, match=r"what is carried cannot .*\['sums'\]"):
-        step(total, uneven, BATCH)
-    narrow = run(lambda total, own, batch: (total, own[:1]), where, carried=1)
-    with pytest.raises(
-        ValueError, match=r"float32\[2\] and was returned as float32\[1\]"
-    ):
-        narrow(total, BATCH, BATCH)
+    with pytest.raises(ValueError, match=r"carried .*\['sums'\]"):
+        step(total, {"sums": np.zeros(N + 1, np.float32)}, BATCH)
+    _, shorter = parallel(lambda x, own, batch: (x, own[:1]), where, carried=1)
+    with pytest.raises(ValueError, match=r"float32\[2\] .* float32\[1\]"):
+        shorter(total, BATCH, BATCH)
 
 
 @pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
@@ -255,6 +239,6 @@ def test_the_mesh_may_have_other_axes(axis_name, axis_type):
     assert np.count_nonzero(sent, axis=1).tolist() == [4] * replicas
 
 
-def test_the_step_keeps_its_name():
-    for run, where in ((gravac.data_parallel, make_mesh()), (gravac.simulate, N)):
-        assert run(mean_step, where).__name__ == "mean_step"
+@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+def test_the_step_keeps_its_name(where):
+    assert parallel(mean_step, where)[1].__name__ == "mean_step"

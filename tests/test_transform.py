@@ -1,7 +1,6 @@
-"""The whole transform: what it promises, in every way to run it."""
+"""The whole transform keeps its promises in every way to run it."""
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -41,7 +40,7 @@ EXACT = gravac.AllGather(**_examples.WIDE)
 
 
 def draw(scale):
-    """Local gradients `[STEPS, N, ...]`, of which in turn 4, 16 or all matter."""
+    """Return local gradients `[STEPS, N, ...]`; 4, 16 or all entries are large."""
     rng = np.random.default_rng(0)
     w = 0.01 * rng.normal(size=(STEPS, N, SIZE))
     for step, x in enumerate(w):
@@ -54,7 +53,7 @@ def draw(scale):
 FLOATS = draw(lambda x: x)
 INTEGERS = draw(lambda x: np.round(100 * x))
 
-# Step, replica, leaf and value of the gradients that are not finite, after `spoil`.
+# `spoil` makes these gradients not finite: step, replica, leaf and value.
 BAD = ((5, 2, "w", np.nan), (10, 0, "b", np.inf), (15, 3, "w", -np.inf))
 BAD += ((16, 1, "b", np.nan),)
 BAD_STEPS = [step for step, *_ in BAD]
@@ -68,7 +67,7 @@ def spoil(gradients):
 
 
 def times(seconds=np.nan, lag=1):
-    """`update`'s arguments for times `[STEPS, N]` of the step `lag` steps before."""
+    """Return `update`'s arguments for step times `[STEPS, N]`, `lag` steps late."""
     step = np.arange(STEPS, dtype=np.int32)[:, None] - np.broadcast_to(lag, N)
     seconds = np.broadcast_to(np.float32(seconds), (STEPS, N))
     return {"step_seconds": seconds, "measured_step": step.astype(np.int32)}
@@ -82,6 +81,13 @@ def sgd(exchange):
     return optax.chain(exchange, optax.sgd(0.5, momentum=0.5))
 
 
+class Pausing(Scripted):
+    """Takes the rungs in turn, and one beyond the ladder, at which nothing is sent."""
+
+    def decide(self, evidence, state):
+        return (evidence.step + 1) % (len(self.ladder) + 1), state
+
+
 GRAVAC = gravac.GraVAC(
     epsilon=0.9, ladder=LADDER, window=1000, gain="norm", smoothing=1.0
 )
@@ -90,12 +96,7 @@ RECIPES = {
     "scripted": gravac_with(Scripted(LADDER)),
     "gravac": gravac_with(GRAVAC),
     "fastest": gravac_with(gravac.Fastest(LADDER)),
-    "early": gravac.transform(
-        compress=COMPRESS,
-        controller=Scripted(LADDER),
-        exchange=EXACT,
-        bucket_bytes=1,
-    ),
+    "pausing": gravac_with(Pausing(LADDER)),
     "factor 1": sgd(gravac_with(gravac.Fixed(1))),
     "dense mean": sgd(
         gravac.transform(
@@ -113,7 +114,7 @@ def compiled(recipe, how):
 
 @functools.cache
 def story(recipe, how):
-    """A run through every branch: its gradients, updates and states."""
+    """Return gradients, updates and states of a run through every branch."""
     gradients = spoil(FLOATS)
     updates, states = compiled(recipe, how)(gradients, **times())
     factors = {1: "dense", 4: "minimum", 16: "candidate", np.inf: "skip"}
@@ -122,7 +123,7 @@ def story(recipe, how):
 
 
 def residuals(states):
-    """What every replica kept `[STEPS, N, SIZE]`, and what it came with."""
+    """Return every replica's residual after and before each step."""
     kept = states.local.memory[0].residual
     return kept, np.concatenate([np.zeros_like(kept[:1]), kept[:-1]])
 
@@ -132,7 +133,9 @@ def residuals(states):
 
 @in_every_way
 @pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
-def test_factor_1_is_pmean_step_for_step(recipe, how):
+def test_factor_1_is_pmean_bit_for_bit_on_integers_and_near_it_on_floats(recipe, how):
+    received, _ = compiled(recipe, how)(INTEGERS)
+    assert_same(received, compiled("pmean", how)(INTEGERS)[0])
     received, _ = compiled(recipe, how)(FLOATS)
     expected, _ = compiled("pmean", how)(FLOATS)
     for leaf in PARAMS:
@@ -141,29 +144,20 @@ def test_factor_1_is_pmean_step_for_step(recipe, how):
         np.testing.assert_allclose(received[leaf], expected[leaf], rtol=0, atol=bound)
 
 
-@in_every_way
-@pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
-def test_factor_1_is_pmean_bit_for_bit_on_integers(recipe, how):
-    received, _ = compiled(recipe, how)(INTEGERS)
-    assert_same(received, compiled("pmean", how)(INTEGERS)[0])
+# The same on all replicas and in every way to run it
 
 
-# The same on all replicas, in all ways to run it
-
-
-@pytest.mark.skipif(
-    "optimization_level=0" in os.environ["XLA_FLAGS"],
-    reason="how often m * a + b rounds is chance there; run with XLA_FLAGS=",
-)
 @pytest.mark.parametrize("how", ["shard_map unchecked", "pmap"])
-@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
+@pytest.mark.parametrize(
+    "recipe", choices(["scripted", "gravac"], lambda x: x == "gravac")
+)
 def test_pmap_and_both_shard_maps_give_the_same_bits(recipe, how):
     assert_same(story(recipe, how), story(recipe, "shard_map"))
 
 
 @pytest.mark.parametrize("how", ["shard_map", "vmap"])
-def test_a_choice_that_looks_at_nothing_runs_everywhere(how):
-    # What comes of the key alone varies over no axis, unlike all that it meets.
+def test_a_random_choice_runs_in_every_way(how):
+    # Marks drawn from the key do not vary over the axis; the bucket does.
     tx = gravac.transform(
         compress=COMPRESS, controller=Scripted(LADDER), compressor=gravac.RandomK()
     )
@@ -173,7 +167,7 @@ def test_a_choice_that_looks_at_nothing_runs_everywhere(how):
     assert (sent + left == np.cumsum(INTEGERS["w"].sum(axis=1), axis=0)).all()
 
 
-def test_vmap_selects_the_same_and_its_means_round_differently():
+def test_vmap_selects_the_same_entries_and_rounds_means_differently():
     gradients, updates, states = story("scripted", "vmap")
     _, expected, expected_states = story("scripted", "shard_map")
     assert_same(states.local, expected_states.local)
@@ -219,10 +213,8 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
 
 
 @in_every_way
-@pytest.mark.parametrize(
-    "recipe", choices(["scripted", "gravac", "early"], lambda x: x != "early")
-)
-def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, how):
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, how):
     gradients, updates, states = story(recipe, how)
     kept, before = residuals(states)
     for step, factor in enumerate(states.info.factor):
@@ -231,21 +223,21 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_that_of_the_sent(recipe, ho
             continue
         compensated = gradients["w"][step].reshape(N, SIZE) + before[step]
         is_sent = kept[step] == 0
-        # The threshold of a bucket that is a sample as a whole misses by one at most.
+        # In a bucket this small the threshold misses by one entry at most.
         sent = is_sent.sum(axis=1)
         assert (sent <= ENTRIES[factor]).all()
         assert (sent >= ENTRIES[factor] - (factor > 1)).all()
         assert (kept[step] == np.where(is_sent, 0, compensated)).all()
         sent = np.where(is_sent, compensated, 0)
         mean = functools.reduce(np.add, sent) / np.float32(N)  # in replica order
-        # Only JAX's own mean may add in another order.
+        # Only the mean of a dense step may add in another order.
         bound = SUM_ROUNDING * np.abs(sent).sum(axis=0) if factor == 1 else 0
         assert (np.abs(updates["w"][step].ravel() - mean) <= bound).all()
 
 
 @in_every_way
-@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
-def test_over_a_run_what_was_sent_and_what_is_left_is_what_came_in(recipe, how):
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
+def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
     came_in = INTEGERS["w"].sum(axis=1)
     came_in[BAD_STEPS] = 0
@@ -266,7 +258,7 @@ def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
 
 @on_every_mesh
 @pytest.mark.parametrize("is_timed", [False, True])
-def test_the_factor_changes_with_one_compilation(is_timed, axis_type):
+def test_one_program_serves_all_factors(is_timed, axis_type):
     mesh = make_mesh(axis_type=axis_type)
     ladder = (1, 4, 8, 16, 32)
     controller = gravac.GraVAC(epsilon=0.9, ladder=ladder, window=2, smoothing=1.0)
@@ -298,14 +290,11 @@ def program(how, recipe="scripted"):
 
 
 @in_every_way
-def test_the_rungs_and_the_skip_stay_branches(how):
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_the_rungs_stay_branches(recipe, how):
     # Under vmap a batched predicate would turn them into selects over all branches.
-    # And the sizes of what is collected.
-    assert collectives(program(how))[1] == 2
-
-
-def test_a_decided_rung_stays_a_branch_under_vmap():
-    assert collectives(program("vmap", "gravac"))[1] == 2
+    # The other conditional collects as many entries as the rung sends.
+    assert collectives(program(how, recipe))[1] == 2
 
 
 def test_all_replicas_take_the_rung_of_the_first():
@@ -323,60 +312,48 @@ def test_all_replicas_take_the_rung_of_the_first():
 
 
 @in_every_mapped_way
-@pytest.mark.parametrize(("recipe", "has_sample"), [("scripted", 0), ("fastest", 1)])
-def test_nothing_is_communicated_but_what_is_meant(recipe, has_sample, how):
+@pytest.mark.parametrize(
+    ("recipe", "has_sample"), [("scripted", 0), ("pausing", 0), ("fastest", 1)]
+)
+def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
+    recipe, has_sample, how
+):
     found, _ = collectives(program(how, recipe))
     rungs = len(LADDER)
     energies = 4 * (rungs + 1)
     assert sorted(found) == sorted(
         [
-            # Dense leaves; a count, an energy and the rung; a time with its count per
-            # rung.
+            # Agreed on in every step: dense leaves; a count, an energy and the rung; a
+            # time with its count per rung.
             ("all-reduce", "f32", 4 * (DENSE_SIZE + 3 + 2 * rungs), ()),
-            # With the entries, the energies of all rungs and of everything.
+            # Entries, with the energies of all rungs and of everything. The branch of
+            # a silent step, the last one, has none.
             ("all-reduce", "f32", 4 * SIZE, (0,)),
             ("all-reduce", "f32", energies, (0,)),
             ("all-gather", "s32", 8 * ENTRIES[4] + energies, (1,)),
             ("all-gather", "s32", 8 * ENTRIES[16] + energies, (2,)),
-            # Of the gradient, in steps that look.
+            # Energies of the gradient, in steps that look.
             *[("all-reduce", "f32", 4 * rungs, (1,))] * has_sample,
         ]
     )
 
 
 @in_every_mapped_way
-def test_short_entries_travel_in_16_bits(how):
+def test_entries_travel_in_16_bits_by_default(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
     tx = gravac.transform(compress=COMPRESS, controller=Scripted(LADDER))
     found, _ = collectives(trajectory(tx, PARAMS, how).text(FLOATS, **times()))
     energies = 4 * (len(LADDER) + 1)
     assert {x for x in found if x.kind == "all-gather"} == {
-        # The end of the one block, in 32 bits, and the energies.
+        # Entries, the end of their block in 32 bits, and the energies.
         ("all-gather", "u16", 4 * ENTRIES[4] + 4 + energies, (1,)),
         ("all-gather", "u16", 4 * ENTRIES[16] + 4 + energies, (2,)),
     }
 
 
 @in_every_way
-def test_the_host_is_not_asked(how):
+def test_a_step_never_calls_the_host(how):
     assert not re.search(r"callback|infeed|outfeed|\b(send|recv)\(", program(how))
-
-
-@in_every_mapped_way
-def test_the_reported_bytes_are_those_of_the_program(how):
-    found, _ = collectives(program(how))
-    info = story("scripted", how)[2].info
-    factors = 2 * (N - 1) / N, N - 1
-    wire_factors = dict(zip(("all-reduce", "all-gather"), factors, strict=True))
-    rungs = scripted_rungs(BAD_STEPS)
-    for step in range(STEPS):
-        used = [x for x in found if x.branches in [(), (rungs[step],)]]
-        wire_bytes = sum(wire_factors[x.kind] * x.payload_bytes for x in used)
-        assert info.payload_bytes[step] == sum(x.payload_bytes for x in used)
-        assert info.wire_bytes[step] == wire_bytes
-    dense_bytes = 4 * (SIZE + DENSE_SIZE)
-    assert (info.dense_bytes == dense_bytes).all()
-    assert (info.dense_wire_bytes == dense_bytes * 2 * (N - 1) / N).all()
 
 
 # Time
@@ -388,7 +365,7 @@ def heard(how, gradients=FLOATS, **kwargs):
 
 
 def scripted_rungs(bad=()):
-    """The rung of every step of a scripted run, `len(LADDER)` where it is skipped."""
+    """Return the rung of every step of a scripted run, `len(LADDER)` if it is bad."""
     rungs, rung = [], 0
     for step in range(STEPS):
         rungs.append(len(LADDER) if step in bad else rung)
@@ -397,7 +374,7 @@ def scripted_rungs(bad=()):
 
 
 def credited(seconds, lags, bad=()):
-    """What the rungs should hear, when replica r reports `seconds[r]`."""
+    """Return the times that rungs should hear if replica r reports `seconds[r]`."""
     expected = np.full((STEPS, len(LADDER)), np.nan, np.float32)
     rungs = scripted_rungs(bad)
     for step in range(STEPS):
@@ -419,14 +396,13 @@ def test_a_time_is_credited_to_the_rung_that_caused_it(lag):
     np.testing.assert_array_equal(received, credited([2.0] * N, [lag] * N))
 
 
-@pytest.mark.parametrize("lag", [9, 12, 0, -1])
-def test_a_time_that_is_stale_or_of_the_future_is_ignored(lag):
-    assert np.isnan(heard("shard_map", seconds=2.0, lag=lag)).all()
+STALE, OF_NOW, OF_THE_FUTURE = {"lag": 9}, {"lag": 0}, {"lag": -1}
+NO_TIMES = [{"seconds": x, "lag": 1} for x in (np.nan, 0.0, -1.0)]
 
 
-@pytest.mark.parametrize("seconds", [np.nan, 0.0, -1.0])
-def test_a_time_that_is_none_is_ignored(seconds):
-    assert np.isnan(heard("shard_map", seconds=seconds)).all()
+@pytest.mark.parametrize("time", [STALE, OF_NOW, OF_THE_FUTURE, *NO_TIMES], ids=str)
+def test_a_time_that_cannot_be_credited_is_ignored(time):
+    assert np.isnan(heard("shard_map", **{"seconds": 2.0, **time})).all()
 
 
 @in_every_way
@@ -436,28 +412,28 @@ def test_replicas_that_disagree_on_times_hear_the_same_mean(how):
     np.testing.assert_array_equal(received, credited(seconds, lags))
 
 
-def test_a_skipped_step_has_no_rung_to_credit():
+def test_a_bad_step_has_no_rung_to_credit():
     received = heard("shard_map", spoil(FLOATS), seconds=2.0, lag=1)
     expected = credited([2.0] * N, [1] * N, bad=BAD_STEPS)
-    # The step was not run, so it heard nothing new either.
+    # The controller learns nothing from a bad step, so it keeps its old state.
     for step in BAD_STEPS:
         expected[step] = expected[step - 1]
     np.testing.assert_array_equal(received, expected)
 
 
-def test_a_time_alone_is_that_of_the_step_before():
+def test_a_time_without_its_step_measures_the_step_before():
     run = trajectory(RECIPES["scripted"], PARAMS, "vmap")
     _, states = run(FLOATS, step_seconds=times(2.0)["step_seconds"])
     expected = credited([2.0] * N, [1] * N)
     np.testing.assert_array_equal(states.controller.measured_seconds, expected)
 
 
-# Gradients that are not finite
+# Bad steps and silent steps
 
 
 @in_every_way
-@pytest.mark.parametrize("recipe", ["scripted", "gravac", "early"])
-def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
+def test_from_a_bad_gradient_nothing_is_learned(recipe, how):
     _, updates, states = story(recipe, how)
     is_bad = np.isin(np.arange(STEPS), BAD_STEPS)
     assert (states.info.is_finite == ~is_bad).all()
@@ -470,10 +446,34 @@ def test_a_gradient_that_is_not_finite_skips_the_step(recipe, how):
 
 
 @in_every_way
-def test_after_a_skipped_step_all_goes_on_as_if_it_had_not_been(how):
+def test_a_silent_step_keeps_the_gradient_and_a_bad_one_leaves_the_memory(how):
+    gradients = spoil(FLOATS)
+    updates, states = compiled("pausing", how)(gradients, **times())
+    is_bad = ~states.info.is_finite
+    sent_nothing = np.flatnonzero(states.info.factor == np.inf)
+    silent = sorted(set(sent_nothing.tolist()) - set(BAD_STEPS))
+    assert np.flatnonzero(is_bad).tolist() == BAD_STEPS
+    assert len(silent) > 3
+    kept, before = residuals(states)
+    for step in silent:
+        expected = before[step] + gradients["w"][step].reshape(N, SIZE)
+        assert_same(kept[step], expected)
+        assert not updates["w"][step].any()
+        assert updates["b"][step].any()
+    for step in BAD_STEPS:
+        assert_same(kept[step], before[step])
+        assert not updates["b"][step].any()
+    for step in sent_nothing:
+        was, now = at(states, step - 1).local, at(states, step).local
+        assert_same(now.exchange, was.exchange)
+    assert states.info.skipped_steps[-1] == len(BAD_STEPS)
+
+
+@in_every_way
+def test_after_a_bad_step_training_goes_on_as_if_without_it(how):
     updates, states = compiled("gravac", how)(spoil(FLOATS), **times())
     good = np.delete(np.arange(STEPS), BAD_STEPS)
-    # The bad steps once more at the end, to run as many.
+    # The bad steps follow at the end, so that both runs have as many steps.
     gradients = at(FLOATS, np.append(good, BAD_STEPS))
     expected, expected_states = compiled("gravac", how)(gradients, **times())
     first = slice(len(good))
@@ -494,32 +494,28 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("compress", [True, lambda path, leaf: leaf.ndim == 2])
-def test_any_pytree_of_floats_is_averaged(compress):
-    tx = gravac.transform(compress=compress, controller=gravac.Fixed(4))
+def flat(tree):
+    """Return the entries of all leaves, as float32."""
+    return np.concatenate([np.ravel(x).astype("f") for x in jax.tree.leaves(tree)])
+
+
+def test_any_pytree_of_floats_is_averaged():
+    tx = gravac.transform(compress=True, controller=gravac.Fixed(4))
     rng = np.random.default_rng(0)
     # Multiples of 4 below 128: their means over 4 replicas are exact in bfloat16.
     gradients = jax.tree.map(
         lambda x: (4 * rng.integers(-31, 32, (1, N, *x.shape))).astype(x.dtype), TREE
     )
     updates, states = trajectory(tx, TREE, "shard_map")(gradients)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), at(updates, 0)) == (
-        jax.tree.map(lambda x: (x.shape, x.dtype), TREE)
-    )
+    kind = lambda x: (x.shape, x.dtype)
+    assert jax.tree.map(kind, at(updates, 0)) == jax.tree.map(kind, TREE)
     residual = states.local.memory[0].residual
     assert residual.dtype == np.float32
-    flat = lambda tree: np.concatenate(
-        [
-            np.ravel(x).astype(np.float32)
-            for x in jax.tree.leaves(tree)
-            if compress is True or x.ndim == 2
-        ]
-    )
-    by_replica = [
-        flat(jax.tree.map(lambda x, r=r: x[0, r], gradients)) for r in range(N)
-    ]
     assert np.any(residual)
-    assert (N * flat(at(updates, 0)) + residual[0].sum(axis=0) == sum(by_replica)).all()
+    came_in = sum(
+        flat(jax.tree.map(lambda x, r=r: x[0, r], gradients)) for r in range(N)
+    )
+    assert (N * flat(at(updates, 0)) + residual[0].sum(axis=0) == came_in).all()
 
 
 @pytest.mark.parametrize("tree", [{}, {"empty": jnp.zeros((0, 3)), "none": None}])
@@ -562,20 +558,17 @@ def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
     assert_same(received(INTEGERS, **times()), expected)
 
 
-def test_nothing_to_compress_is_said_and_averaged():
-    tx = gravac.transform(controller=gravac.Fixed(10))
-    drop = lambda tree: {"b": tree["b"]}
-    with pytest.warns(UserWarning, match=r"none of the 1 leaves.*compress=True"):
-        run = trajectory(tx, drop(PARAMS), "shard_map")
-    updates, states = run(drop(INTEGERS))
-    assert_same(updates, {"b": INTEGERS["b"].mean(axis=1)})
+def test_a_model_of_which_nothing_is_compressed_is_averaged():
+    tx = gravac.transform(compress=False, controller=gravac.Fixed(10))
+    updates, states = trajectory(tx, PARAMS, "shard_map")(INTEGERS)
+    assert_same(updates, jax.tree.map(lambda x: x.mean(axis=1), INTEGERS))
     assert (states.info.factor == 1).all()
 
 
 # As an Optax transformation
 
 
-ALONE = gravac.transform(None, compress=COMPRESS)
+ALONE = gravac.transform(None, compress=COMPRESS, controller=gravac.Fixed(4))
 GRADIENTS = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), FLOATS)
 
 
@@ -611,22 +604,6 @@ def test_the_state_goes_through_map_params(compress):
         assert_same(mapped[1][0].trace, jax.tree.map(lambda x: x + 1, PARAMS))
 
 
-@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
-@on_every_mesh
-def test_the_types_and_shardings_of_the_state_are_stable(how, axis_type):
-    mesh = make_mesh(axis_type=axis_type)
-    tx = RECIPES["gravac"]
-    before = gravac.init(tx, PARAMS, mesh)
-    train_step = lambda state, batch: tx.update(at(batch, 0), state)[1:]
-    check_vma = how == "shard_map"
-    step = gravac.data_parallel(train_step, mesh, check_vma=check_vma, donate=False)
-    (after,) = step(before, at(FLOATS, 0))
-    kind = lambda x: (jax.typeof(x), x.weak_type, x.committed)
-    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
-    same = lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim)
-    assert all(jax.tree.leaves(jax.tree.map(same, after, before)))
-
-
 def test_a_state_may_be_donated():
     update = jax.jit(ALONE.update, donate_argnums=1)
     state = ALONE.init(PARAMS)
@@ -640,10 +617,11 @@ def test_float16_saturates_where_the_exchange_outgrows_it():
     tx = gravac.transform(None, compress=True, controller=gravac.Fixed(4))
     grads = jnp.full(8, 60_000, jnp.float16)
     update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(grads))
-    for _ in range(3):
+    state = tx.init(grads)
+    for _ in range(10):
         updates, state = update(grads, state)
         assert bool(jnp.isfinite(updates).all())
+    assert bool(jnp.isfinite(optax.tree.get(state, "residual")).all())
     assert float(updates.max()) == float(jnp.finfo(jnp.float16).max)
 
 
@@ -655,17 +633,12 @@ def test_no_leaf_of_the_state_is_nan():
         _, state = update(jnp.ones(8), state)
 
 
-@pytest.mark.parametrize(
-    "controller", choices(["GraVAC", "Fastest"], lambda x: x == "Fastest")
-)
-def test_it_works_with_64_bit_types_enabled(controller):
+def test_it_works_with_64_bit_types_enabled():
     script = """
-import sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
 import gravac_jax as gravac
-controller = getattr(gravac, sys.argv[1])()
-tx = gravac.transform(compress=True, controller=controller)
+tx = gravac.transform(compress=True)
 def step(state, batch):
     updates, state = tx.update(batch.sum(0), state, step_seconds=jnp.float32(1))
     return state, updates
@@ -675,10 +648,6 @@ state, updates = gravac.simulate(step, 2)(state, jnp.ones((2, 8)))
 assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds
 print(sorted(kinds))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, controller],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "['bool', 'float32', 'int32']\n", done.stderr

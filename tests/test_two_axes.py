@@ -1,19 +1,19 @@
-"""A slow axis, over which payloads travel, and a fast one, over which means do."""
+"""Payloads travel over a slow axis, and whole gradients over a fast one."""
 
-import functools
 import re
 
 import _examples
+import _laws
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, Scripted, agreed, assert_same, choices, make_mesh
+from _harness import AXIS_TYPES, Scripted, agreed, assert_same, at, choices, make_mesh
 
 import gravac_jax as gravac
-from gravac_jax import _payload
 from gravac_jax._exchanges import EXCHANGES
+from gravac_jax._selection import entries
 
 SLOW, FAST = 2, 4
 NAMES = ("dcn", "ici")
@@ -47,15 +47,15 @@ on_every_checked_mesh = pytest.mark.parametrize(
 )
 
 
-def two_axes(axis_type=AXIS_TYPES[0]):
+AXES = {"axis_name": "dcn", "dense_axis_name": "ici"}
+
+
+def two_axes(axis_type=AUTO):
     return make_mesh((SLOW, FAST), NAMES, axis_type)
 
 
-def transform(controller=None, **kwargs):
-    controller = controller or Scripted(LADDER)
-    return gravac.transform(
-        "dcn", dense_axis_name="ici", controller=controller, **kwargs
-    )
+def transform(controller=Scripted(LADDER), **kwargs):  # noqa: B008 (frozen)
+    return gravac.transform(**AXES, controller=controller, **kwargs)
 
 
 def put(tree, mesh, specs):
@@ -63,64 +63,76 @@ def put(tree, mesh, specs):
     return jax.tree.map(place, tree, specs)
 
 
-def walk(tx, params, state, gradients_of, batch_of, **kwargs):
-    """The updates and states of some steps on a mesh."""
+def begin(tx, specs, axis_type=AUTO):
+    """Return a mesh, and params and state on it."""
+    mesh = two_axes(axis_type)
+    params = put(PARAMS, mesh, specs)
+    return mesh, params, gravac.init(tx, params, mesh, "dcn", "ici")
+
+
+def batch_of(gradients):
+    """Return a batch with a row for each device."""
+    return {k: x.reshape(SLOW * FAST, *x.shape[2:]) for k, x in gradients.items()}
+
+
+def step_of(tx, gradients_of):
+    """Return a train step; `gradients_of` params and a device's own batch."""
 
     def train_step(params, state, batch):
         local = jax.tree.map(lambda x: x[0], batch)
         updates, state = tx.update(gradients_of(params, local), state, params)
         return jax.tree.map(jnp.add, params, updates), state
 
-    step = gravac.data_parallel(train_step, **kwargs, donate=False)
+    return train_step
+
+
+def walk(step, params, state, batch_of=batch_of):
+    """Return the updates and states of some steps."""
     deltas, states = [], []
     for i in range(STEPS):
         before = params
-        batch = {name: batch_of(x[i]) for name, x in GRADIENTS.items()}
-        params, state = step(params, state, batch)
+        params, state = step(params, state, batch_of(at(GRADIENTS, i)))
         deltas.append(jax.tree.map(lambda a, b: np.asarray(a - b), params, before))
         states.append(state)
     return deltas, states
 
 
-def run(tx, params, mesh, gradients_of, check_vma):
-    """Two axes; `gradients_of` params and a device's own batch."""
-    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
-    own = lambda x: x.reshape(SLOW * FAST, *x.shape[2:])
-    return walk(tx, params, state, gradients_of, own, mesh=mesh, **kwargs)
+def run(tx, specs, gradients_of, axis_type=AUTO, check_vma=True):
+    """Return the updates and states of some steps over two axes."""
+    mesh, *state = begin(tx, specs, axis_type)
+    kwargs = {**AXES, "check_vma": check_vma, "donate": False}
+    return walk(gravac.data_parallel(step_of(tx, gradients_of), mesh, **kwargs), *state)
 
 
-@functools.cache
-def on_one_axis(controller):
-    """2 replicas whose gradients are already means of 4."""
-    tx = gravac.transform("dcn", compress=IS_MATRIX, controller=controller)
-    mesh = make_mesh((SLOW,), ("dcn",))
-    params, state = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
-    mean, local = lambda x: x.mean(1), lambda params, batch: batch
-    return walk(tx, params, state, local, mean, mesh=mesh, axis_name="dcn")
+def local(params, batch):
+    """Return a batch as the gradient of whole params."""
+    return batch
 
 
-# Params that every device has whole.
+# Every device holds the whole params.
 
 
 @on_every_checked_mesh
 def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
-    mesh = two_axes(axis_type)
-    params = put(PARAMS, mesh, WHOLE)
     tx = transform(compress=IS_MATRIX)
-    local = lambda params, batch: batch
-    deltas, states = run(tx, params, mesh, local, check_vma)
-    expected, expected_states = on_one_axis(Scripted(LADDER))
+    deltas, states = run(tx, WHOLE, local, axis_type, check_vma)
+    # Two replicas whose gradients are already means of four.
+    tx = gravac.transform("dcn", compress=IS_MATRIX, controller=Scripted(LADDER))
+    mesh = make_mesh((SLOW,), ("dcn",))
+    step = gravac.data_parallel(step_of(tx, local), mesh, "dcn", donate=False)
+    begun = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
+    mean = lambda gradients: jax.tree.map(lambda x: x.mean(1), gradients)
+    expected, expected_states = walk(step, *begun, mean)
     assert_same(deltas, expected)
     of_replicas = lambda states: [jax.tree.map(agreed, x.local) for x in states]
     assert_same(of_replicas(states), of_replicas(expected_states))
 
 
-# Params of which each device of the fast axis owns a slice.
+# Each device of the fast axis owns a slice of the params.
 
 
 def sharded_loss(params, batch):
-    """A batch is a gradient here: that of the sum of params times batch."""
+    """Return loss and gradients: the batch, as the gradient of gathered params."""
 
     def loss(params):
         whole = jax.lax.all_gather(params["w"], "ici", axis=0, tiled=True)
@@ -129,22 +141,26 @@ def sharded_loss(params, batch):
     return gravac.value_and_grad(loss, NAMES)(params)
 
 
-def run_sharded(
-    controller,
-    axis_type=AXIS_TYPES[0],
-    check_vma=True,
-    exchange=gravac.AllGather(gravac.TopK()),  # noqa: B008 (frozen)
-    **kwargs,
-):
-    tx = transform(controller, sharded=IS_MATRIX, exchange=exchange, **kwargs)
-    mesh = two_axes(axis_type)
-    params = put(PARAMS, mesh, SPECS)
-    gradients_of = lambda params, batch: sharded_loss(params, batch)[1]
-    return run(tx, params, mesh, gradients_of, check_vma)
+def sharded(params, batch):
+    return sharded_loss(params, batch)[1]
+
+
+def run_sharded(controller, axis_type=AUTO, check_vma=True, **kwargs):
+    tx = transform(controller, sharded=IS_MATRIX, **kwargs)
+    return run(tx, SPECS, sharded, axis_type, check_vma)
+
+
+def compensated_and_kept(states):
+    """Yield each device's compensated gradient and its residual, step by step."""
+    kept = np.zeros((SLOW, FAST, N // FAST), np.float32)
+    for i, state in enumerate(states):
+        compensated = kept + GRADIENTS["w"][i].mean(1).reshape(kept.shape)
+        kept = np.asarray(optax.tree.get(state, "residual")).reshape(kept.shape)
+        yield compensated, kept
 
 
 @on_every_checked_mesh
-def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma):
+def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
     deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
     for i, delta in enumerate(deltas):
         for name, x in GRADIENTS.items():
@@ -154,43 +170,37 @@ def test_dense_updates_of_slices_are_those_of_whole_params(axis_type, check_vma)
 
 @on_every_checked_mesh
 def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
-    deltas, states = run_sharded(Scripted(LADDER), axis_type, check_vma)
-    means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
-    residual = np.zeros((SLOW, FAST, N // FAST), np.float32)
-    for i, (delta, state) in enumerate(zip(deltas, states, strict=True)):
+    exchange = gravac.AllGather(gravac.TopK())
+    deltas, states = run_sharded(
+        Scripted(LADDER), axis_type, check_vma, exchange=exchange
+    )
+    for i, (compensated, kept) in enumerate(compensated_and_kept(states)):
         factor = LADDER[i % len(LADDER)]
-        assert float(state.info.factor) == factor
-        compensated = residual + means[i]
-        kept = np.asarray(optax.tree.get(state, "residual"))
-        residual = kept.reshape(SLOW, FAST, N // FAST)
-        is_sent = (residual == 0) & (compensated != 0)
+        assert float(states[i].info.factor) == factor
+        is_sent = (kept == 0) & (compensated != 0)
         slots = N // FAST // factor
         assert (is_sent.sum(-1) == np.minimum(slots, (compensated != 0).sum(-1))).all()
-        assert (residual == np.where(is_sent, 0, compensated)).all()
-        # Device by device, nothing that stayed is larger than what was sent.
+        assert (kept == np.where(is_sent, 0, compensated)).all()
+        # On each device no kept entry is larger than a sent one.
         smallest = np.where(is_sent, abs(compensated), np.inf).min(-1)
-        assert (smallest >= abs(residual).max(-1)).all()
+        assert (smallest >= abs(kept).max(-1)).all()
         mean = np.where(is_sent, compensated, 0).mean(0).reshape(ROWS, COLUMNS)
-        np.testing.assert_array_equal(delta["w"], mean)
-        np.testing.assert_array_equal(delta["b"], GRADIENTS["b"][i].mean((0, 1)))
+        np.testing.assert_array_equal(deltas[i]["w"], mean)
+        np.testing.assert_array_equal(deltas[i]["b"], GRADIENTS["b"][i].mean((0, 1)))
 
 
-QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK(), leader="energy")
+QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK())
 OTHERS = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
 
 
 @pytest.mark.parametrize("exchange", OTHERS)
 def test_every_exchange_keeps_and_sends_slices(exchange):
     deltas, states = run_sharded(Scripted(LADDER), exchange=exchange)
-    means = GRADIENTS["w"].mean(2).reshape(STEPS, SLOW, FAST, N // FAST)
-    residual = np.zeros((SLOW, FAST, N // FAST), np.float32)
-    for i, (delta, state) in enumerate(zip(deltas, states, strict=True)):
-        compensated = residual + means[i]
-        kept = np.asarray(optax.tree.get(state, "residual"))
-        residual = kept.reshape(SLOW, FAST, N // FAST)
-        sent = (compensated - residual).mean(0).reshape(ROWS, COLUMNS)
-        rtol = 2.0**-8 if exchange.is_rounded else 0
-        atol = exchange.tolerance * np.abs(compensated).max()
+    pairs = compensated_and_kept(states)
+    for delta, (compensated, kept) in zip(deltas, pairs, strict=True):
+        sent = (compensated - kept).mean(0).reshape(ROWS, COLUMNS)
+        rtol = 2.0**-8 if _laws.rounds_the_mean(exchange) else 0
+        atol = _laws.tolerance(exchange) * np.abs(compensated).max()
         np.testing.assert_allclose(delta["w"], sent, rtol=rtol, atol=atol)
 
 
@@ -203,12 +213,11 @@ ALL_BEFORE = {
 
 @pytest.mark.parametrize("part", ALL_BEFORE)
 @by_check
-def test_what_comes_before_the_exchange_sees_the_whole_model(part, check_vma):
+def test_clip_decay_and_momentum_see_the_whole_model(part, check_vma):
     given = {part: ALL_BEFORE[part]}
     received, _ = run_sharded(gravac.Fixed(1), check_vma=check_vma, **given)
-    mesh, local = two_axes(), lambda params, batch: batch
     tx = transform(gravac.Fixed(1), compress=IS_MATRIX, **given)
-    expected, _ = run(tx, put(PARAMS, mesh, WHOLE), mesh, local, check_vma)
+    expected, _ = run(tx, WHOLE, local, check_vma=check_vma)
     without, _ = run_sharded(gravac.Fixed(1))
     for mine, others in zip(received, expected, strict=True):
         for name, x in mine.items():
@@ -216,41 +225,28 @@ def test_what_comes_before_the_exchange_sees_the_whole_model(part, check_vma):
     assert np.abs(received[-1]["w"] - without[-1]["w"]).max() > 1
 
 
-def test_a_clip_over_slices_survives_what_no_square_can_hold():
+def test_a_clip_over_slices_survives_entries_whose_squares_overflow():
     tx = transform(
         gravac.Fixed(1), sharded=IS_MATRIX, clip=gravac.ClipByGlobalNorm(1.0)
     )
-    mesh, huge = two_axes(), 1e30
-    gradients_of = lambda params, batch: jax.tree.map(
-        lambda x: x * huge, sharded_loss(params, batch)[1]
-    )
-    received, states = run(tx, put(PARAMS, mesh, SPECS), mesh, gradients_of, True)
+    huge = lambda *x: jax.tree.map(lambda grads: 1e30 * grads, sharded(*x))
+    received, states = run(tx, SPECS, huge)
     assert bool(states[0].info.is_finite)
     norm = np.sqrt(sum(np.square(x).sum() for x in received[0].values()))
-    # Each of the two is clipped at sqrt(2); alike, they would have that mean.
+    # Each of the two replicas is clipped at sqrt(2), which bounds their mean.
     assert 0.5 < norm <= 1.4143
 
 
 def after_a_step(tx, check_vma):
-    """Sharded params and state after one step; and what runs another function there."""
-    mesh = two_axes()
-    params = put(PARAMS, mesh, SPECS)
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
-    kwargs = {"axis_name": "dcn", "dense_axis_name": "ici", "check_vma": check_vma}
-
-    def train_step(params, state, batch):
-        grads = sharded_loss(params, jax.tree.map(lambda x: x[0], batch))[1]
-        updates, state = tx.update(grads, state, params)
-        return jax.tree.map(jnp.add, params, updates), state
-
-    batch = {
-        name: x[0].reshape(SLOW * FAST, *x.shape[3:]) for name, x in GRADIENTS.items()
-    }
+    """Return state after one step, and a function that runs another one there."""
+    mesh, *state = begin(tx, SPECS)
+    batch = batch_of(at(GRADIENTS, 0))
 
     def run(function, *state):
-        return gravac.data_parallel(function, mesh, **kwargs)(*state, batch)
+        step = gravac.data_parallel(function, mesh, **AXES, check_vma=check_vma)
+        return step(*state, batch)
 
-    return run(train_step, params, state), run
+    return run(step_of(tx, sharded), *state), run
 
 
 @by_check
@@ -266,7 +262,7 @@ def test_a_flush_delivers_every_slice(check_vma):
 
 
 @by_check
-def test_own_params_of_slices_are_on_the_mean_where_a_flush_takes_them(check_vma):
+def test_the_mean_of_own_params_of_slices_is_where_a_flush_takes_them(check_vma):
     tx = optax.chain(transform(gravac.Fixed(16), sharded=IS_MATRIX), optax.scale(-0.5))
     state, run = after_a_step(tx, check_vma)
 
@@ -293,55 +289,42 @@ def test_all_devices_take_one_rung():
     assert len({float(x.info.factor) for x in states}) > 1
 
 
-@pytest.mark.parametrize("buckets", choices(["one", "several"], lambda x: x == "one"))
-def test_what_fastest_knows_is_the_same_of_slices_and_of_whole_params(buckets):
-    kwargs = {} if buckets == "one" else {"bucket_bytes": 1}
+def test_fastest_learns_the_same_from_slices_and_from_whole_params():
     controller = gravac.Fastest(LADDER)
-    _, sliced = run_sharded(controller, **kwargs)
-    tx = transform(controller, compress=IS_MATRIX, **kwargs)
-    mesh = two_axes()
-    local = lambda params, batch: batch
-    _, whole = run(tx, put(PARAMS, mesh, WHOLE), mesh, local, check_vma=True)
+    _, sliced = run_sharded(controller)
+    _, whole = run(transform(controller, compress=IS_MATRIX), WHOLE, local)
     for a, b in zip(sliced, whole, strict=True):
         a, b = (jax.tree.map(agreed, x.controller.averages) for x in (a, b))
         assert a.sent[0] == a.total
-        # A device has its own part of the energy.
+        # A device holds a quarter of its replica's energy.
         assert a.total * FAST == pytest.approx(b.total, rel=1e-4)
         np.testing.assert_allclose(a.sent / a.total, b.sent / b.total, rtol=0.25)
         assert (np.diff(a.sent) < 0).all()
 
 
-def test_a_device_holds_the_residual_of_its_slice_alone():
-    tx = transform(sharded=IS_MATRIX)
-    mesh = two_axes()
-    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+@pytest.mark.parametrize(
+    ("specs", "compress", "size"),
+    [(SPECS, {"sharded": IS_MATRIX}, N // FAST), (WHOLE, {"compress": IS_MATRIX}, N)],
+    ids=["sharded", "whole"],
+)
+def test_a_device_holds_the_residual_of_what_it_compresses(specs, compress, size):
+    *_, state = begin(transform(**compress), specs)
     residual = optax.tree.get(state, "residual")
-    assert {x.data.size for x in residual.addressable_shards} == {N // FAST}
-    whole = gravac.init(
-        transform(compress=IS_MATRIX),
-        put(PARAMS, mesh, WHOLE),
-        mesh,
-        "dcn",
-        "ici",
-    )
-    sizes = {x.data.size for x in optax.tree.get(whole, "residual").addressable_shards}
-    assert sizes == {N}
+    assert {x.data.size for x in residual.addressable_shards} == {size}
 
 
 def test_the_optimizer_is_sharded_as_the_params_are():
     tx = optax.chain(transform(sharded=IS_MATRIX), optax.sgd(0.1, momentum=0.9))
-    mesh = two_axes()
-    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+    *_, state = begin(tx, SPECS)
     trace = optax.tree.get(state, "trace")
     assert {k: x.sharding.spec for k, x in trace.items()} == SPECS
 
 
 def test_nothing_but_payloads_crosses_the_slow_axis():
-    tx, mesh = transform(sharded=IS_MATRIX), two_axes()
-    params = put(PARAMS, mesh, SPECS)
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
+    tx = transform(sharded=IS_MATRIX)
+    mesh, params, state = begin(tx, SPECS)
     specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
-    batch = {k: x[0].reshape(SLOW * FAST, *x.shape[3:]) for k, x in GRADIENTS.items()}
+    batch = batch_of(at(GRADIENTS, 0))
     batch = put(batch, mesh, dict.fromkeys(batch, jax.P(NAMES)))
 
     def body(params, state, batch):
@@ -378,76 +361,63 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
 
 
 @pytest.mark.parametrize(
-    ("specs", "sharded", "error"),
+    ("specs", "compress", "gradients_of", "error"),
     [
-        (SPECS, False, r"\['w'\] is a slice .* takes it for whole"),
-        (WHOLE, IS_MATRIX, r"\['w'\] is whole .* takes it for a slice"),
+        (SPECS, {"compress": IS_MATRIX}, sharded, r"\['w'\] is a slice"),
+        (WHOLE, {"sharded": IS_MATRIX}, local, r"\['w'\] is whole"),
     ],
     ids=["slices taken for whole", "whole taken for slices"],
 )
-def test_slices_and_whole_leaves_are_told_apart(specs, sharded, error):
-    mesh = two_axes()
-    kwargs = {"sharded": sharded} if sharded else {"compress": IS_MATRIX}
-    local = lambda params, batch: batch
-    params = put(PARAMS, mesh, specs)
-    if specs is SPECS:
-        local = lambda params, batch: sharded_loss(params, batch)[1]
+def test_slices_and_whole_leaves_are_told_apart(specs, compress, gradients_of, error):
     with pytest.raises(ValueError, match=error):
-        run(transform(**kwargs), params, mesh, local, check_vma=True)
+        run(transform(**compress), specs, gradients_of)
 
 
 @by_check
 def test_a_state_that_is_not_placed_is_refused(check_vma):
-    tx, mesh = transform(compress=IS_MATRIX), two_axes()
+    tx = transform(compress=IS_MATRIX)
     step = gravac.data_parallel(
-        lambda state, batch: state, mesh, "dcn", "ici", check_vma=check_vma
+        lambda state, batch: state, two_axes(), **AXES, check_vma=check_vma
     )
-    with pytest.raises(ValueError, match="the state is not placed"):
+    with pytest.raises(ValueError, match=r"not placed.*gravac\.place"):
         step(tx.init(PARAMS), np.zeros((8, 1)))
 
 
-def test_slices_of_several_buckets_have_a_state(monkeypatch):
-    monkeypatch.setattr(_payload, "MAX_ENTRIES", N // FAST // 2)
-    tx, mesh = transform(sharded=IS_MATRIX), two_axes()
-    state = gravac.init(tx, put(PARAMS, mesh, SPECS), mesh, "dcn", "ici")
+def test_slices_of_several_buckets_have_a_state_for_each(monkeypatch):
+    monkeypatch.setattr(entries, "MAX_ENTRIES", N // FAST // 2)
+    *_, state = begin(transform(sharded=IS_MATRIX), SPECS)
     shapes = [x.residual.shape for x in state.local.memory]
     assert shapes == [(SLOW * FAST, N // FAST // 2)] * 2
 
 
 @by_check
 def test_slices_that_drift_apart_are_counted(check_vma):
-    tx, mesh = transform(sharded=IS_MATRIX, check_every=1), two_axes()
+    tx = transform(sharded=IS_MATRIX, check_every=1)
 
     def train_step(params, state, batch):
-        # A fault of one device, which shard_map knows nothing of.
+        # A fault of one device that shard_map knows nothing of.
         fault = jnp.where(jax.lax.axis_index(NAMES) == 6, batch["w"][0, 0, 0], 0.0)
         held = {**params, "w": params["w"] + fault}
-        grads = sharded_loss(params, jax.tree.map(lambda x: 0 * x[0], batch))[1]
+        grads = sharded(params, jax.tree.map(lambda x: 0 * x[0], batch))
         return params, tx.update(grads, state, held)[1]
 
-    params = put(PARAMS, mesh, SPECS)
-    state = gravac.init(tx, params, mesh, "dcn", "ici")
-    step = gravac.data_parallel(
-        train_step, mesh, "dcn", "ici", check_vma=check_vma, donate=False
-    )
+    mesh, params, state = begin(tx, SPECS)
+    step = gravac.data_parallel(train_step, mesh, **AXES, check_vma=check_vma)
     counts = []
-    for scale in (0, 1, 0, 1):
-        batch = {
-            k: scale + 0 * x[0].reshape(8, *x.shape[3:]) for k, x in GRADIENTS.items()
-        }
-        params, state = step(params, state, batch)
+    for fault in (0, 1, 0, 1):
+        batch = jax.tree.map(lambda x, fault=fault: fault + 0 * x, GRADIENTS)
+        params, state = step(params, state, batch_of(at(batch, 0)))
         counts.append(int(state.info.disagreements))
     assert counts == [0, 1, 1, 2]
 
 
 def test_params_that_are_sharded_over_the_slow_axis_are_refused():
-    mesh = two_axes()
-    params = put(PARAMS, mesh, {"w": jax.P("dcn"), "b": jax.P()})
+    specs = {"w": jax.P("dcn"), "b": jax.P()}
     with pytest.raises(ValueError, match=r"sharded over \['dcn'\].*dense_axis_name"):
-        gravac.init(transform(sharded=IS_MATRIX), params, mesh, "dcn", "ici")
+        begin(transform(sharded=IS_MATRIX), specs)
 
 
-# Params of which each device of the fast axis computes with its own slice.
+# Each device of the fast axis computes with its own slice of the params.
 
 IN, HIDDEN, OUT, BATCH = 8, 16, 4, 2
 TENSORS = {

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 import gravac_jax as gravac
-from gravac_jax._codec import Codec
-from gravac_jax._compressors import COMPRESSORS
-from gravac_jax._compressors.base import Compressor
-from gravac_jax._selection import Slots, select
+from gravac_jax._selection import COMPRESSORS
+from gravac_jax._selection.compressor import Compressor
+from gravac_jax._selection.select_entries import Slots, select
+from gravac_jax._selection.wire_format import Codec
 
 LADDER = gravac.GraVAC.ladder
 GRADIENTS = 4  # in turn, so that the residual does not grow along one of them

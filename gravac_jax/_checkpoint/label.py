@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _agreement
+from gravac_jax import _consistency
+from gravac_jax._arrays import Path
 from gravac_jax._checkpoint import restore_checks
 from gravac_jax._checkpoint.ledger import Named
-from gravac_jax._tree import Path
 
-_on_device = jax.jit(_agreement.leaf_checksum)
+_on_device = jax.jit(_consistency.leaf_checksum)
 
 
 def write(written: Named, data: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def check(read: Named, checksums: dict[str, int]) -> None:
 
 
 def _checksums(arrays: Named) -> dict[Path, int]:
-    on_host = _agreement.host_checksum
+    on_host = _consistency.host_checksum
     one = lambda x: (_on_device if isinstance(x, jax.Array) else on_host)(x)
     sums = jax.device_get({path: one(x) for path, x in arrays.items()})
     return {path: int(x) for path, x in sums.items()}

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _state, _tree
+from gravac_jax import _arrays, _state
+from gravac_jax._arrays import Path
 from gravac_jax._checkpoint import portable, restore_checks
 from gravac_jax._checkpoint.portable import Form
 from gravac_jax._state import TransformState
-from gravac_jax._tree import Path
 
 VERSION = 1  # of the names and shapes of a transform's state
 
@@ -52,8 +52,8 @@ class Own:
     def rows(self) -> Named:
         """What else is kept per replica: `[replicas, ...]`, by its name in the file."""
         numbers = {k: x[0] for k, x in self._memory.items() if k not in self.vectors}
-        exchange = _tree.by_path(self._led(self.state.local.exchange))
-        named = _tree.by_path({"replica": self._led(self.state.local.replica)})
+        exchange = _arrays.by_path(self._led(self.state.local.exchange))
+        named = _arrays.by_path({"replica": self._led(self.state.local.replica)})
         named |= {("memory", *k): x for k, x in numbers.items()}
         return named | {("exchange", *k): x for k, x in exchange.items()}
 
@@ -67,11 +67,11 @@ class Own:
     @functools.cached_property
     def shared(self) -> Named:
         """What is in them, by its name."""
-        return _tree.by_path(self.fields)
+        return _arrays.by_path(self.fields)
 
     @property
     def _memory(self) -> dict[Path, list[jax.Array]]:
-        buckets = [_tree.by_path(self._led(x)) for x in self.state.local.memory]
+        buckets = [_arrays.by_path(self._led(x)) for x in self.state.local.memory]
         return {name: [x[name] for x in buckets] for name in buckets[0]}
 
     def _led(self, local: Any) -> Any:
@@ -89,7 +89,7 @@ def owns_of(tree: Any, params: Any) -> list[Own]:
         len(_state.locals_of(tree)), sum(is_ours(x) for _, x in flat)
     )
     return [
-        Own(_tree.names(path), x, portable.form(x, params))
+        Own(_arrays.names(path), x, portable.form(x, params))
         for path, x in flat
         if is_ours(x)
     ]
@@ -112,7 +112,7 @@ def write(tree: Any, params: Any) -> Named:
       ValueError: if they are others, or the state is not as `gravac.place` makes it.
     """
     owns = owns_of(tree, params)
-    written = others_of(_tree.by_path(tree), owns)
+    written = others_of(_arrays.by_path(tree), owns)
     restore_checks.can_be_saved(written)
     for own in owns:
         written |= {own.path + name: x for name, x in _written(own)}

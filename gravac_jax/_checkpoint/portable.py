@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _placement, _state, _tree
+from gravac_jax import _arrays, _collectives, _placement, _state
+from gravac_jax._arrays import Path
 from gravac_jax._checkpoint import restore_checks
 from gravac_jax._state import TransformState
-from gravac_jax._tree import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Form:
 
     def owners(self, spec: jax.P) -> tuple[str, ...]:
         """The axes along which a leaf's residual differs, and is not merely cut."""
-        cut = {name for part in spec for name in _checks.axis_names(part)}
+        cut = {name for part in spec for name in _collectives.axis_names(part)}
         return tuple(name for name in self.axes if name not in cut)
 
     def count(self, spec: jax.P) -> int:
@@ -161,7 +161,7 @@ def form(state: TransformState, params: Any) -> Form:
     restore_checks.is_on_devices(replica)
     restore_checks.is_not_of_pmap(steps)
     layout = np.asarray(layout)
-    flat = list(_tree.by_path(params).items())
+    flat = list(_arrays.by_path(params).items())
     chosen = sorted(set(layout[:, 0].tolist()))
     mesh, axes = _mesh_of(replica)
     picked = [flat[i] for i in chosen if i < len(flat)]
@@ -189,7 +189,7 @@ def _only(x: Any) -> Any:
 def _mesh_of(replica: Any) -> tuple[jax.sharding.Mesh | None, tuple[str, ...]]:
     sharding = getattr(replica, "sharding", None)
     if isinstance(sharding, jax.NamedSharding) and replica.ndim and sharding.spec:
-        axes = _checks.axis_names(sharding.spec[0])
+        axes = _collectives.axis_names(sharding.spec[0])
         if axes and isinstance(sharding.mesh, jax.sharding.Mesh):
             return sharding.mesh, axes
     return None, ()

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _state, _tree
+from gravac_jax import _arrays, _state
+from gravac_jax._arrays import Path
 from gravac_jax._checkpoint import ledger, portable, restore_checks
 from gravac_jax._checkpoint.ledger import VERSION, Named, Own
 from gravac_jax._state import TransformState
-from gravac_jax._tree import Path
 
 # Decisions, which mean something on one ladder and to one controller only.
 _DECIDED = ("ladder", "rung", "past_rungs", "controller")
@@ -24,7 +24,7 @@ _DECIDED = ("ladder", "rung", "past_rungs", "controller")
 def specs_of(metadata: Any) -> dict[Path, tuple[str, tuple[int, ...]]]:
     """Dtypes and shapes of what was saved, by name, from what Orbax knows of it."""
     shape = lambda x: tuple(getattr(x, "shape", None) or ())
-    flat = _tree.by_path(metadata).items()
+    flat = _arrays.by_path(metadata).items()
     return {path: (kind_of(x), shape(x)) for path, x in flat}
 
 
@@ -49,7 +49,7 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     same = {path: path for path in saved}
     is_ours = _state.is_transform_state
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_ours)
-    ours = [_tree.names(path) for path, x in flat if is_ours(x)]
+    ours = [_arrays.names(path) for path, x in flat if is_ours(x)]
     if len(ours) != 1 or not ours[0] or not ours[0][-1].isdecimal():
         return same
     if (*ours[0], "version") in saved:
@@ -57,7 +57,7 @@ def renamed(saved: Named, tree: Any) -> dict[Path, Path]:
     *above, place = ours[0]
     chain = tuple(above)
     here = {
-        _tree.names(path): (kind_of(x), ledger.shape_of(x))
+        _arrays.names(path): (kind_of(x), ledger.shape_of(x))
         for path, x in flat
         if not is_ours(x) and ledger.is_saved(x)
     }
@@ -93,7 +93,7 @@ def plan(saved: Named, tree: Any, params: Any) -> Named:
       ValueError: if what was saved does not fit.
     """
     owns = ledger.owns_of(tree, params)
-    others = ledger.others_of(_tree.by_path(tree), owns)
+    others = ledger.others_of(_arrays.by_path(tree), owns)
     others = {k: x for k, x in others.items() if ledger.is_saved(x)}
     here = {k: (kind_of(x), ledger.shape_of(x)) for k, x in others.items()}
     restore_checks.fits(here, ledger.others_of(saved, owns))
@@ -187,7 +187,7 @@ def _read(own: Own, saved: Named) -> TransformState:
 def _filled(tree: Any, value: Callable[[Path, Any], Any], is_leaf: Any = None) -> Any:
     """`tree` with other leaves, by their names."""
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    leaves = [value(_tree.names(path), x) for path, x in flat]
+    leaves = [value(_arrays.names(path), x) for path, x in flat]
     return jax.tree.unflatten(structure, leaves)
 
 

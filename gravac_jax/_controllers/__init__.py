@@ -1,7 +1,8 @@
 """Controllers decide how few entries to send: evidence in, rung out.
 
-A new one is a file here, a line in `CONTROLLERS` and a name in the package's front
-door.
+A new controller is a file here, a line in `CONTROLLERS`, a name in the package's front
+door, and an oracle in the tests. They see only scalars that are the same on every
+replica, and know nothing of exchanges.
 """
 
 from gravac_jax._controllers.accordion import Accordion

@@ -12,13 +12,13 @@ from gravac_jax._controllers.base import DerivedLadder, Evidence, has_dropped
 
 
 class AccordionState(NamedTuple):
-    """What Accordion carries from step to step.
+    """The state of Accordion.
 
     Attributes:
       seen: `[]` int32, steps of this interval so far.
-      total: `[]` float32, their gradients' norms, added up.
-      last_total: `[]` float32, that of the interval before; 0 if there was none.
-      rung: `[]` int32, that of this interval, but for drops of the learning rate.
+      total: `[]` float32, the sum of the norms of their gradients.
+      last_total: `[]` float32, the sum over the previous interval; 0 if there was none.
+      rung: `[]` int32, the rung of this interval, apart from learning rate drops.
     """
 
     seen: jax.Array
@@ -29,34 +29,34 @@ class AccordionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Accordion(DerivedLadder):
-    """Sends more in critical regimes: where the norm of the gradient changes fast.
+    """Sends more in critical regimes, in which the norm of the gradient changes fast.
 
-    After each interval, with the norm of the gradient over it and over the one before::
+    After each interval it compares the norm with that of the interval before::
 
         |norm before - norm now| / norm before >= threshold:  the low factor
         otherwise:                                            the high one
 
-    The first two intervals have the low factor, and so has one interval of steps after
-    the learning rate drops. It asks for neither times nor gains.
+    The first two intervals have the low factor, as does one interval of steps after the
+    learning rate drops. It needs neither times nor gains.
 
-    The norm is that of single gradients, the root of its mean square over replicas,
-    added up over the steps; of all compressed leaves together, which have one factor.
-    The paper takes that of a sum of gradients, for each layer. A clip before the
-    exchange makes all norms alike, and no regime critical: clip after it. With
+    The norm is that of single gradients (the root of the mean square over replicas),
+    added up over the steps, of all compressed leaves together, which share one factor.
+    The paper takes the norm of a sum of gradients, for each layer. A clip before the
+    exchange makes all norms alike, so that no regime is critical: clip after it. With
     `LowRank` the two factors are two ranks.
 
     Args:
       low: the factor of critical regimes.
-      high: that of all others.
-      interval: steps; ten epochs in the paper.
-      threshold: of the relative change.
-      learning_rate: a schedule of Optax, whose drops are critical: to less than 0.7
-        of itself, from one step to the next. None if it does not drop.
+      high: the factor of all others.
+      interval: steps of an interval; ten epochs in the paper.
+      threshold: the relative change of the norm that makes a regime critical.
+      learning_rate: a schedule of Optax. A fall to less than 0.7 of itself from one
+        step to the next is critical. None if it does not drop.
 
     Raises:
-      TypeError: if `learning_rate` is no schedule.
-      ValueError: if factors do not rise, `interval` is no positive number, or
-        `threshold` not above 0.
+      TypeError: if `learning_rate` is not a function.
+      ValueError: if the factors do not rise, `interval` is not a positive number, or
+        `threshold` is not above 0.
 
     Example:
       >>> import gravac_jax as gravac
@@ -65,8 +65,8 @@ class Accordion(DerivedLadder):
       (10, 100)
 
     References:
-      Agarwal et al., Accordion, MLSys 2021, section 4. GraVAC's code has another rule
-      by this name, from one step to the next.
+      Agarwal et al., Accordion, MLSys 2021, section 4. GraVAC's code calls another rule
+      by this name, which compares one step with the next.
     """
 
     low: float = 10
@@ -90,11 +90,11 @@ class Accordion(DerivedLadder):
 
     @property
     def look_every(self) -> int:
-        """Now and then, for the reader of `StepInfo.gains`: it does not ask itself."""
+        """100: only readers of `StepInfo.gains` need it."""
         return 100
 
     def init(self) -> tuple[jax.Array, AccordionState]:
-        """Start with the low factor."""
+        """Return the low factor's rung, and the state."""
         return jnp.zeros((), jnp.int32), AccordionState(
             seen=jnp.zeros((), jnp.int32),
             total=jnp.zeros((), jnp.float32),
@@ -105,7 +105,7 @@ class Accordion(DerivedLadder):
     def decide(
         self, evidence: Evidence, state: AccordionState
     ) -> tuple[jax.Array, AccordionState]:
-        """Compare at the end of an interval."""
+        """Compare norms at the end of an interval."""
         norm = jnp.sqrt(evidence.gradient_energy)
         total = state.total + jnp.where(jnp.isfinite(norm), norm, 0)
         seen = state.seen + 1

@@ -1,7 +1,7 @@
-"""The interface of controllers, and its laws.
+"""The interface of controllers, and the laws that hold for all of them.
 
-A controller sees scalars only, and only such as were reduced over the replicas: all
-of them decide alike, because a predicate that differs between devices hangs the job.
+A controller sees only scalars that were reduced over the replicas. So all replicas
+decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
@@ -11,33 +11,36 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOOK_FIRST = 32  # steps, arbitrary
-DROP = 0.7  # of a learning rate in one step, arbitrary: smooth schedules fall less
+LOOK_FIRST = 32  # steps; arbitrary
+DROP = 0.7  # of a learning rate in one step; arbitrary: smooth schedules fall less
 
 
 class Evidence(NamedTuple):
-    """What a controller may know of a step; the same on every replica.
+    """What a controller may know about a step; the same on every replica.
 
     Attributes:
       step: `[]` int32, steps before this one.
       replicas: N, static.
-      first_sparse: `[]` int32, the lowest rung that does not send everything. Those
-        between it and 0 are dense steps, whatever their factors: with so many replicas
+      first_sparse: `[]` int32, the lowest rung that does not send everything. Rungs
+        below it are dense steps whatever their factors, because with so many replicas
         their payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would have sent in this step; where it does not look (`Controller.looks`) that
-        of the rung that was taken alone is right.
+        would have sent in this step. In a step that does not look (`Controller.looks`)
+        only the energy of the rung taken is right.
       energy: `[]` float32, the mean energy of the error-fed gradient.
-      gradient_energy: `[]` float32, the mean energy of the gradient, after clip and
+      gradient_energy: `[]` float32, the mean energy of the gradient after clip and
         decay, without residual and momentum.
-      gradient_energies: `[rungs]` float32, what each rung would have sent of it and of
-        the leaves that go dense, had nothing been held back, so that a dense first rung
-        has all of both; zeros if the controller does not ask (`samples_gradient`), and
-        in steps that do not look.
+      gradient_energies: `[rungs]` float32, the energy that each rung would have sent of
+        that gradient, had nothing been held back, plus the energy of the leaves that go
+        dense. Zeros if the controller does not ask (`samples_gradient`), and in steps
+        that do not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
-        to `update` this time, each at the rung that it was measured at; NaN elsewhere.
+        to `update` this time, at the rung that they measured; NaN at other rungs.
+
+    Example:
+      See `gravac.Controller`.
     """
 
     step: jax.Array
@@ -52,37 +55,50 @@ class Evidence(NamedTuple):
 
     @property
     def predicted_seconds(self) -> jax.Array:
-        """`[rungs]` float32, a step at each rung by the cost model."""
+        """Seconds of a step at each rung by the cost model, `[rungs]` float32."""
         return self.predicted_parts.sum(-1)
 
 
 class Controller(abc.ABC):
-    """Chooses the rung of each step.
+    """Chooses the rung of each step. Subclass it to write your own.
 
     Law:
-      The rung is on the ladder, and so is every rung of its state; the state keeps its
-      shapes and dtypes; nothing in it depends on one replica alone.
+      The rung is on the ladder, as are all rungs in the state. The state keeps its
+      shapes and dtypes, and nothing in it depends on one replica alone.
 
     Attributes:
-      ladder: the factors it may choose from, rising.
+      ladder: the factors to choose from, rising.
+
+    Example:
+      >>> import dataclasses, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class EveryTenthDense(gravac.Controller):
+      ...     ladder: tuple[float, ...] = (1, 100)
+      ...     def init(self):
+      ...         return jnp.int32(0), ()
+      ...     def decide(self, evidence, state):
+      ...         is_sparse = (evidence.step + 1) % 10 > 0
+      ...         return is_sparse.astype(jnp.int32), state
+      >>> tx = gravac.transform(controller=EveryTenthDense())
     """
 
     ladder: tuple[float, ...]
 
     @property
     def samples_gradient(self) -> bool:
-        """Whether it asks for `Evidence.gradient_energies`, which cost a sample."""
+        """Whether it needs `Evidence.gradient_energies`, which cost a sample."""
         return False
 
     @property
     def look_every(self) -> int:
-        """Steps from one look at rungs that are not taken to the next."""
+        """Steps from one look at the rungs that are not taken to the next."""
         return 1
 
     def looks(self, step: jax.Array) -> jax.Array | bool:
-        """Whether a step (`[]` int32) looks at rungs that it does not take.
+        """Return whether a step (`[]` int32) looks at rungs that it does not take.
 
-        The first steps always do.
+        The first 32 steps always look.
         """
         if self.look_every == 1:
             return True
@@ -90,10 +106,10 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:
-        """The rung of the first step, `[]` int32, and the state before it.
+        """Return the rung of the first step, `[]` int32, and the state before it.
 
-        A state may have a method `moved(fresh)`: what is true of it on other devices,
-        for a run that is restored there; `fresh` is this one.
+        A state may have a method `moved(fresh)`. It returns the state for a run that is
+        restored on other devices; `fresh` is the state from `init`.
         """
 
     @abc.abstractmethod
@@ -101,7 +117,7 @@ class Controller(abc.ABC):
         """Choose the rung of the next step.
 
         Args:
-          evidence: of this step.
+          evidence: what is known after this step.
           state: from `init` or the last step.
 
         Returns:
@@ -111,16 +127,16 @@ class Controller(abc.ABC):
 
 
 class DerivedLadder(Controller):
-    """A controller whose ladder follows from its other arguments."""
+    """Base of controllers whose ladder follows from their other arguments."""
 
     @property
     @abc.abstractmethod
     def ladder(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The factors it may choose from, rising."""
+        """The factors to choose from, rising."""
 
 
 def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
-    """`[]` int32, the highest rung that the factor `allowed` lets in, or the lowest."""
+    """Return the highest rung with a factor up to `allowed`, else the lowest."""
     # A schedule that multiplies its way to a factor may miss it by a rounding.
     limit = jnp.asarray(allowed, jnp.float32) * (1 + 1e-5)
     reached = jnp.asarray(ladder, jnp.float32) <= limit
@@ -130,7 +146,7 @@ def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
 def has_dropped(
     learning_rate: Callable[[Any], Any], step: jax.Array, steps: int
 ) -> jax.Array:
-    """`[]` bool, whether it fell below 0.7 of itself at one of the last `steps`."""
+    """Return whether the rate fell below 0.7 of itself in the last `steps` steps."""
     at = jax.vmap(lambda step: jnp.asarray(learning_rate(step), jnp.float32))
     last = jnp.maximum(step - jnp.arange(steps, dtype=jnp.int32), 0)
     return jnp.any(at(last) < DROP * at(jnp.maximum(last - 1, 0)))

@@ -1,4 +1,4 @@
-"""Another controller, up to a factor that may change with the step."""
+"""Another controller, up to a cap on the factor that may change with the step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from gravac_jax._controllers.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Capped(DerivedLadder):
-    """What another controller decides, but no factor above a cap.
+    """Takes what another controller decides, up to a cap on the factor.
 
-    The other one sees all evidence and knows nothing of the cap: what it learns from
-    times at rungs that it has taken, it does not learn above the cap. Below the lowest
-    rung the cap means that one. A warm-up is a cap that rises, such as
-    `gravac.warm_up(1000).schedule` or any schedule of Optax; for drops of the learning
-    rate there is `gravac.low_after_drops`.
+    The other controller sees all evidence and does not know about the cap, so it cannot
+    learn from measured times above the cap. A cap below the lowest rung means that
+    rung. A warm-up is a rising cap, such as `gravac.warm_up(1000).schedule` or any
+    schedule of Optax. For drops of the learning rate use `gravac.low_after_drops`.
 
     Args:
-      controller: the other one.
+      controller: the other controller.
       cap: a factor, or a function from the step (`[]` int32, counted from 0) to one.
 
     Raises:
-      TypeError: if `controller` is none, or `cap` neither a number nor a function.
+      TypeError: if `controller` is not a controller, or `cap` neither a number nor a
+        function.
       ValueError: if `cap` is below 1.
 
     Example:
@@ -54,17 +54,17 @@ class Capped(DerivedLadder):
 
     @property
     def ladder(self) -> tuple[float, ...]:
-        """That of the other one."""
+        """The ladder of the other controller."""
         return self.controller.ladder
 
     @property
     def samples_gradient(self) -> bool:
-        """If the other one does."""
+        """Whether the other controller needs them."""
         return self.controller.samples_gradient
 
     @property
     def look_every(self) -> int:
-        """As the other one."""
+        """As often as the other controller."""
         return self.controller.look_every
 
     def _capped(self, rung: jax.Array, step: jax.Array) -> jax.Array:
@@ -72,12 +72,12 @@ class Capped(DerivedLadder):
         return jnp.minimum(rung, highest(self.ladder, cap))
 
     def init(self) -> tuple[jax.Array, Any]:
-        """The other one's, capped."""
+        """Return the first rung of the other controller, capped, and its state."""
         rung, state = self.controller.init()
         return self._capped(rung, jnp.zeros((), jnp.int32)), state
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """The other one's, capped."""
+        """Return the decision of the other controller, capped."""
         rung, state = self.controller.decide(evidence, state)
         return self._capped(rung, evidence.step + 1), state
 
@@ -85,20 +85,20 @@ class Capped(DerivedLadder):
 def low_after_drops(
     learning_rate: Callable[[Any], Any], factor: float, steps: int
 ) -> Callable[[Any], jax.Array]:
-    """A cap for `gravac.Capped`: low for a while after the learning rate drops.
+    """Return a cap for `gravac.Capped` that is low after the learning rate drops.
 
     Args:
-      learning_rate: a schedule of Optax. To less than 0.7 of itself, from one step to
-        the next, is a drop.
-      factor: the cap then; otherwise there is none.
-      steps: for how many.
+      learning_rate: a schedule of Optax. A fall to less than 0.7 of itself from one
+        step to the next is a drop.
+      factor: the cap after a drop; otherwise there is no cap.
+      steps: how many steps the cap lasts.
 
     Returns:
       A function from the step to a factor.
 
     Raises:
-      TypeError: if `learning_rate` is no schedule.
-      ValueError: if `factor` is below 1, or `steps` no positive number.
+      TypeError: if `learning_rate` is not a function.
+      ValueError: if `factor` is below 1, or `steps` not a positive number.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The fastest rung: predicted progress over predicted seconds."""
+"""The default controller: the rung with the least predicted seconds per progress."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,31 +6,32 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _gain, _ladder, _timing, _tree
+from gravac_jax import _arrays, _checks
+from gravac_jax._controllers import compression_gain, ladders, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence
 
-# All arbitrary; their trade was looked at in simulations.
+# All of these are arbitrary; simulations showed that they trade well.
 MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothing
 DWELL = 3  # steps at a rung before the next is chosen
-REST = 50  # steps from one visit to the next,
-HASTE = 8  # or an eighth of those that the network has been as it is
+REST = 50  # steps from one visit to the next on a network that does not change
+HASTE = 8  # after a change visits may be an eighth of the steps since then apart
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
-HORIZON = 500  # steps for which what a visit teaches is of use
+HORIZON = 500  # steps for which the knowledge from a visit is of use
 LOOK_EVERY = 8  # steps
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 
 class FastestState(NamedTuple):
-    """What Fastest carries from step to step.
+    """The state of Fastest.
 
     Attributes:
-      home: `[]` int32, the rung that is thought fastest.
-      current: `[]` int32, the rung of the next step: home, or one that is visited.
+      home: `[]` int32, the rung believed to be fastest.
+      current: `[]` int32, the rung of the next step: home, or the visited one.
       dwelt: `[]` int32, steps at this rung.
       rested: `[]` int32, steps since the last visit began.
-      known: `[]` int32, steps that the network has been as it is, at most 400.
+      known: `[]` int32, steps since the network last changed, at most 400.
       averages: smoothed energies of the gradients.
-      timing: what is known of seconds.
+      timing: what is known about step times.
     """
 
     home: jax.Array
@@ -38,11 +39,11 @@ class FastestState(NamedTuple):
     dwelt: jax.Array
     rested: jax.Array
     known: jax.Array
-    averages: _gain.Averages
-    timing: _timing.Timing
+    averages: compression_gain.Averages
+    timing: step_time_filter.Timing
 
     def moved(self, fresh: "FastestState") -> "FastestState":
-        """On other devices steps take as long as nobody knows yet."""
+        """Forget step times: on other devices they are not known yet."""
         return self._replace(known=fresh.known, timing=fresh.timing)
 
 
@@ -53,44 +54,45 @@ class Fastest(Controller):
     In plain words::
 
         progress[rung] = |what the rung would send of the gradient| / |the gradient|
-        seconds[rung]  = what the parts of a step take: compute, selection,
-                         messages, bytes; fitted to the measured times
+        seconds[rung]  = compute + selection + messages + bytes, each fitted to the
+                         measured step times
         cost[rung]     = seconds[rung] / progress[rung]
 
         if another rung costs 3% less than this one: go there
-        if what three steps at another rung would teach about the costs is likely to
-        save more in the next 500 steps than they cost: visit it
+        if three steps at another rung would teach something about the costs that is
+        likely to save more in the next 500 steps than they cost: visit it
 
-    Progress is that of one gradient alone, all of the model's, without what was held
-    back: so it does not depend on the rung in use, and no rung looks better than it is
-    because another one let a residual grow. That the norm predicts how many dense steps
-    a step is worth is an observation, not a theorem: it was right to a quarter where
-    entries were sent more than a few times, but at factor 1000, where they were not, up
-    to 2.7 times too hopeful. A ladder that ends at 100 is the careful choice for runs
-    of few steps.
+    Progress is measured on one gradient of the whole model, without the residual. So it
+    does not depend on the rung in use, and no rung looks better than it is because
+    another one let the residual grow. That the norm predicts how many dense steps a
+    step is worth is an observation, not a theorem. It was right within a quarter where
+    entries were sent more than a few times in a run. At factor 1000, where they were
+    not, it was up to 2.7 times too hopeful: for runs of few steps let the ladder end at
+    100.
 
-    Fastest is in time, not in steps: on a slow network it takes many cheap steps that
-    are worth less each. Where the number of steps is given, say what each must be worth
-    at the least: with `least_progress=0.9` a run is expected to get as far as dense
-    steps would in nine tenths of it.
+    It is fastest in time, not in steps: on a slow network it takes many cheap steps
+    that are worth less each. If your number of steps is fixed, say what each must be
+    worth: with `least_progress=0.9`, a run is expected to get as far as dense steps
+    would in nine tenths of its steps.
 
-    Dense is a rung like others: where compression does not pay, it ends there. It
-    follows a network that changes: four unexpected times in a row, or a visit, show it.
-    Without measured times (`update(..., step_seconds=...)`) it believes the cost model.
+    Dense is a rung like any other, and the controller stays there if compression does
+    not pay. It follows a network that changes: four unexpected times in a row, or a
+    visit, show the change. Without measured times (`update(..., step_seconds=...)`) it
+    believes the cost model.
 
     Cost:
-      Some hundred tiny kernels a step; at one step in eight a sample of the gradient
-      and one of the bucket; visits, of three steps each, at most one in fifty steps
-      once a network has been as it is for 400. Of two hosts on two cores, with 330
-      thousand params, a step took 2 to 4 ms longer than at a static factor.
+      About a hundred tiny kernels a step; in one step of eight, a sample of the
+      gradient and one of the bucket; visits of three steps each, at most one in fifty
+      steps once the network has been stable for 400. On two hosts that share two cores,
+      with 330 thousand params, a step took 2 to 4 ms longer than at a static factor.
 
     Args:
-      ladder: factor 1, then others.
-      least_progress: of a rung that is taken, in [0, 1]; 1 is that of dense steps. One
-        in use is left when it is 3% below.
+      ladder: factor 1, then larger ones.
+      least_progress: the least progress of a rung that is taken, in [0, 1]; a dense
+        step makes 1. A rung in use is left when it is 3% below.
 
     Raises:
-      TypeError: if `ladder` is no tuple of factors.
+      TypeError: if `ladder` is not a tuple of factors.
       ValueError: if the ladder is out of order or does not begin with 1, or
         `least_progress` is outside its bounds.
 
@@ -106,7 +108,7 @@ class Fastest(Controller):
       of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
     """
 
-    ladder: tuple[float, ...] = _ladder.geometric(10, 1000)
+    ladder: tuple[float, ...] = ladders.geometric(10, 1000)
     least_progress: float = 0.0
 
     def __post_init__(self) -> None:
@@ -117,19 +119,19 @@ class Fastest(Controller):
 
     @property
     def samples_gradient(self) -> bool:
-        """Yes: progress at rungs that are not in use."""
+        """True: it needs the progress of rungs that are not in use."""
         return True
 
     @property
     def look_every(self) -> int:
-        """So seldom that where dense steps are best they cost little more."""
+        """8: so seldom that looking costs dense steps little."""
         return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:
         """Start at the smallest compressed factor, and go to the largest from there.
 
-        How a step divides into parts is known after these two, whatever the network. To
-        find out by dense steps may take as long as a hundred others.
+        The times of these two tell how a step divides into parts, whatever the network.
+        Dense steps would tell it, too, but each may take as long as a hundred others.
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
@@ -139,8 +141,8 @@ class Fastest(Controller):
             dwelt=jnp.zeros((), jnp.int32),
             rested=jnp.zeros((), jnp.int32),
             known=jnp.zeros((), jnp.int32),
-            averages=_gain.no_averages(len(self.ladder)),
-            timing=_timing.no_times(),
+            averages=compression_gain.no_averages(len(self.ladder)),
+            timing=step_time_filter.no_times(),
         )
 
     def decide(
@@ -148,17 +150,17 @@ class Fastest(Controller):
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
         sampled = evidence.gradient_energies
-        newer = _gain.smooth(state.averages, sampled, sampled[0], SMOOTHING)
-        averages = _tree.where(sampled[0] > 0, newer, state.averages)
-        progress = _gain.gain(averages.sent, averages.total, "norm")
-        # A rung in use is left a little later than it would be taken.
+        newer = compression_gain.smooth(state.averages, sampled, sampled[0], SMOOTHING)
+        averages = _arrays.where(sampled[0] > 0, newer, state.averages)
+        progress = compression_gain.gain(averages.sent, averages.total, "norm")
+        # The rung in use is left at a lower bound than it would be taken at.
         is_home = jnp.arange(len(self.ladder)) == state.home
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
-        # As of one that sends nothing: it is never the fastest.
+        # A rung without progress is never the fastest.
         progress = jnp.where(progress < least, 0, progress)
         progress = jnp.maximum(progress, 1e-6).at[0].set(1.0)
         timing, has_changed = self._time(evidence, state.timing)
-        seconds, covariance = _timing.predict(timing, evidence.predicted_parts)
+        seconds, covariance = step_time_filter.predict(timing, evidence.predicted_parts)
         # In units of what home costs.
         cost = seconds / progress
         unit = cost[state.home]
@@ -171,12 +173,12 @@ class Fastest(Controller):
         known = jnp.where(has_changed, 0, jnp.minimum(state.known + 1, HASTE * REST))
         is_free = dwelt >= DWELL
         best = jnp.argmin(cost).astype(jnp.int32)
-        # From a visit it goes home before it moves, unless it moves to where it is.
+        # After a visit it goes home before it moves, unless it moves to where it is.
         is_at_home = (state.current == state.home) | (timing.times == 0)
         may_move = is_free & (is_at_home | (state.current == best))
         home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
 
-        least = _timing.least_compute(timing) * scale
+        least = step_time_filter.least_compute(timing) * scale
         worth = value_of_visits(cost, covariance, timing.noise, least, home)
         visited = jnp.argmax(worth).astype(jnp.int32)
         is_settled = (state.current == state.home) & (home == state.home)
@@ -196,11 +198,13 @@ class Fastest(Controller):
         )
 
     def _time(
-        self, evidence: Evidence, timing: _timing.Timing
-    ) -> tuple[_timing.Timing, jax.Array]:
+        self, evidence: Evidence, timing: step_time_filter.Timing
+    ) -> tuple[step_time_filter.Timing, jax.Array]:
         seconds = evidence.measured_seconds
-        rung = jnp.argmax(seconds > 0)  # of several at once, which is rare, one will do
-        return _timing.observe(timing, evidence.predicted_parts, rung, seconds[rung])
+        rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
+        return step_time_filter.observe(
+            timing, evidence.predicted_parts, rung, seconds[rung]
+        )
 
 
 def value_of_visits(
@@ -210,21 +214,22 @@ def value_of_visits(
     least: jax.Array,
     home: jax.Array,
 ) -> jax.Array:
-    """What it is worth to dwell at each rung for a while, in steps at home.
+    """Return what it is worth to visit each rung, in steps at home.
 
-    A visit moves what is thought of every rung. How much one that looks dearer than
-    home is likely to gain on it, or lose if it looks cheaper, times the steps that have
-    the gain, less the price of the visit.
+    A visit changes what is believed about every rung. Its worth is the expected gain
+    from a rung that turns out cheaper than home (or from home, if a rung that looked
+    cheaper turns out dearer), times the steps that have this gain, minus the price of
+    the visit.
 
     Args:
-      cost: `[rungs]` float32, in units of home's.
-      covariance: `[rungs, rungs]` float32, of `cost`.
-      noise: `[]` float32, the relative variance of a time.
-      least: `[rungs]` float32, what a rung costs if nothing but its compute takes time.
-      home: `[]` int32.
+      cost: `[rungs]` float32, in units of the cost of home.
+      covariance: `[rungs, rungs]` float32, the covariance of `cost`.
+      noise: `[]` float32, the relative variance of a measured time.
+      least: `[rungs]` float32, the cost of a rung if only its compute took time.
+      home: `[]` int32, the rung believed to be fastest.
 
     Returns:
-      `[rungs]` float32; negative where a visit does not pay.
+      `[rungs]` float32; negative if a visit does not pay.
     """
     dearer = cost - cost[home]
     # [j, v]: how far a visit to v is likely to move j against home.
@@ -240,7 +245,7 @@ def value_of_visits(
 
 
 def _expected_excess(dearer: jax.Array, deviation: jax.Array) -> jax.Array:
-    """Mean of max(0, x) of a normal x around `-dearer`."""
+    """Return the mean of max(0, x) for a normal x with mean `-dearer`."""
     deviation = jnp.maximum(deviation, 1e-12)
     z = dearer / deviation
     density, beyond = jax.scipy.stats.norm.pdf(z), jax.scipy.stats.norm.cdf(-z)

@@ -1,4 +1,4 @@
-"""Always the same factor: the off switch of the family."""
+"""Always the same factor."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ class Fixed(DerivedLadder):
     """Sends one entry in `factor` at every step.
 
     Args:
-      factor: n / k, at least 1; 1 is dense.
+      factor: n / k, at least 1. Factor 1 is dense.
 
     Raises:
       ValueError: if `factor` is below 1, as a density would be.
@@ -33,14 +33,14 @@ class Fixed(DerivedLadder):
 
     @property
     def ladder(self) -> tuple[float, ...]:
-        """One rung."""
+        """The one factor."""
         return (self.factor,)
 
     def init(self) -> tuple[jax.Array, Any]:
-        """The only rung there is, and no state."""
+        """Return the only rung, and no state."""
         return jnp.zeros((), jnp.int32), ()
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """The only rung there is."""
+        """Return the only rung."""
         del evidence
         return jnp.zeros((), jnp.int32), state

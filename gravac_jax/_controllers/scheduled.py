@@ -1,4 +1,4 @@
-"""The factor follows a schedule, whatever the gradients say."""
+"""The factor follows a schedule, whatever the gradients are."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._controllers.base import Controller, Evidence, highest
 
-STAGES = (4, 16, 64, 250, 1000)  # of Deep Gradient Compression's warm-up
+STAGES = (4, 16, 64, 250, 1000)  # Deep Gradient Compression's warm-up
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(Controller):
     """Takes the highest rung that a schedule allows.
 
-    The step after one that was skipped takes the rung that was meant for that one.
+    After a skipped step, the next one takes the rung that was meant for it.
 
     Args:
-      schedule: from the step, `[]` int32 counted from 0, to a factor; any schedule of
-        Optax. Below the first rung it means that one.
-      ladder: the factors there are, rising. The default is that of `gravac.warm_up`.
+      schedule: a function from the step, `[]` int32 counted from 0, to a factor, such
+        as any schedule of Optax. A factor below the first rung means the first rung.
+      ladder: the factors to choose from, rising. Default: those of `gravac.warm_up`.
 
     Raises:
       ValueError: if the ladder does not rise.
@@ -48,32 +48,31 @@ class Scheduled(Controller):
 
     @property
     def look_every(self) -> int:
-        """Now and then, for the reader of `StepInfo.gains`: it does not ask itself."""
+        """100: only readers of `StepInfo.gains` need it."""
         return 100
 
     def init(self) -> tuple[jax.Array, Any]:
-        """The rung of step 0, and no state."""
+        """Return the rung of step 0, and no state."""
         return self._rung(jnp.zeros((), jnp.int32)), ()
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """The rung of the next step."""
+        """Return the rung of the next step."""
         return self._rung(evidence.step + 1), state
 
 
 def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
-    """Factors that rise to the last one in stages of equal length.
+    """Return a controller whose factor rises in stages of equal length.
 
     The default stages are those of Deep Gradient Compression: densities of 25%, 6.25%,
-    1.5625% and 0.4%, then 0.1%. Where an all-gather would move more than a dense mean,
-    as the first stages do with many replicas, a step is dense.
+    1.5625% and 0.4%, then 0.1%. A stage is dense if an all-gather would move more bytes
+    than a dense mean, as the first stages do with many replicas.
 
-    The paper keeps the learning rate small meanwhile; a schedule of Optax over as many
-    steps does: `optax.linear_schedule(0.01, 0.1, steps)`.
+    The paper keeps the learning rate small during the warm-up. Use a schedule of Optax
+    over as many steps: `optax.linear_schedule(0.01, 0.1, steps)`.
 
     Args:
-      steps: before the last factor is reached, as long as all other stages together; 0
-        for none.
-      factors: of the stages, rising.
+      steps: length of all stages before the last one together; 0 for no warm-up.
+      factors: the factors of the stages, rising.
 
     Returns:
       The controller.

@@ -1,23 +1,21 @@
-"""Exchanges turn the buckets of all replicas into one mean.
+"""Exchanges average the buckets of all replicas.
 
-A new one is a file here, a line in `EXCHANGES`, a name in the package's front door
-and an oracle in the tests.
+`base.py` has the interface and everything that exchanges share. A new exchange is a
+file here, a line in `EXCHANGES`, a name in the package's front door, and an oracle in
+the tests.
 """
 
-from gravac_jax._exchanges.allgather import AllGather
-from gravac_jax._exchanges.cheapest import Cheapest
+from gravac_jax._exchanges.all_gather import AllGather
+from gravac_jax._exchanges.base import Exchange
 from gravac_jax._exchanges.dense import DenseMean
-from gravac_jax._exchanges.dense16 import DenseMean16
 from gravac_jax._exchanges.leader import LeaderIndices
-from gravac_jax._exchanges.lowrank import LowRank
-from gravac_jax._exchanges.lowrank import by_rank as by_rank
-from gravac_jax._exchanges.randomk import SharedRandomK
+from gravac_jax._exchanges.low_rank import LowRank
+from gravac_jax._exchanges.low_rank import by_rank as by_rank
+from gravac_jax._exchanges.random_k import SharedRandomK
 
-EXCHANGES = (
+EXCHANGES: tuple[type[Exchange], ...] = (
     AllGather,
-    Cheapest,
     DenseMean,
-    DenseMean16,
     LeaderIndices,
     LowRank,
     SharedRandomK,

@@ -1,74 +1,103 @@
-"""The interface of exchanges, and its laws.
+"""The interface of exchanges, and what all of them share.
 
-An exchange is the only thing that both selects and communicates. The rung is decided
-before it begins, from the evidence of earlier steps; what it returns beside the mean is
-the evidence for the next decision.
+An exchange averages the buckets of all replicas. A step of one goes through three
+phases: `prepare` what needs no other replica, `send` it in the branch of the rung, and
+`conclude` what was kept. Rungs that send everything or nothing, and the residual that
+they leave, are handled here, once for all exchanges.
 """
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._comm import Comm
-from gravac_jax._marking import curve
+from gravac_jax import _arrays, _collectives
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._selection.rungs import Rungs, shares_of_rungs
 
 
 class Exchanged(NamedTuple):
-    """What an exchange leaves on one replica.
+    """The outcome of an exchange on one replica.
 
     Attributes:
       mean: `[n]` float32, the mean over replicas of what was sent.
       residual: `[n]` float32, what this replica did not send.
       energies: `[rungs]` float32, the energy of this replica's bucket that each rung
-        would have sent; exact for the rung that was taken, and all that is known if the
-        step does not look at others.
+        would have sent. Exact for the rung that was taken; the others are only
+        estimated in a step that looks.
       energy: `[]` float32, the energy of the whole bucket.
-      mean_energies: `[rungs + 1]` float32, the means over replicas of `energies` and,
-        last, of `energy`, where these travelled with the entries; None where they are
-        still to be averaged.
+      mean_energies: `[rungs + 1]` float32, the means over replicas of `energies` and of
+        `energy`, the last one.
+
+    Example:
+      See `gravac.Exchange`.
     """
 
     mean: jax.Array
     residual: jax.Array
     energies: jax.Array
     energy: jax.Array
-    mean_energies: jax.Array | None = None
-
-    @property
-    def own_energies(self) -> jax.Array:
-        """What `mean_energies` is the mean of."""
-        return jnp.append(self.energies, self.energy)
+    mean_energies: jax.Array
 
 
-class Traffic(NamedTuple):
-    """What one exchange costs one replica; all static.
+class Kept(NamedTuple):
+    """What a sparse step leaves on one replica, as `Exchange.conclude` returns it.
 
     Attributes:
-      entries: how many entries of the bucket are sent.
-      payload_bytes: what one replica puts into the collective.
-      wire_bytes: what one replica sends for it.
-      messages: how many it sends one after the other, each when the one before has
-        arrived: 2 (N - 1) in a ring all-reduce, N - 1 in a ring all-gather.
+      residual: `[n]` float32, what this replica did not send.
+      energies: `[rungs]` float32, as in `Exchanged`.
+      energy: `[]` float32, the energy of the whole bucket.
+      mean_energies: `[rungs + 1]` float32, as in `Exchanged`, if they travelled with
+        the entries; None if they still have to be averaged.
+
+    Example:
+      See `gravac.Exchange`.
     """
 
-    entries: int
-    payload_bytes: float
-    wire_bytes: float
-    messages: int
+    residual: jax.Array
+    energies: jax.Array
+    energy: jax.Array
+    mean_energies: jax.Array | None = None
 
 
 class Exchange(abc.ABC):
-    """Averages buckets over replicas, sending as much of them as the rung says.
+    """Averages buckets over replicas, sending as much as the rung says.
+
+    To write your own, implement `traffic`, `send` and `conclude`, and `prepare` if some
+    work does not depend on the rung. An exchange may also override `exchange` itself.
 
     Law:
-      On every replica `sent = bucket - residual` holds exactly, `mean` is the mean of
-      `sent` over replicas (float32, payloads added in the order of the replicas, within
-      `tolerance`) and the same on all of them. A rung of factor 1 sends everything, and
-      a rung beyond the ladder, that of a step that is skipped, nothing.
+      On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean
+      of `sent` over replicas, the same bits on all of them (in float32, payloads added
+      in the order of the replicas). A rung of factor 1 sends everything. A rung beyond
+      the ladder is silent: it sends nothing and keeps the bucket and the state.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class FirstEntries(gravac.Exchange):
+      ...     def traffic(self, n, factor, replicas):
+      ...         k = max(1, int(n / factor))
+      ...         return gravac.DenseMean().traffic(k, 1, replicas)
+      ...     def send(self, bucket, local, k, comm):
+      ...         mean = comm.mean(bucket[:k])
+      ...         return jnp.pad(mean, (0, bucket.size - k)), ()
+      ...     def conclude(self, bucket, state, local, told, rungs):
+      ...         squares = jnp.cumsum(bucket**2)
+      ...         energies = squares[jnp.asarray(rungs.counts) - 1]
+      ...         is_sent = jnp.arange(bucket.size) < rungs.sparse_count
+      ...         residual = jnp.where(is_sent, 0, bucket)
+      ...         return gravac.Kept(residual, energies, squares[-1]), state
+      >>> tx = gravac.transform(
+      ...     None, compress=True, exchange=FirstEntries(), controller=gravac.Fixed(2)
+      ... )
+      >>> grads = jnp.array([1.0, 2.0, 3.0, 4.0])
+      >>> tx.update(grads, tx.init(grads))[0].tolist()
+      [1.0, 2.0, 0.0, 0.0]
     """
 
     @property
@@ -77,35 +106,118 @@ class Exchange(abc.ABC):
         return False
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether it matters which replica is which."""
-        return False
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether the mean is rounded further, and a dense rung leaves a residual."""
-        return False
-
-    @property
-    def tolerance(self) -> float:
-        """How far float32 may take the mean from that of what was sent.
-
-        As a share of the largest entry of a bucket; 0 where a part of every entry is
-        sent, and added up as it is.
-        """
-        return 0.0
+    def sends_whole_entries(self) -> bool:
+        """Whether every entry is either sent or kept, apart from rounding."""
+        return True
 
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
-        """The same exchange for buckets that hold arrays of these `shapes`: itself."""
+        """Return this exchange for buckets that hold arrays of these `shapes`."""
         del shapes
         return self
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
-        """This replica's state for a bucket of `n` entries: none."""
+        """Return this replica's state for a bucket of `n` entries; default: none."""
         del n, ladder
         return ()
 
     @abc.abstractmethod
+    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
+        """Return the cost of exchanging a bucket of `n` entries at `factor`."""
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of averaging `Exchanged.mean_energies`; no entries."""
+        del n, factor
+        return _collectives.mean_traffic(rungs + 1, replicas)._replace(entries=0)
+
+    def entries(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
+        """Return how many entries of a bucket of `n` each rung sends."""
+        return [self.traffic(n, factor, replicas).entries for factor in ladder]
+
+    def branch_sizes(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
+        """Return the `k` that `send` gets at each rung; `n` if the rung is dense."""
+        return self.entries(n, ladder, replicas)
+
+    def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
+        """Return whether `factor` is dense only because there are so many replicas."""
+        entries = lambda replicas: self.traffic(n, factor, replicas).entries
+        return entries(replicas) == n > entries(1)
+
+    def shares(
+        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Estimate the share of a gradient's energy that each rung would send.
+
+        Args:
+          gradient: `[n]` float32, this replica's own, without a residual.
+          ladder: static factors.
+          key: as for `exchange`.
+          comm: the other replicas.
+
+        Returns:
+          `[rungs]` float32, the shares of the largest entries. They stand in for other
+          choices, such as directions or places that another replica chose.
+        """
+        counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
+        return shares_of_rungs(gradient, counts, key, self.is_blind)
+
+    def prepare(
+        self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
+    ) -> Any:
+        """Do what needs no other replica and does not depend on the rung's shapes.
+
+        Args:
+          bucket: `[n]` float32, the compensated gradient of this replica.
+          state: from `init` or the last step.
+          rungs: what each rung sends, and which one this step takes.
+          key: a random key, the same on every replica, new at every step.
+          comm: the other replicas.
+
+        Returns:
+          `local`, handed to the methods below; default: None.
+        """
+        del bucket, state, rungs, key, comm
+
+    def send(
+        self, bucket: jax.Array, local: Any, k: int, comm: Comm
+    ) -> tuple[jax.Array, Any]:
+        """Exchange what a sparse rung sends; runs inside the branch of the rung.
+
+        Args:
+          bucket: as for `prepare`.
+          local: from `prepare`.
+          k: static, from `branch_sizes`.
+          comm: the other replicas.
+
+        Returns:
+          mean: `[n]` float32, the mean over replicas.
+          told: what else the branch found out, of the same shapes at every rung.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sparse rungs")
+
+    def told_dense(
+        self, bucket: jax.Array, local: Any, mean: jax.Array, comm: Comm
+    ) -> Any:
+        """Return the `told` of a dense rung; runs inside its branch."""
+        del bucket, local, mean, comm
+        return ()
+
+    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> Any:
+        """Return the `told` of a silent rung; runs inside its branch."""
+        del bucket, local, comm
+        return ()
+
+    def conclude(
+        self, bucket: jax.Array, state: Any, local: Any, told: Any, rungs: Rungs
+    ) -> tuple[Kept, Any]:
+        """Work out what was kept, and the new state, after the branch of the rung.
+
+        The residual matters at sparse rungs only: `exchange` itself sees to those that
+        send everything or nothing.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sparse rungs")
+
     def exchange(
         self,
         bucket: jax.Array,
@@ -117,82 +229,86 @@ class Exchange(abc.ABC):
         comm: Comm,
         looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
-        """Send what `rung` says.
+        """Average a bucket over replicas: prepare, send in one branch, conclude.
 
         Args:
           bucket: `[n]` float32, the compensated gradient of this replica.
           state: from `init` or the last step.
-          rung: `[]` int32, the same on every replica; `len(ladder)` to send nothing.
+          rung: `[]` int32, the same on every replica; `len(ladder)` for a silent step.
           ladder: static factors, rising.
           key: a random key, the same on every replica, new at every step.
           comm: the other replicas.
-          looks: whether the step looks at what other rungs would have sent, `[]` bool,
-            the same on every replica; static True if all steps do.
+          looks: whether the step estimates what other rungs would send, `[]` bool, the
+            same on every replica; static True if all steps do.
 
         Returns:
           What came of it, and the new state.
         """
+        counts = self.branch_sizes(bucket.size, ladder, comm.replicas)
+        rungs = Rungs(tuple(counts), bucket.size, rung, looks)
+        if rungs.are_all_dense:
+            return self._exchange_whole(bucket, rungs, comm), state
+        local = self.prepare(bucket, state, rungs, key, comm)
 
-    def entries(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
-        """How many entries of a bucket of `n` each rung sends."""
-        return [self.traffic(n, factor, replicas).entries for factor in ladder]
+        def dense() -> tuple[jax.Array, Any]:
+            mean = comm.mean(bucket)
+            return mean, self.told_dense(bucket, local, mean, comm)
 
-    def shares(
-        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """What each rung would send of a gradient, had nothing been held back.
+        def silent() -> tuple[jax.Array, Any]:
+            return comm.zeros(bucket), self.told_silent(bucket, local, comm)
 
-        Args:
-          gradient: `[n]` float32, this replica's own.
-          ladder: static factors.
-          key: as for `exchange`.
-          comm: the other replicas.
+        sparse = lambda k: functools.partial(self.send, bucket, local, k, comm)
+        branches = [dense if k == rungs.n else sparse(k) for k in rungs.counts]
+        mean, told = jax.lax.switch(rung, [*branches, silent])
 
-        Returns:
-          `[rungs]` float32, shares of its energy: of the largest entries, which stand
-          in for directions and for places that another replica chose, too.
-        """
-        counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
-        return curve.shares(gradient, counts, key, self.is_blind)
+        kept, after = self.conclude(bucket, state, local, told, rungs)
+        # Computed from the energies, it waits until nothing reads the bucket any more.
+        is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
+        residual = jnp.where(is_empty, 0, kept.residual)
+        exchanged = Exchanged(
+            mean=mean,
+            residual=jnp.where(rungs.is_silent, bucket, residual),
+            energies=kept.energies,
+            energy=kept.energy,
+            mean_energies=_averaged(kept, rungs, comm),
+        )
+        return exchanged, _arrays.where(rungs.is_silent, state, after)
 
-    def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
-        """Whether `factor` is a dense step for so many replicas, and not for one."""
-        entries = lambda replicas: self.traffic(n, factor, replicas).entries
-        return entries(replicas) == n > entries(1)
+    def rounded(self, bucket: jax.Array) -> jax.Array:
+        """Return what a rung that is dense at any factor sends of `bucket`."""
+        return bucket
 
-    @abc.abstractmethod
-    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """The cost of one exchange of a bucket of `n` entries at `factor`."""
+    def mean_of_rounded(self, sent: jax.Array, comm: Comm) -> jax.Array:
+        """Return the mean over replicas of what such a rung sends."""
+        return comm.mean(sent)
 
-    def energies_traffic(
-        self, n: int, factor: float, rungs: int, replicas: int
-    ) -> Traffic | None:
-        """What is added where the energies of `rungs` travel with the entries.
+    def _exchange_whole(self, bucket: jax.Array, rungs: Rungs, comm: Comm) -> Exchanged:
+        """Average the whole bucket, unless the step is silent."""
+        sent, energy = self.rounded(bucket), _arrays.energy(bucket)
+        sent_energy = energy if sent is bucket else _arrays.energy(sent)
+        energies = jnp.broadcast_to(sent_energy, (len(rungs.counts),))
+        own = jnp.append(energies, energy)
+        mean, mean_energies = jax.lax.cond(
+            rungs.is_silent,
+            lambda: (comm.zeros(bucket), comm.zeros(own)),
+            lambda: (self.mean_of_rounded(sent, comm), comm.mean(own)),
+        )
+        lost = jnp.zeros_like(bucket) if sent is bucket else bucket - sent
+        residual = jnp.where(rungs.is_silent, bucket, lost)
+        return Exchanged(mean, residual, energies, energy, mean_energies)
 
-        None where they do not: `Exchanged.mean_energies` is None then, for any bucket.
-        """
-        del n, factor, rungs, replicas
-        return None
+
+def _averaged(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:
+    """Return the mean energies, by a collective of their own if none carried them."""
+    if kept.mean_energies is not None:
+        return kept.mean_energies
+    own = jnp.append(kept.energies, kept.energy)
+    silent = lambda: comm.zeros(own)
+    return jax.lax.cond(rungs.is_silent, silent, lambda: comm.mean(own))
 
 
-def in_branch(
-    rung: jax.Array,
-    counts: Sequence[int],
-    n: int,
-    *,
-    sparse: Callable[[int], Any],
-    dense: Callable[[], Any],
-    nothing: Callable[[], Any],
-) -> Any:
-    """Run the branch of `rung` (`[]` int32): shapes are static in XLA.
-
-    Args:
-      rung: traced.
-      counts: how many entries each rung sends,
-      n: of so many; a rung that sends all is dense.
-      sparse: the branch of so many slots.
-      dense: that of a dense rung.
-      nothing: that of a step that is skipped, beyond the ladder.
-    """
-    branch = lambda k: dense if k == n else functools.partial(sparse, k)
-    return jax.lax.switch(rung, [*map(branch, counts), nothing])
+def dense_if_cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:
+    """Return the cost of a dense mean of `n` entries, unless `traffic` is no more."""
+    dense = _collectives.mean_traffic(n, replicas)
+    is_worse = traffic.entries == n or traffic.wire_bytes > dense.wire_bytes
+    return dense if is_worse else traffic

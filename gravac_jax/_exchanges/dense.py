@@ -1,103 +1,67 @@
-"""The mean of everything: the off switch of the family, and others' first rung."""
+"""Send everything, in 32 or 16 bits: the baselines of every sparse exchange."""
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from gravac_jax import _comm, _mean16, _tree
-from gravac_jax._comm import Comm
-from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic
+from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._exchanges.base import Exchange
 
-VALUE_BYTES = 4
-
-
-def dense_exchange(
-    bucket: jax.Array, rung: jax.Array, rungs: int, comm: Comm
-) -> Exchanged:
-    """The mean of whole buckets, which leaves nothing; or nothing if skipped."""
-    energy = _tree.energy(bucket)
-    is_skipped = rung == rungs
-    nothing = lambda: comm.zeros(bucket)
-    return Exchanged(
-        mean=jax.lax.cond(is_skipped, nothing, lambda: comm.mean(bucket)),
-        residual=jnp.where(is_skipped, bucket, 0),
-        energies=jnp.broadcast_to(energy, (rungs,)),
-        energy=energy,
-    )
-
-
-def with_mean_energies(exchanged: Exchanged, rung: jax.Array, comm: Comm) -> Exchanged:
-    """With its energies averaged, in a collective of their own if need be."""
-    if exchanged.mean_energies is not None:
-        return exchanged
-    own = exchanged.own_energies
-    nothing = lambda: comm.zeros(own)
-    is_skipped = rung == exchanged.energies.size
-    mean = jax.lax.cond(is_skipped, nothing, lambda: comm.mean(own))
-    return exchanged._replace(mean_energies=mean)
-
-
-def dense_traffic(entries: int, replicas: int) -> Traffic:
-    """The cost of a float32 mean of `entries`."""
-    payload_bytes = VALUE_BYTES * entries
-    wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
-    return Traffic(entries, payload_bytes, wire_bytes, _comm.mean_messages(replicas))
-
-
-def mean16_traffic(entries: int, replicas: int) -> Traffic:
-    """The cost of a mean of `entries` in 16 bits, once whole and once a shard."""
-    shard_bytes = _mean16.shard_bytes(entries, replicas)
-    return Traffic(
-        entries=entries,
-        payload_bytes=(replicas + 1) * shard_bytes,
-        wire_bytes=2 * _comm.gather_wire_bytes(shard_bytes, replicas),
-        messages=2 * _comm.gather_messages(replicas),
-    )
-
-
-def mean_of_energies(rungs: int, replicas: int) -> Traffic:
-    """The cost of a mean of its own for `Exchanged.own_energies`."""
-    return dense_traffic(rungs + 1, replicas)._replace(entries=0)
-
-
-def cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:
-    """That of a dense mean of `n` entries, unless `traffic` is less or as much."""
-    dense = dense_traffic(n, replicas)
-    is_worse = traffic.entries == n or traffic.wire_bytes > dense.wire_bytes
-    return dense if is_worse else traffic
+VALUES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseMean(Exchange):
-    """A float32 all-reduce of the whole bucket, whatever the rung.
+    """Averages the whole bucket, whatever the rung.
+
+    In bfloat16 every replica adds up a shard of its own, in float32, and the rounded
+    means are gathered. What the first rounding drops stays in the residual. What the
+    second one drops, of the mean, is lost.
+
+    Law:
+      In float32, the mean is `jax.lax.pmean`. In bfloat16, with r rounding to bfloat16
+      and x_1 .. x_N the buckets, it is r((r(x_1) + ... + r(x_N)) / N), summed in
+      float32.
 
     Cost:
-      Ring all-reduce: 2 (N - 1) alpha + 2 (N - 1) / N 4 n beta.
+      Ring all-reduce: 2 (N - 1) alpha + 2 (N - 1) / N 4 n beta. In bfloat16, all-to-all
+      and all-gather: as many messages and half the bytes.
+
+    Args:
+      values: "float32" or "bfloat16", how values travel.
+
+    Raises:
+      ValueError: if `values` is neither.
 
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.DenseMean().traffic(1000, factor=100, replicas=4)
       Traffic(entries=1000, payload_bytes=4000, wire_bytes=6000.0, messages=6)
+      >>> gravac.DenseMean("bfloat16").traffic(1000, factor=1, replicas=4)
+      Traffic(entries=1000, payload_bytes=2500, wire_bytes=3000, messages=6)
     """
 
-    def exchange(
-        self,
-        bucket: jax.Array,
-        state: Any,
-        rung: jax.Array,
-        *,
-        ladder: tuple[float, ...],
-        key: jax.Array,
-        comm: Comm,
-        looks: jax.Array | bool = True,
-    ) -> tuple[Exchanged, Any]:
-        """The mean of whole buckets."""
-        del key, looks
-        return dense_exchange(bucket, rung, len(ladder), comm), state
+    values: str = "float32"
+
+    def __post_init__(self) -> None:
+        _checks.one_of(self.values, "values", VALUES)
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """4 bytes an entry."""
+        """Return the cost of 4 bytes an entry, or 2."""
         del factor
-        return dense_traffic(n, replicas)
+        if self.values == "bfloat16":
+            return _collectives.bfloat16_mean_traffic(n, replicas)
+        return _collectives.mean_traffic(n, replicas)
+
+    def rounded(self, bucket: jax.Array) -> jax.Array:
+        """Round to `values`."""
+        if self.values == "bfloat16":
+            return _arrays.round_to_bfloat16(bucket)
+        return bucket
+
+    def mean_of_rounded(self, sent: jax.Array, comm: Comm) -> jax.Array:
+        """Return the mean, which travels as `values`."""
+        if self.values == "bfloat16":
+            return comm.bfloat16_mean([sent])[0]
+        return comm.mean(sent)

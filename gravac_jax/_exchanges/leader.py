@@ -6,27 +6,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _comm, _payload, _selection, _tree
-from gravac_jax._codec import Codec
-from gravac_jax._comm import Comm
-from gravac_jax._compressors import Threshold
-from gravac_jax._compressors.base import Compressor
-from gravac_jax._encoding import Float32, Int32
-from gravac_jax._exchanges.base import Exchange, Exchanged, Traffic, in_branch
-from gravac_jax._exchanges.dense import VALUE_BYTES, cheaper, dense_exchange
-from gravac_jax._payload import PAD, Payload
+from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
+from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
+from gravac_jax._selection import Threshold, select_entries
+from gravac_jax._selection.compressor import Compressor
+from gravac_jax._selection.entries import PAD, Payload, drop, spread, take
+from gravac_jax._selection.rungs import Rungs
+from gravac_jax._selection.select_entries import Selected
+from gravac_jax._selection.wire_format import WireFormat
 
 INDEX_BYTES = 4
-LEADERS = ("turn", "energy")
 
 
 class LeaderState(NamedTuple):
-    """What is known of others' choices.
+    """What one replica carries from step to step.
 
     Attributes:
-      turn: `[]` int32, exchanges so far: whose turn it is.
+      turn: `[]` int32, exchanges so far; tells whose turn it is.
       agreement: `[]` float32, the energy of this replica's bucket at the places chosen
-        last, over that at its own; 1 at first.
+        last, divided by that at its own choice; 1 at first.
       compressor: the compressor's state.
     """
 
@@ -35,33 +34,40 @@ class LeaderState(NamedTuple):
     compressor: Any
 
 
+class _Local(NamedTuple):
+    selected: Selected
+    compressor: Any  # its new state
+    turn: jax.Array
+
+
+class _Told(NamedTuple):
+    places: jax.Array  # [capacity] int32, chosen by the leader; as in a payload
+    energy: jax.Array  # [] of this replica's bucket at these places
+
+
 @dataclasses.dataclass(frozen=True)
 class LeaderIndices(Exchange):
-    """An all-reduce of k entries, at the places that one replica selects.
+    """All-reduces k entries at the places that one replica selects, each in its turn.
 
-    Every replica sends its own values there, so that what travels does not grow with
-    the replicas. It works as far as replicas agree on which entries are large, as the
-    residuals of replicas that saw the same data stream do.
+    Every replica sends its own values at these places, so the bytes do not grow with
+    the number of replicas. It works as far as replicas agree on which entries are
+    large, as the residuals of replicas that saw similar data do.
 
     Law:
-      Only the leader sends its largest entries, so that gains are lower than those of
-      an all-gather: near 1 / N where replicas have nothing in common. What the others
-      would have sent at another rung is told from their own selection and from how
-      well the leader's places suited them last; it is exact for the rung taken.
+      Only the leader sends its largest entries, so gains are lower than those of an
+      all-gather: near 1 / N if replicas have nothing in common. The energy of the rung
+      taken is exact. Those of other rungs are estimated from this replica's own
+      selection and from how well the leader's places suited it last.
 
     Cost:
       Two ring all-reduces, of k indices and of k values: 4 (N - 1) alpha +
-      2 (N - 1) / N 8 k beta, whatever N. Led by energy, an all-gather of one number
-      more.
+      2 (N - 1) / N 8 k beta, whatever N.
 
     Args:
       compressor: chooses the leader's entries.
-      leader: "turn" for each replica in its turn, "energy" for the one whose selection
-        holds the most, of equal ones the first.
 
     Raises:
-      TypeError: if `compressor` is none.
-      ValueError: if `leader` is neither.
+      TypeError: if `compressor` is not a `gravac.Compressor`.
 
     Example:
       >>> import gravac_jax as gravac
@@ -69,102 +75,96 @@ class LeaderIndices(Exchange):
       Traffic(entries=10, payload_bytes=80, wire_bytes=120.0, messages=12)
 
     References:
-      Chen et al., ScaleCom, NeurIPS 2020, CLT-k; Tyagi and Swany, AR-Topk, 2023, STAR
-      and VAR.
+      Chen et al., ScaleCom, NeurIPS 2020, CLT-k; Tyagi and Swany, AR-Topk, 2023, STAR.
     """
 
     compressor: Compressor = dataclasses.field(default_factory=Threshold)
-    leader: str = "turn"
 
     def __post_init__(self) -> None:
         _checks.component(self.compressor, Compressor, "compressor", "gravac.TopK()")
-        _checks.one_of(self.leader, "leader", LEADERS)
 
     @property
     def is_blind(self) -> bool:
-        """If the compressor is."""
+        """Whether the compressor is blind."""
         return self.compressor.is_blind
 
-    @property
-    def is_ordered(self) -> bool:
-        """If they lead in turn."""
-        return self.leader == "turn"
-
     def init(self, n: int, ladder: tuple[float, ...]) -> LeaderState:
-        """The first replica's turn."""
+        """Return the state in which the first replica leads."""
         del ladder
         return LeaderState(jnp.int32(0), jnp.float32(1), self.compressor.init(n))
 
-    def exchange(
+    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
+        """Return the cost of 8 bytes an entry, in two collectives."""
+        k = self.compressor.count(n, factor)
+        payload_bytes = (INDEX_BYTES + FLOAT32_BYTES) * k
+        traffic = _collectives.all_reduce_traffic(k, payload_bytes, replicas)
+        traffic = traffic._replace(messages=2 * traffic.messages)
+        return dense_if_cheaper(traffic, n, replicas)
+
+    def prepare(
         self,
         bucket: jax.Array,
         state: LeaderState,
-        rung: jax.Array,
-        *,
-        ladder: tuple[float, ...],
+        rungs: Rungs,
         key: jax.Array,
         comm: Comm,
-        looks: jax.Array | bool = True,
-    ) -> tuple[Exchanged, LeaderState]:
-        """Everybody selects, and the leader's indices are used."""
-        n, rungs = bucket.size, jnp.arange(len(ladder))
-        counts = self.entries(n, ladder, comm.replicas)
-        if min(counts) == n:
-            return dense_exchange(bucket, rung, len(ladder), comm), state
-        slots = _selection.slots(counts, n, rung, looks)
-        codec = Codec(Float32(), Int32(), n)
-        own, compressor = _selection.select(
-            self.compressor, codec, bucket, state.compressor, slots, key
+    ) -> _Local:
+        """Select, on every replica: each may be the leader."""
+        wire_format = WireFormat("float32", "int32", bucket.size)
+        selected, compressor = select_entries.select(
+            self.compressor, wire_format, bucket, state.compressor, rungs, key
         )
-        mine = jnp.sum(jnp.where(rungs == rung, own.energies, 0))
-        zero = comm.zeros(own.energy)
-        empty = PAD + jnp.arange(max(slots.sparse)) + zero.astype(jnp.int32)
+        return _Local(selected, compressor, state.turn)
 
-        def at_the_leaders(k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-            leads = self._leader(state, mine, comm) == comm.replica()
-            indices = comm.share(own.payload.indices[:k], leads)
-            values = _payload.take(bucket, indices).values
-            mean = Payload(comm.mean(values), indices)
-            places = jnp.concatenate([indices, empty[k:]])
-            zeros = comm.zeros(bucket)
-            return _payload.spread(mean, zeros), places, _tree.energy(values)
+    def send(
+        self, bucket: jax.Array, local: _Local, k: int, comm: Comm
+    ) -> tuple[jax.Array, _Told]:
+        """Share the leader's indices, then average everybody's values there."""
+        leads = local.turn % comm.replicas == comm.replica()
+        indices = comm.share(local.selected.payload.indices[:k], leads)
+        values = take(bucket, indices).values
+        mean = Payload(comm.mean(values), indices)
+        places = jnp.concatenate([indices, _no_places(local, comm)[k:]])
+        told = _Told(places, _arrays.energy(values))
+        return spread(mean, comm.zeros(bucket)), told
 
-        mean, places, sent = in_branch(
-            rung,
-            counts,
-            n,
-            sparse=at_the_leaders,
-            dense=lambda: (comm.mean(bucket), empty, own.energy),
-            nothing=lambda: (comm.zeros(bucket), empty, comm.cast(zero)),
-        )
-        is_sparse = (slots.sent > 0) & (slots.sent < n)
-        found = jnp.where(mine > 0, sent / jnp.where(mine > 0, mine, 1), 1)
+    def told_dense(
+        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
+    ) -> _Told:
+        """Return no places, and the energy of the bucket."""
+        return _Told(_no_places(local, comm), local.selected.energy)
+
+    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> _Told:
+        """Return no places and no energy."""
+        zero = comm.cast(comm.zeros(local.selected.energy))
+        return _Told(_no_places(local, comm), zero)
+
+    def conclude(
+        self,
+        bucket: jax.Array,
+        state: LeaderState,
+        local: _Local,
+        told: _Told,
+        rungs: Rungs,
+    ) -> tuple[Kept, LeaderState]:
+        """Keep what is not at the leader's places; learn how well they suited."""
+        selected = local.selected
+        own = jnp.sum(jnp.where(rungs.is_taken, selected.energies, 0))
+        found = jnp.where(own > 0, told.energy / jnp.where(own > 0, own, 1), 1)
         # A dense step shows no agreement. One bad leader must not end compression.
         forgotten = (state.agreement + 1) / 2
+        is_sparse = rungs.sparse_count > 0
         agreement = jnp.where(is_sparse, jnp.clip(found, 0, 1), forgotten)
-        foreseen = jnp.minimum(own.energies * agreement, own.energy)
-        foreseen = jnp.where(jnp.asarray(counts) == n, own.energy, foreseen)
-        energies = jnp.where(rungs == rung, sent, foreseen)
-        rest = _payload.drop(bucket, places)
-        residual = jnp.where(slots.sent == n, 0, rest)
-        state = LeaderState(state.turn + 1, agreement, compressor)
-        return Exchanged(mean, residual, energies, own.energy), state
+        foreseen = jnp.minimum(selected.energies * agreement, selected.energy)
+        is_dense = jnp.asarray(rungs.counts) == rungs.n
+        foreseen = jnp.where(is_dense, selected.energy, foreseen)
+        energies = jnp.where(rungs.is_taken, told.energy, foreseen)
+        after = LeaderState(state.turn + 1, agreement, local.compressor)
+        return Kept(drop(bucket, told.places), energies, selected.energy), after
 
-    def _leader(self, state: LeaderState, mine: jax.Array, comm: Comm) -> jax.Array:
-        """`[]` int32, which replica leads."""
-        if self.leader == "turn":
-            return state.turn % comm.replicas
-        return jnp.argmax(comm.gather(mine)).astype(jnp.int32)
 
-    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """8 bytes an entry, and one number if it is led by energy."""
-        k = self.compressor.count(n, factor)
-        payload_bytes = (INDEX_BYTES + VALUE_BYTES) * k
-        wire_bytes = _comm.mean_wire_bytes(payload_bytes, replicas)
-        messages = 2 * _comm.mean_messages(replicas)
-        if self.leader == "energy":
-            payload_bytes += VALUE_BYTES
-            wire_bytes += _comm.gather_wire_bytes(VALUE_BYTES, replicas)
-            messages += _comm.gather_messages(replicas)
-        traffic = Traffic(k, payload_bytes, wire_bytes, messages)
-        return cheaper(traffic, n, replicas)
+def _no_places(local: _Local, comm: Comm) -> jax.Array:
+    """Return indices of empty slots, marked as the same on all replicas."""
+    capacity = local.selected.payload.indices.size
+    zero = comm.zeros(local.selected.energy).astype(jnp.int32)
+    return PAD + jnp.arange(capacity) + zero

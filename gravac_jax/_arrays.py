@@ -1,0 +1,179 @@
+"""Arithmetic on pytrees and vectors, in float32 and on the bits of float32.
+
+Nothing here knows about compression, replicas or optimizers.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
+LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
+
+Path = tuple[str, ...]
+
+
+def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
+    """Return the leaves of `tree`, each with a path such as `['dense']['kernel']`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
+
+
+def by_path(tree: Any) -> dict[Path, Any]:
+    """The leaves of `tree`, by the names on the way to them: `("dense", "kernel")`."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {names(path): x for path, x in flat}
+
+
+def names(path: Any) -> Path:
+    """The names in a path of `jax.tree_util`."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def nested(leaves: dict[Path, Any]) -> dict[str, Any]:
+    """Dicts in dicts, from what `by_path` gives."""
+    tree: dict[str, Any] = {}
+    for path, x in leaves.items():
+        at = functools.reduce(lambda at, part: at.setdefault(part, {}), path[:-1], tree)
+        at[path[-1]] = x
+    return tree
+
+
+def ravel(leaves: list[jax.Array]) -> jax.Array:
+    """Return the entries of all `leaves`, one leaf after the other: `[n]` float32."""
+    if not leaves:
+        return jnp.zeros(0, jnp.float32)
+    return jnp.concatenate([jnp.ravel(x).astype(jnp.float32) for x in leaves])
+
+
+def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:
+    """Undo `ravel`: return leaves with the shapes and dtypes of `like`.
+
+    A value too large for a narrower dtype saturates, so a finite vector stays finite.
+    """
+    leaves, start = [], 0
+    for x in like:
+        part = jax.lax.slice_in_dim(vector, start, start + x.size).reshape(x.shape)
+        if jnp.finfo(x.dtype).bits < 32:
+            largest = float(jnp.finfo(x.dtype).max)
+            part = jnp.clip(part, -largest, largest)
+        leaves.append(part.astype(x.dtype))
+        start += x.size
+    return leaves
+
+
+def energy(x: jax.Array) -> jax.Array:
+    """Return the squared norm of `x`, `[]` float32."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def largest_magnitude(parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the largest magnitude in `parts`, `[]` float32, at most 2**100.
+
+    The cap makes it safe to divide by: XLA may flush a smaller reciprocal to zero.
+    """
+    tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
+    return jnp.minimum(functools.reduce(jnp.maximum, tops), 2.0**100)
+
+
+def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return the norm of all `parts` as one vector: a unit times a length.
+
+    Both are `[]` float32. The unit is 1, or the largest entry if squares overflow.
+    """
+
+    def scaled(_: Any) -> tuple[jax.Array, jax.Array]:
+        top = largest_magnitude(parts)
+        return top, jnp.sqrt(total(energy(x / top) for x in parts))
+
+    direct = jnp.sqrt(total(map(energy, parts)))
+    return only_if(jnp.isinf(direct), scaled, (jnp.ones_like(direct), direct))
+
+
+def total(parts: Iterable[jax.Array]) -> jax.Array:
+    """Return the sum of one or more arrays."""
+    return functools.reduce(operator.add, parts)
+
+
+def is_bad(parts: Sequence[jax.Array], limit: float = math.inf) -> jax.Array:
+    """Return 1 if some entry of `parts` is NaN or reaches `limit`, else 0.
+
+    The result is `[]` float32.
+    """
+    # The energy is computed anyway and mostly answers; looking at every entry costs
+    # another pass over memory.
+    is_good = total(map(energy, parts)) < limit**2
+    every = lambda x: jnp.all(jnp.abs(x) < limit)
+    look = lambda _: functools.reduce(operator.and_, map(every, parts))
+    return 1 - only_if(~is_good, look, is_good).astype(jnp.float32)
+
+
+def where(condition: jax.Array, x: Any, y: Any) -> Any:
+    """Return `x` where `condition` (`[]` bool) holds, else `y`, leaf by leaf."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+
+
+def draws(key: jax.Array) -> jax.Array:
+    """Return the bits of a random key, `[2]` uint32, as two random numbers.
+
+    They are random because the key came from `fold_in` or `split`. Do not use the key
+    for anything else.
+    """
+    return jax.random.key_data(key)[:2]
+
+
+def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
+    """Return `change(x)` if `predicate` (`[]` bool) holds, else `x`.
+
+    Under vmap `jax.lax.cond` computes both branches for every member of the batch. This
+    loop of at most one turn costs nothing if no member needs the change.
+    """
+    body = lambda carry: (carry[0] & False, change(carry[1]))
+    return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
+
+
+def is_never(energies: jax.Array) -> jax.Array:
+    """Return False, `[]` bool, in a form that XLA cannot simplify.
+
+    XLA overwrites a vector in place only after everything that reads it has run;
+    otherwise it copies the vector, which can cost more than a whole selection. A value
+    computed from this one waits for `energies`, and so for every read behind them. An
+    optimization barrier is removed before XLA assigns buffers.
+    """
+    return jnp.any(energies < 0)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of float32 `x` without the sign: int32, in the order of |x|.
+
+    Integer comparisons keep denormals, which float comparisons may flush to zero.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return bits & jnp.int32(0x7FFFFFFF)
+
+
+def from_bits(bits: jax.Array) -> jax.Array:
+    """Return the float32 magnitudes that have these bits; undo `magnitude_bits`."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
+    """Round float32 `x` to the nearest bfloat16, ties to even; keep it finite."""
+    # XLA may leave out a cast there and back, but not this.
+    x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return jnp.clip(x, -LARGEST_BFLOAT16, LARGEST_BFLOAT16)
+
+
+def bfloat16_to_bits(x: jax.Array) -> jax.Array:
+    """Return rounded float32 values as uint16, the upper half of their bits."""
+    return (jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16)
+
+
+def bfloat16_from_bits(bits: jax.Array) -> jax.Array:
+    """Undo `bfloat16_to_bits`."""
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)

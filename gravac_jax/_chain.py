@@ -1,0 +1,119 @@
+"""Is an optimizer put together so that the transform in it can work?
+
+These checks run when an optimizer's state is made, placed or asked for. They look for
+states of Optax that remember or rescale gradients in a place where they must not.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from gravac_jax._state import TransformState, is_transform_state, transform_states
+
+# Their steps are not linear in the updates.
+_NORMALIZED = (
+    optax.FactoredState,  # Adafactor
+    optax.ScaleByAdamState,
+    optax.ScaleByAdanState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByLionState,
+    optax.ScaleByNovogradState,
+    optax.ScaleByRmsState,
+    optax.ScaleByRssState,  # Adagrad
+    optax.ScaleByRStdDevState,
+)
+
+_REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
+
+# They keep gradients, or decide by them, before the optimizer inside sees them.
+_WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+
+# What a memory keeps, and the state of Optax that keeps the same.
+_TWICE = {
+    "velocity": optax.TraceState,
+    "first_moment": optax.TraceState,
+    "second_moment": optax.ScaleByAdamState,
+}
+
+
+def the_transform(state: Any, caller: str) -> TransformState:
+    """Return the one transform state in `state`; refuse none, or several."""
+    found = transform_states(state)
+    if len(found) != 1:
+        raise ValueError(
+            f"{caller} needs exactly one gravac.transform in the optimizer, found"
+            f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
+        )
+    return found[0]
+
+
+def check_linear(state: Any) -> None:
+    """Refuse an optimizer that is known not to be linear in its updates."""
+    for x in _instances(state, _NORMALIZED):
+        raise ValueError(
+            f"gravac.local_params needs an optimizer that is linear in the updates,"
+            f" found a {type(x).__name__}: it would make a whole step of what is held"
+            f" back. Let each replica run its own optimizer before the exchange:"
+            f" optax.chain(gravac.transform(memory=gravac.Adam()),"
+            f" optax.scale_by_learning_rate(1e-3))."
+        )
+
+
+def check_momentum(state: Any) -> None:
+    """Refuse an optimizer that keeps what the memory of its transform keeps."""
+    for name, kind in _TWICE.items():
+        mine = [x for ours in transform_states(state) for x in ours.local.memory]
+        owners = [type(x).__name__ for x in mine if hasattr(x, name)]
+        if owners and _instances(state, kind):
+            raise ValueError(
+                f"the optimizer after gravac.transform keeps a {name.replace('_', ' ')}"
+                f" of its own, and so does its memory,"
+                f" {owners[0].removesuffix('State')}: gradients would be averaged over"
+                f" time twice. Keep one: optax.chain(gravac.transform(momentum=0.9),"
+                f" optax.sgd(0.1)), without `momentum` in optax.sgd; after"
+                f" gravac.Adam() only optax.scale_by_learning_rate(...)."
+            )
+
+
+def check_chains(tree: Any) -> None:
+    """Refuse any optimizer in `tree` that is put together wrongly."""
+    for wrapper in _instances(tree, _WRAPPERS):
+        if transform_states(wrapper):
+            raise ValueError(
+                f"gravac.transform is inside an"
+                f" optax.{type(wrapper).__name__.removesuffix('State')}, which keeps"
+                f" each replica's own gradients, or decides by them, as if they were"
+                f" the same on all. Put it around what comes after the transform. To"
+                f" accumulate, use gravac.value_and_grad(loss, micro_batches=...); for"
+                f" gradients that are not finite, gravac.guard around the whole chain."
+            )
+
+    def is_chain(x: Any) -> bool:
+        parts = x.values() if type(x) is dict else x if type(x) is tuple else ()
+        return any(map(is_transform_state, parts))
+
+    for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):
+        check_momentum(chain)
+        if type(chain) is tuple:
+            _check_order(chain)
+
+
+def _check_order(chain: tuple[Any, ...]) -> None:
+    """Refuse a chain in which something that remembers gradients comes first."""
+    at = [is_transform_state(part) for part in chain].index(True)
+    for before in _instances(chain[:at], _REMEMBERING):
+        raise ValueError(
+            f"gravac.transform comes after a {type(before).__name__} in the chain,"
+            f" which would remember each replica's own gradients as if they were the"
+            f" same on all. Put it first: optax.chain(gravac.transform(),"
+            f" optax.sgd(0.1, momentum=0.9)). For momentum or Adam of each replica's"
+            f" own use gravac.transform(momentum=0.9) or gravac.adamw(1e-3)."
+        )
+
+
+def _instances(tree: Any, kind: Any) -> list[Any]:
+    """Return every instance of a class, or of several classes, in `tree`."""
+    is_one = lambda x: isinstance(x, kind)
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]

@@ -1,0 +1,284 @@
+"""The only file that talks to other replicas, and what doing so costs.
+
+Everything that crosses the network goes through `Comm`, in float32 or as integers.
+`Comm` also answers what differs from replica to replica. With `axis_name=None` a
+replica is alone: the same code runs and nothing is exchanged.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _arrays, _step_checks
+
+AxisName = str | tuple[str, ...] | None
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Return the axes that `axis_name` names; none for None."""
+    if axis_name is None:
+        return ()
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def join(*axes: AxisName) -> AxisName:
+    """Join axes into one: a name, a tuple of names, or None if there is none."""
+    given = [name for name in axes if name is not None]
+    names = tuple(x for name in given for x in axis_names(name))
+    return names if len(given) > 1 else given[0] if given else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """The replicas along `axis_name`, seen from one of them.
+
+    Call its methods inside shard_map, pmap or vmap over the axis. An exchange of your
+    own is handed one.
+
+    Args:
+      axis_name: the mapped axis, or several in a tuple; None for one replica alone.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> mean = gravac.Comm("data").mean
+      >>> jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0])).tolist()
+      [2.0, 2.0]
+    """
+
+    axis_name: AxisName
+
+    @property
+    def replicas(self) -> int:
+        """N, the number of replicas; static."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return axis_names(self.axis_name)
+
+    @property
+    def _is_checked(self) -> bool:
+        # Under check_vma=False, pmap and vmap nothing is marked as varying, not even
+        # the axis index. Under check_vma=True the axis index always is.
+        return bool(self._names) and not self._fixed_axes(
+            jax.lax.axis_index(self.axis_name)
+        )
+
+    def _fixed_axes(self, x: jax.Array) -> list[str]:
+        varying = jax.typeof(x).manual_axis_type.varying
+        return [name for name in self._names if name not in varying]
+
+    def check_local(self, tree: Any) -> None:
+        """Raise if a leaf of `tree` is known to be the same on every replica."""
+        if not self._is_checked:
+            return
+        for path, leaf in _arrays.named_leaves(tree):
+            if fixed := self._fixed_axes(leaf):
+                _step_checks.still_local(path, fixed)
+
+    def check_alike(self, before: Any, after: Any) -> None:
+        """Raise if a leaf that was the same on several devices is known to differ."""
+        leaves = zip(jax.tree.leaves(before), _arrays.named_leaves(after), strict=True)
+        for old, (path, new) in leaves:
+            fixed = [set(self._fixed_axes(jnp.asarray(x))) for x in (old, new)]
+            if lost := fixed[0] - fixed[1]:
+                _step_checks.stays_alike(path, sorted(lost))
+
+    def check_sharded(
+        self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
+    ) -> None:
+        """Raise if `params` are known to be sharded not as `is_sharded` says."""
+        if not self._is_checked:
+            return
+        leaves = _arrays.named_leaves(params)
+        for (path, leaf), chosen in zip(leaves, is_chosen, strict=True):
+            is_slice = not self._fixed_axes(leaf)
+            if is_slice != (chosen and is_sharded):
+                _step_checks.sharded_as_said(path, is_slice, self.axis_name)
+
+    def is_shared(self, tree: Any) -> bool:
+        """Whether some leaf of `tree` is known to be the same on every replica."""
+        leaves = jax.tree.leaves(tree) if self._is_checked else []
+        return any(self._fixed_axes(x) for x in leaves)
+
+    def cast(self, tree: Any) -> Any:
+        """Mark `tree` as varying over the axis, if JAX keeps such marks."""
+        if not self._is_checked:
+            return tree
+
+        def vary(x: jax.Array) -> jax.Array:
+            fixed = tuple(self._fixed_axes(x))
+            return jax.lax.pcast(x, fixed, to="varying") if fixed else x
+
+        return jax.tree.map(vary, tree)
+
+    def zeros(self, like: jax.Array) -> jax.Array:
+        """Return float32 zeros of the shape of `like`, marked as its mean would be.
+
+        The zeros are the same on every replica. They vary over other axes if `like`
+        does.
+        """
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        varying = jax.typeof(like).manual_axis_type.varying
+        others = tuple(sorted(set(varying) - set(self._names)))
+        return jax.lax.pcast(zeros, others, to="varying") if others else zeros
+
+    def mean(self, tree: Any) -> Any:
+        """Return the mean of `tree` over replicas, in float32, by one collective."""
+        if self.axis_name is None:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        mean = jax.lax.pmean(self.cast(_arrays.ravel(leaves)), self.axis_name)
+        return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
+
+    def bfloat16_mean(self, sent: list[jax.Array]) -> list[jax.Array]:
+        """Return the mean of `sent` over replicas; it travels and ends as bfloat16.
+
+        Every replica adds up one shard in float32, rounds its mean, and all shards are
+        gathered. Half the bytes of a float32 ring all-reduce.
+
+        Args:
+          sent: float32 arrays, rounded by `_arrays.round_to_bfloat16`.
+        """
+        flat = _arrays.ravel(sent)
+        rows = jnp.pad(flat, (0, -flat.size % self.replicas))
+        rows = rows.reshape(self.replicas, -1)
+        swapped = self.swap(_arrays.bfloat16_to_bits(rows))
+        total = jnp.sum(_arrays.bfloat16_from_bits(swapped), axis=0)
+        rounded = _arrays.round_to_bfloat16(total / self.replicas)
+        shards = self.gather(_arrays.bfloat16_to_bits(rounded))
+        whole = _arrays.bfloat16_from_bits(shards).reshape(-1)[: flat.size]
+        return _arrays.unravel(whole, sent)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return every replica's `x`, the same on all: `[replicas, *x.shape]`."""
+        if self.axis_name is None:
+            return x[None]
+        # Only this form may leave shard_map as replicated; vmap refuses it.
+        form: dict[str, Any] = {"to": "invarying"} if self._is_checked else {}
+        # On TPUs XLA turns a flat all-gather into an all-reduce of twice the bytes,
+        # unless 1,024 divides the size. Between barriers it stays one row a replica
+        # (libtpu 0.0.42).
+        row = jax.lax.optimization_barrier(self.cast(x)[None])
+        rows = jax.lax.all_gather(row, self.axis_name, tiled=True, **form)
+        return jax.lax.optimization_barrier(rows)
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """Return, as row r, replica r's row for this replica: `[replicas, m]`."""
+        if self.axis_name is None:
+            return x
+        return jax.lax.all_to_all(self.cast(x), self.axis_name, 0, 0)
+
+    def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
+        """Return `x` (integers) of the one replica whose `is_mine` is True."""
+        if self.axis_name is None:
+            return x
+        return jax.lax.psum(jnp.where(is_mine, x, 0), self.axis_name)
+
+    def replica(self) -> jax.Array:
+        """Return the index of this replica, `[]` int32."""
+        if self.axis_name is None:
+            return jnp.zeros((), jnp.int32)
+        return jax.lax.axis_index(self.axis_name)
+
+    def of_first(self, x: jax.Array) -> jax.Array:
+        """Return a float32 whose mean over replicas is the first replica's `x`."""
+        own = jnp.where(self.replica() == 0, self.replicas * x, 0)
+        return own.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The slow axis, over which gradients are compressed, and the fast one, if any.
+
+    Attributes:
+      slow: the replicas.
+      fast: the devices of one replica; gradients are averaged whole over them.
+      is_sharded: whether each of these devices owns a slice of the params.
+    """
+
+    slow: Comm
+    fast: Comm
+    is_sharded: bool
+
+    @property
+    def both(self) -> Comm:
+        """All devices."""
+        return Comm(join(self.slow.axis_name, self.fast.axis_name))
+
+    @property
+    def owners(self) -> Comm:
+        """Those who each own a state of the transform."""
+        return self.both if self.is_sharded else self.slow
+
+    @property
+    def alike(self) -> Comm:
+        """Those who should hold the same params."""
+        return self.slow if self.is_sharded else self.both
+
+    @property
+    def slices(self) -> Comm:
+        """Those who hold the other slices of a bucket; alone if it is not sharded."""
+        return self.fast if self.is_sharded else Comm(None)
+
+
+class Traffic(NamedTuple):
+    """What one collective, or several, cost one replica; everything is static.
+
+    Attributes:
+      entries: entries of the bucket that are sent.
+      payload_bytes: what one replica puts into the collectives.
+      wire_bytes: what one replica sends for them.
+      messages: messages that it sends one after the other, each after the one before
+        has arrived: 2 (N - 1) in a ring all-reduce, N - 1 in a ring all-gather.
+
+    Example:
+      See `gravac.Exchange`.
+    """
+
+    entries: int
+    payload_bytes: float
+    wire_bytes: float
+    messages: int
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Return the cost of both."""
+        return Traffic(
+            entries=self.entries + other.entries,
+            payload_bytes=self.payload_bytes + other.payload_bytes,
+            wire_bytes=self.wire_bytes + other.wire_bytes,
+            messages=self.messages + other.messages,
+        )
+
+
+FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
+
+
+def all_reduce_traffic(entries: int, payload_bytes: float, replicas: int) -> Traffic:
+    """Return the cost of a ring all-reduce of `payload_bytes`."""
+    wire_bytes = 2 * (replicas - 1) / replicas * payload_bytes
+    return Traffic(entries, payload_bytes, wire_bytes, 2 * (replicas - 1))
+
+
+def all_gather_traffic(entries: int, payload_bytes: float, replicas: int) -> Traffic:
+    """Return the cost of a ring all-gather of `payload_bytes` from each replica."""
+    return Traffic(entries, payload_bytes, (replicas - 1) * payload_bytes, replicas - 1)
+
+
+def mean_traffic(entries: int, replicas: int) -> Traffic:
+    """Return the cost of `Comm.mean` of `entries`."""
+    return all_reduce_traffic(entries, FLOAT32_BYTES * entries, replicas)
+
+
+def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
+    """Return the cost of `Comm.bfloat16_mean` of `entries`."""
+    shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
+    return Traffic(
+        entries=entries,
+        payload_bytes=(replicas + 1) * shard_bytes,
+        wire_bytes=2 * (replicas - 1) * shard_bytes,
+        messages=2 * (replicas - 1),
+    )

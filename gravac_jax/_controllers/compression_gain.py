@@ -1,0 +1,73 @@
+"""Compression gain: the share of the gradient that a rung sends."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+GAINS = ("energy", "norm")
+
+# Three compression gains are in print:
+#   (1) E|g_c|^2 / E|g_ef|^2             GraVAC, in the text: each energy smoothed first
+#   (2) E[|g_c|^2 / |g_ef|^2]            GraVAC, Algorithm 1: the quotient is smoothed
+#   (3) sum_l |g_c| / sum_l |g|          the authors' code: not squared, layer norms
+#       added up, and over the raw gradient instead of the error-fed one
+# We do (1). With g_ef = gradient + residual in the denominator, it is the share of the
+# energy that was sent and cannot exceed 1 for any selector. (3) can, whenever the
+# residual is large, and (2) lets one step with a small gradient dominate the average.
+# "norm" is the square root of (1): the paper's figures and the authors' code use norms.
+
+
+def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
+    """Return the share of the `total` energy that `sent` holds.
+
+    Args:
+      sent: float32 of any shape, the energy of what was sent.
+      total: `[]` float32, the energy of the error-fed gradient.
+      kind: "energy" for the quotient, "norm" for its square root.
+
+    Returns:
+      float32 in [0, 1], the shape of `sent`. It is 1 if there is nothing to send, and 0
+      if the energy is beyond float32 (norms above 1e19): then only a dense step is
+      known to be good.
+    """
+    # Compared first, because XLA divides by multiplying with the reciprocal, which
+    # makes 1 - 2**-24 of x / x.
+    is_all = sent >= total
+    share = jnp.where(is_all, 1.0, sent / jnp.where(is_all, 1.0, total))
+    share = jnp.where(jnp.isfinite(total), share, 0.0)
+    return jnp.sqrt(share) if kind == "norm" else share
+
+
+class Averages(NamedTuple):
+    """Exponentially weighted averages of energies.
+
+    Attributes:
+      sent: `[rungs]` float32, the average energy that each rung sends.
+      total: `[]` float32, the average energy of everything.
+    """
+
+    sent: jax.Array
+    total: jax.Array
+
+
+def no_averages(rungs: int) -> Averages:
+    """Return averages of no observations."""
+    return Averages(jnp.zeros(rungs, jnp.float32), jnp.zeros((), jnp.float32))
+
+
+def smooth(
+    averages: Averages, sent: jax.Array, total: jax.Array, weight: float
+) -> Averages:
+    """Add one step, which counts for `weight` (GraVAC uses replicas / 100).
+
+    Only quotients of averages are used, so the correction for their start at zero
+    cancels. Energies beyond float32 are left out; otherwise they would stay in the
+    averages for ever.
+    """
+    used = jnp.where(jnp.isfinite(total), jnp.float32(weight), 0.0)
+    sent, total = (jnp.where(used > 0, x, 0.0) for x in (sent, total))
+    return Averages(
+        averages.sent + used * (sent - averages.sent),
+        averages.total + used * (total - averages.total),
+    )

@@ -1,0 +1,72 @@
+"""The cost model: from bytes and messages to seconds, and compression throughput.
+
+Until the first measured step time arrives, it predicts the seconds of a step.
+"""
+
+import dataclasses
+
+import jax
+
+from gravac_jax import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class WireCost:
+    """Predicts seconds from bytes and messages: the alpha-beta model.
+
+    Measured step times (`update(..., step_seconds=...)`) replace it as soon as the
+    first one arrives.
+
+    Args:
+      bytes_per_second: bandwidth of one replica's link. Default: 1 Gbit/s, commodity
+        Ethernet.
+      latency_seconds: latency of one message. The default, 0.1 ms, is arbitrary.
+      compute_seconds: length of a step without any exchange. The default, 10 ms, is
+        arbitrary; it keeps the model from promising more speed than a step can give.
+      selection_seconds: time that a compressed step needs to choose what it sends. The
+        default, 1 ms, is arbitrary.
+
+    Raises:
+      ValueError: if a figure is negative or not a number.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.WireCost(latency_seconds=1e-3).step_seconds(12.5e6, messages=1)
+      0.111
+    """
+
+    bytes_per_second: float = 125e6
+    latency_seconds: float = 1e-4
+    compute_seconds: float = 1e-2
+    selection_seconds: float = 1e-3
+
+    def __post_init__(self) -> None:
+        why = "See gravac.WireCost for its unit."
+        _checks.within(self.bytes_per_second, "bytes_per_second", 1, 1e15, why)
+        _checks.within(self.latency_seconds, "latency_seconds", 0, 1e6, why)
+        _checks.within(self.compute_seconds, "compute_seconds", 0, 1e6, why)
+        _checks.within(self.selection_seconds, "selection_seconds", 0, 1e6, why)
+
+    def exchange_seconds(self, wire_bytes: float, messages: float) -> float:
+        """Return the seconds in which one replica sends `wire_bytes` in `messages`."""
+        return self.latency_seconds * messages + wire_bytes / self.bytes_per_second
+
+    def step_seconds(self, wire_bytes: float, messages: float) -> float:
+        """Return the seconds of a dense step with such an exchange."""
+        return sum(self.parts(wire_bytes, messages, is_dense=True))
+
+    def parts(
+        self, wire_bytes: float, messages: float, is_dense: bool
+    ) -> tuple[float, float, float, float]:
+        """Return the seconds of compute, selection, messages and bytes in a step."""
+        return (
+            self.compute_seconds,
+            0.0 if is_dense else self.selection_seconds,
+            self.latency_seconds * messages,
+            wire_bytes / self.bytes_per_second,
+        )
+
+
+def compression_throughput(gain: jax.Array, step_seconds: jax.Array) -> jax.Array:
+    """Return GraVAC's T_compression, gain per second, up to the constant N b."""
+    return gain / step_seconds

@@ -1,0 +1,102 @@
+"""The interface of memories, and the laws that hold for all of them.
+
+A memory sees one bucket of one replica. It does not know how entries were selected.
+"""
+
+import abc
+from typing import Any
+
+import jax
+
+
+class Memory(abc.ABC):
+    """Adds what was held back to the next step's gradient. Subclass it for your own.
+
+    Law:
+      Over a run, the sum of what was sent plus the last residual is the sum of what the
+      memory made of the gradients.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> class PlainResidual(gravac.Memory):
+      ...     def init(self, n):
+      ...         return jnp.zeros(n)
+      ...     def compensate(self, gradient, state):
+      ...         return gradient + state, state
+      ...     def held(self, state, n):
+      ...         return state
+      ...     def retain(self, residual, compensated, state):
+      ...         return residual
+      >>> memory = PlainResidual()
+      >>> state = memory.retain(jnp.ones(2), jnp.ones(2), memory.init(2))
+      >>> memory.compensate(jnp.ones(2), state)[0].tolist()
+      [2.0, 2.0]
+    """
+
+    @property
+    def masks(self) -> bool:
+        """Whether it needs to know which entries were sent."""
+        return False
+
+    @abc.abstractmethod
+    def init(self, n: int) -> Any:
+        """Return this replica's state for a bucket of `n` entries."""
+
+    @abc.abstractmethod
+    def compensate(self, gradient: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """Return the vector to select from.
+
+        Args:
+          gradient: `[n]` float32, this replica's own gradient.
+          state: from `init` or `retain`.
+
+        Returns:
+          compensated: `[n]` float32, the gradient plus what was held back.
+          state: the state that `retain` takes.
+        """
+
+    @abc.abstractmethod
+    def held(self, state: Any, n: int) -> jax.Array:
+        """Return what is held back, which is what a bad step selects from.
+
+        A bad step is silent, so all of this comes back to `retain` as the residual, and
+        `retain` must return `state` as it was.
+
+        Args:
+          state: from `init` or `retain`.
+          n: entries of the bucket.
+
+        Returns:
+          `[n]` float32.
+        """
+
+    @abc.abstractmethod
+    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+        """Return the state after an exchange.
+
+        Args:
+          residual: `[n]` float32, the part of `compensated` that was not sent.
+          compensated: `[n]` float32, from `compensate`.
+          state: from `compensate`.
+
+        Returns:
+          The new state.
+        """
+
+    def init_dense(self, n: int) -> Any:
+        """Return the state for `n` entries that go dense, the same on all replicas."""
+        del n
+        return ()
+
+    def follow(self, mean: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """Treat entries that go dense as `compensate` treats the others.
+
+        Args:
+          mean: `[n]` float32, the mean of their gradients over replicas.
+          state: from `init_dense` or the last step.
+
+        Returns:
+          `[n]` float32, by default the mean itself, and the new state.
+        """
+        return mean, state

@@ -1,0 +1,184 @@
+"""Use what is held back: deliver it to all replicas, or go on at own params.
+
+Both ask the transform for a *delivery*, which is no step: no gradient is exchanged, and
+nothing is decided or counted.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gravac_jax import _chain, _state
+from gravac_jax._buckets import Buckets
+from gravac_jax._collectives import Comm
+from gravac_jax._error_feedback.base import Memory
+from gravac_jax._state import LocalState, TransformState
+
+Delivery = Literal["mean", "own", "nothing"]
+
+
+def deliver(
+    delivery: Delivery,
+    memory: Memory,
+    local: LocalState,
+    state: TransformState,
+    buckets: Buckets,
+    comm: Comm,
+) -> tuple[Any, TransformState]:
+    """Return what is held back as updates, and the state after the delivery.
+
+    Args:
+      delivery: "mean" sends what is held back to all replicas and empties the memory.
+        "own" returns this replica's part and "nothing" returns zeros; both leave the
+        state as it is.
+      memory: knows what is held back.
+      local: this replica's state, in its local form.
+      state: the state as it came.
+      buckets: the leaves that it belongs to.
+      comm: the other replicas.
+    """
+    held = tuple(map(memory.held, local.memory, buckets.sizes))
+    if delivery == "mean":
+        emptied = tuple(
+            memory.retain(jnp.zeros_like(x), x, s)
+            for x, s in zip(held, local.memory, strict=True)
+        )
+        local, held = local._replace(memory=emptied), comm.mean(held)
+    elif delivery == "nothing":
+        held = tuple(map(jnp.zeros_like, held))
+    # gravac.guard must not mistake a delivery for a bad step.
+    is_finite = jnp.ones_like(state.info.is_finite)
+    dense = jnp.zeros(buckets.dense_size)
+    return buckets.unpack(held, dense), state._replace(
+        local=_state.leave(local, state.local),
+        info=state.info._replace(is_finite=is_finite),
+    )
+
+
+def flush(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, **extra: Any
+) -> tuple[Any, Any]:
+    """Take a step whose gradient is what the replicas have not sent yet.
+
+    Use it at the end of training, before an evaluation that counts, or before the
+    learning rate drops. Call it where the train step is called, under the same
+    collectives. The optimizer after the transform sees the mean of the residuals as it
+    would see any gradient; one such as Adam takes a whole step on it. Transformations
+    before the transform are not used.
+
+    Args:
+      tx: the optimizer, with exactly one `gravac.transform` in it.
+      params: the params.
+      opt_state: the optimizer's state.
+      extra: further arguments of `tx.update`, such as a loss.
+
+    Returns:
+      The params and the state, with empty residuals. The transform's counters and
+      controller stay as they are, as does its momentum, except for masking. The rest of
+      the chain counts a step: schedules go on, and momentum and decoupled decay are
+      applied once more.
+
+    Raises:
+      ValueError: if there is no `gravac.transform` in `tx`, or more than one.
+
+    Cost:
+      A float32 all-reduce of the compressed leaves.
+
+    Law:
+      The delivered gradient is the mean over replicas of what they held back.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> exchange = gravac.transform(
+      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ... )
+      >>> tx = optax.chain(exchange, optax.sgd(1.0))
+      >>> params = jnp.zeros(4)
+      >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
+      >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> params, opt_state = gravac.flush(tx, params, opt_state)
+      >>> params.tolist()
+      [-4.0, -3.0, -2.0, -1.0]
+    """
+    _chain.the_transform(opt_state, "gravac.flush")
+    tx = optax.with_extra_args_support(tx)
+    updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def local_params(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, **extra: Any
+) -> Any:
+    """Return this replica's own params: the shared ones plus all that it holds back.
+
+    What a replica holds back is a step that it already knows. If it takes its gradient
+    at its own params, it does not ask for that step again, and only the other replicas'
+    steps come late::
+
+        own = gravac.local_params(tx, params, opt_state)
+        loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    Everything else goes on with the params that all replicas share. Call it in the
+    train step, under the same collectives.
+
+    Args:
+      tx: the optimizer, with exactly one `gravac.transform` in it. The chain after it
+        must be linear in the updates, as learning rates, decay and momentum are. A clip
+        is not linear: give it to the transform, `clip=...`. Adam is not linear: use
+        `gravac.adamw`.
+      params: the params that all replicas share.
+      opt_state: the optimizer's state, which stays as it is.
+      extra: further arguments of `tx.update`, such as a loss.
+
+    Returns:
+      The params of this replica, in the same shapes and dtypes.
+
+    Raises:
+      ValueError: if there is no `gravac.transform` in `tx`, or more than one; if `tx`
+        has an optimizer of Optax that is not linear, such as Adam.
+
+    Cost:
+      No collective; one pass over the params, and memory for another copy of them.
+
+    Law:
+      The mean over replicas of their own params is where `gravac.flush` takes the
+      params, apart from what momentum and decay do in that step. Without anything held
+      back, own params are the shared ones.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> exchange = gravac.transform(
+      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ... )
+      >>> tx = optax.chain(exchange, optax.sgd(1.0))
+      >>> params = jnp.zeros(4)
+      >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
+      >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> params.tolist()
+      [-4.0, -3.0, 0.0, 0.0]
+      >>> gravac.local_params(tx, params, opt_state).tolist()
+      [-4.0, -3.0, -2.0, -1.0]
+
+    References:
+      Xie et al., CSER, NeurIPS 2020, which applies steps of SGD that were not sent
+      locally.
+    """
+    _chain.the_transform(opt_state, "gravac.local_params")
+    _chain.check_linear(opt_state)
+    tx = optax.with_extra_args_support(tx)
+    # Only the shapes matter; a narrower dtype would round what is held back.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    look = lambda delivery: tx.update(
+        zeros, opt_state, params, deliver=delivery, **extra
+    )[0]
+    # The difference is the part of what is held back: decay and momentum act even on
+    # an update of zeros.
+    own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))
+    return optax.apply_updates(params, own)

@@ -1,0 +1,145 @@
+"""Measures how long training steps take, without making the host wait for them."""
+
+import collections
+import concurrent.futures
+import functools
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+AHEAD = 4  # steps that the host may be ahead of the devices; later times are of no use
+
+
+class _Step(NamedTuple):
+    number: int
+    begin: float
+    is_compiled: bool
+    done: concurrent.futures.Future[tuple[float, Exception | None]]
+
+
+class StepClock:
+    """Measures step times for `gravac.transform` without blocking the host.
+
+    The host dispatches steps ahead of the devices, as it does without a clock. A
+    thread waits for what each step returns. The time of a step runs from the end of the
+    step before it, or from its own beginning if that came later. So a pause between
+    steps does not count, such as an evaluation whose result the host waits for. A step
+    that compiles has no time.
+
+    The clock keeps the host from running more than four steps ahead. That is enough to
+    keep the devices busy. Older times would be of no use: `gravac.transform` ignores a
+    time that is more than eight steps old.
+
+    Args:
+      steps: The number of steps that the optimizer state has already counted; 0 for a
+        new run.
+
+    Raises:
+      ValueError: If `steps` is negative.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> step = jax.jit(lambda x, step_seconds, measured_step: (x + 1, x.sum()))
+      >>> clock, x = gravac.StepClock(), jnp.zeros(2)
+      >>> for _ in range(8):
+      ...     x, loss = step(x, **clock.times())
+      ...     clock.record(loss)
+      >>> clock.wait()
+      >>> bool(clock.times()["step_seconds"] > 0)
+      True
+    """
+
+    def __init__(self, steps: int = 0):
+        if steps < 0:
+            raise ValueError(
+                f"steps must be 0 or more, got {steps}. Give the number of steps that"
+                " the state of gravac.transform has counted: 0 in a new run."
+            )
+        self._number = steps
+        self._begin, self._compilations = 0.0, len(_compilations())
+        self._end = 0.0  # of the last step that is known to be done
+        self._running: collections.deque[_Step] = collections.deque()
+        # Its thread ends with the clock. The interpreter waits for it before it exits.
+        self._waiting = concurrent.futures.ThreadPoolExecutor(1)
+
+    def times(self) -> dict[str, Any]:
+        """Return the arguments for the step that begins now.
+
+        Returns:
+          `step_seconds`, float32, the time of the newest step that is done, or NaN if
+          no step has finished since the last call. `measured_step`, int32, the number
+          of that step.
+        """
+        number, seconds = self._number - 1, np.nan
+        while self._running and (
+            len(self._running) >= AHEAD or self._running[0].done.done()
+        ):
+            step = self._running.popleft()
+            end, error = step.done.result()
+            if error is not None:
+                warnings.warn(
+                    f"the time of step {step.number} is unknown: {error}. Give"
+                    " gravac.StepClock what the step returns and no other step donates,"
+                    " such as its loss.",
+                    stacklevel=2,
+                )
+            elif not step.is_compiled:
+                number, seconds = step.number, end - max(self._end, step.begin)
+            self._end = end
+        self._begin, self._compilations = time.perf_counter(), len(_compilations())
+        return {
+            "step_seconds": np.float32(seconds),
+            "measured_step": np.int32(number),
+        }
+
+    def record(self, output: Any) -> None:
+        """Record that the step was dispatched.
+
+        Args:
+          output: Arrays that the step returns and that no other step donates, such as
+            its loss.
+
+        Raises:
+          ValueError: If `output` has no arrays.
+        """
+        if not jax.tree.leaves(output):
+            raise ValueError(
+                f"there is nothing to wait for in {output!r}. Give record what the step"
+                " returns, such as its loss."
+            )
+        is_compiled = len(_compilations()) > self._compilations
+        done = self._waiting.submit(_end, output)
+        self._running.append(_Step(self._number, self._begin, is_compiled, done))
+        self._number += 1
+
+    def wait(self) -> None:
+        """Wait until all recorded steps are done."""
+        concurrent.futures.wait([step.done for step in self._running])
+
+
+def _end(output: Any) -> tuple[float, Exception | None]:
+    """Wait for `output` and return the time, with the error if the step failed."""
+    error = None
+    try:
+        jax.block_until_ready(output)
+    except Exception as caught:
+        error = caught
+    return time.perf_counter(), error
+
+
+@functools.cache
+def _compilations() -> list[str]:
+    """Return a list that grows whenever this process compiles."""
+    events: list[str] = []
+
+    def listener(event: str, duration_secs: float, **more: Any) -> None:
+        del duration_secs, more
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    return events

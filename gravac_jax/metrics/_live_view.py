@@ -1,0 +1,140 @@
+"""A live view of a run in the terminal."""
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_LOSSES = 20  # steps in the mean of the loss; arbitrary
+_REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
+_FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
+_ALARMS = {
+    "gravac/skipped_steps": "{:.0f} steps skipped: a gradient was not finite",
+    "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
+}
+
+
+class LiveView:
+    """Shows progress, loss, factor, gain, bytes and the time left.
+
+    In a terminal a progress bar changes in place, with the figures below it. Elsewhere,
+    such as in the log of a cluster, one line is printed every few seconds. The loss is
+    the mean of the last 20 steps; the bytes are those of one replica since the view was
+    opened, beside those of dense steps. Figures that are not written are not shown.
+
+    Args:
+      total_steps: Number of steps of the run.
+      title: Name of the run.
+      console: A `rich.console.Console`; by default standard output.
+      transient: Whether the view disappears when it is closed.
+      every_seconds: Time between two lines outside of a terminal, in seconds.
+
+    Raises:
+      ImportError: If rich is not installed.
+
+    Example:
+      >>> from gravac_jax import metrics
+      >>> view = metrics.LiveView(2, every_seconds=0)
+      >>> view.write(0, {"loss": 2.5, "gravac/factor": 40, "gravac/gain": 0.5})
+      step 1 of 2, loss 2.5000, factor 40, gain 0.50
+      >>> view.close()
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "",
+        console: "Console | None" = None,
+        transient: bool = False,
+        every_seconds: float = 10.0,
+    ) -> None:
+        try:
+            from rich import live, progress
+            from rich.console import Console
+        except ImportError as error:
+            raise ImportError(
+                f"metrics.LiveView needs {error.name}: pip install 'gravac_jax[tools]'"
+            ) from error
+        self.title = title
+        self.total_steps = total_steps
+        self.every_seconds = every_seconds
+        self._console = console or Console()
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[pace]}"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
+            expand=True,
+        )
+        self._task = self._progress.add_task(title, total=total_steps, pace="")
+        self._losses: collections.deque[float] = collections.deque(maxlen=_LOSSES)
+        self._sent = self._dense = 0.0  # bytes so far
+        self._figures: list[str] = []
+        self._alarms: list[str] = []
+        self._printed_at = -math.inf
+        self._live = live.Live(
+            console=self._console,
+            get_renderable=self.frame,
+            refresh_per_second=_REFRESH_HZ,
+            transient=transient,
+        )
+        if self._console.is_terminal:
+            self._live.start()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Show the figures of a step."""
+        self._progress.update(self._task, completed=step + 1)
+        if speed := self._progress.tasks[0].speed:  # steps per second
+            self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
+        self._figures = self._describe(scalars)
+        self._alarms = [
+            x.format(scalars[k]) for k, x in _ALARMS.items() if scalars.get(k)
+        ]
+        now, is_last = time.monotonic(), step + 1 == self.total_steps
+        is_time = is_last or now - self._printed_at >= self.every_seconds
+        if is_time and not self._console.is_terminal:
+            self._printed_at = now
+            self._console.print(self._line(step + 1), highlight=False, soft_wrap=True)
+
+    def flush(self) -> None:
+        """Show the newest figures now."""
+        if self._live.is_started:
+            self._live.refresh()
+
+    def close(self) -> None:
+        """Leave the last view in the terminal, or remove it if `transient`."""
+        self._live.stop()
+
+    def frame(self) -> "RenderableType":
+        """Return what the terminal shows now."""
+        from rich.console import Group
+
+        return Group(self._progress, "  ".join(self._figures), *self._alarms)
+
+    def _line(self, steps: int) -> str:
+        place = f"step {steps} of {self.total_steps}"
+        pace = self._progress.tasks[0].fields["pace"]
+        parts = [self.title, place, *self._figures, pace, *self._alarms]
+        return ", ".join(filter(None, parts))
+
+    def _describe(self, scalars: Mapping[str, float]) -> list[str]:
+        from rich.filesize import decimal
+
+        figures = [x.format(scalars[k]) for k, x in _FIGURES.items() if k in scalars]
+        if "loss" in scalars:
+            self._losses.append(scalars["loss"])
+            figures.insert(0, f"loss {statistics.fmean(self._losses):.4f}")
+        if "gravac/dense_wire_bytes" in scalars:
+            self._sent += scalars.get("gravac/wire_bytes", 0.0)
+            self._dense += scalars["gravac/dense_wire_bytes"]
+            sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
+            figures.append(f"sent {sent} (dense {dense})")
+        return figures

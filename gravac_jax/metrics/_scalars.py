@@ -1,0 +1,163 @@
+"""The figures of a step as Python floats, fetched from the device in one transfer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax._info import StepInfo
+
+
+def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
+    """Return the figures of the last step; wait until the step is done.
+
+    `Recorder` does not wait. In a job of several processes any one of them may call
+    this function without the others. It runs one small program and one transfer of 4
+    bytes for each figure.
+
+    Args:
+      opt_state: Any tree that holds the state of exactly one `gravac.transform`: of an
+        `optax.chain`, of `gravac.guard`, a Flax `TrainState`, an `nnx.Optimizer`, or a
+        state replicated by `jax.pmap`. A `StepInfo` alone is such a tree too.
+      others: More figures of the step, such as the loss: numbers, or arrays with one
+        entry.
+
+    Returns:
+      A float for every name: `gravac/factor`, `gravac/gain` and so on for the fields of
+      `StepInfo`; `gravac/gains/0` and so on for the rungs of the ladder; then the names
+      of `others`. Integers above 2**24 are rounded to float32, and `gravac/is_finite`
+      is 0 or 1.
+
+    Raises:
+      ValueError: If `opt_state` holds no `StepInfo`, more than one, or the `StepInfo`
+        of several steps, or if one of `others` has more than one entry.
+      RuntimeError: If the state was donated to a later step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> from gravac_jax import metrics
+      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> params = {"w": jnp.ones((256, 256))}
+      >>> updates, opt_state = tx.update(params, tx.init(params))
+      >>> figures = metrics.scalars(opt_state, loss=jnp.float32(0.5))
+      >>> figures["gravac/is_finite"], figures["loss"]
+      (1.0, 0.5)
+    """
+    (figures,) = fetch(snapshot(opt_state, others))
+    return figures
+
+
+def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
+    """Return the figures of many steps, such as those of a `jax.lax.scan`.
+
+    Args:
+      infos: A `StepInfo` whose leaves have a leading axis `[steps, ...]`. A scan makes
+        it if its body returns `optax.tree.get(opt_state, "StepInfo")`.
+      others: More figures of these steps, `[steps]` each.
+
+    Returns:
+      For every step, what `scalars` returns.
+
+    Raises:
+      ValueError: If `infos` holds no `StepInfo` or more than one, or if one of `others`
+        does not have one entry for each step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> from gravac_jax import metrics
+      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> params = {"w": jnp.ones((256, 256))}
+      >>> def step(opt_state, grads):
+      ...     updates, opt_state = tx.update(grads, opt_state)
+      ...     return opt_state, optax.tree.get(opt_state, "StepInfo")
+      >>> grads = {"w": jnp.ones((3, 256, 256))}
+      >>> opt_state, infos = jax.lax.scan(step, tx.init(params), grads)
+      >>> [x["gravac/skipped_steps"] for x in metrics.scalars_of_steps(infos)]
+      [0.0, 0.0, 0.0]
+    """
+    return fetch(_snapshot(infos, others))
+
+
+class Snapshot(NamedTuple):
+    """Figures on the device, copied from a state that a later step may overwrite.
+
+    Attributes:
+      names: The names of the columns.
+      table: `[steps, names]` float32.
+    """
+
+    names: list[str]
+    table: jax.Array
+
+
+def snapshot(opt_state: Any, others: Mapping[str, Any]) -> Snapshot:
+    """Copy the figures of one step on the device, without waiting for the step."""
+    shot = _snapshot(opt_state, others)
+    if len(shot.table) != 1:
+        raise ValueError(
+            f"expected the StepInfo of one step, got one with {len(shot.table)} entries"
+            " in each field. For the steps of a jax.lax.scan call"
+            " metrics.scalars_of_steps(infos); of replicas stacked by jax.vmap take the"
+            " first: jax.tree.map(lambda x: x[0], info)."
+        )
+    return shot
+
+
+def fetch(shot: Snapshot) -> list[dict[str, float]]:
+    """Return the figures of every step of a snapshot; wait until they are computed."""
+    rows = np.asarray(shot.table, np.float64).tolist()
+    return [dict(zip(shot.names, row, strict=True)) for row in rows]
+
+
+def _snapshot(tree: Any, others: Mapping[str, Any]) -> Snapshot:
+    info = {f"gravac/{name}": x for name, x in _find(tree)._asdict().items()}
+    columns = {name: _on_this_host(x) for name, x in {**info, **others}.items()}
+    steps = columns["gravac/factor"].size
+    names = []
+    for name, x in columns.items():
+        if name == "gravac/gains":
+            names += [f"{name}/{rung}" for rung in range(x.size // max(1, steps))]
+        elif x.size == steps:
+            names.append(name)
+        else:
+            raise ValueError(
+                f"`{name}` must have one entry for each step ({steps}), got an array"
+                f" of shape {x.shape}. Give its mean, or leave it out."
+            )
+    return Snapshot(names, _table(list(columns.values())))
+
+
+def _find(tree: Any) -> StepInfo:
+    """Return the only `StepInfo` of a tree."""
+
+    def is_info(x: Any) -> bool:
+        # flax.nnx.split turns NamedTuples into mappings from their fields.
+        is_split = isinstance(x, Mapping) and set(StepInfo._fields) <= set(x)
+        return is_split or isinstance(x, StepInfo)
+
+    infos = list(filter(is_info, jax.tree.leaves(tree, is_leaf=is_info)))
+    if len(infos) != 1:
+        raise ValueError(
+            f"expected one StepInfo, found {len(infos)} in a {type(tree).__name__}."
+            " Give the state of an optimizer with one gravac.transform in it, such as"
+            " optax.chain(gravac.transform(), optax.sgd(0.1))."
+        )
+    (info,) = infos
+    return info if isinstance(info, StepInfo) else StepInfo(**dict(info))
+
+
+def _on_this_host(value: Any) -> Any:
+    (x,) = jax.tree.leaves(value)  # nnx wraps arrays in variables
+    # One local copy: a program on all devices would have to run on every host.
+    return x.addressable_data(0) if hasattr(x, "addressable_data") else np.asarray(x)
+
+
+@jax.jit
+def _table(columns: list[jax.Array]) -> jax.Array:
+    steps = columns[0].size
+    rows = [jnp.reshape(x, (steps, -1)).astype(jnp.float32) for x in columns]
+    return jnp.concatenate(rows, axis=1)

@@ -1,0 +1,66 @@
+"""Figures for TensorBoard."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class TensorBoardWriter:
+    """Writes the event files that TensorBoard shows.
+
+    When a run resumes at step k, TensorBoard hides what was written for step k and
+    later before.
+
+    Args:
+      directory: Directory of this run, created if needed. Give `tensorboard --logdir`
+        this directory or its parent.
+
+    Raises:
+      ImportError: If tensorboardX is not installed.
+      OSError: If the directory cannot be created.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from gravac_jax import metrics
+      >>> directory = pathlib.Path(tempfile.mkdtemp())
+      >>> writer = metrics.TensorBoardWriter(directory)
+      >>> writer.write(0, {"loss": 0.5})
+      >>> writer.close()
+      >>> len(list(directory.glob("events.out.tfevents.*")))
+      1
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                f"metrics.TensorBoardWriter needs {error.name}: pip install"
+                " 'gravac_jax[tools]'"
+            ) from error
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._open = SummaryWriter
+        self._writer: Any = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add the figures of a step."""
+        if self._writer is None:
+            # With a queue of 10 events, the default, a step's 25 figures wait for the
+            # disk: 2 ms in place of 0.5 ms.
+            self._writer = self._open(
+                str(self.directory), purge_step=int(step), max_queue=1000
+            )
+        for name, x in scalars.items():
+            self._writer.add_scalar(name, float(x), int(step))
+
+    def flush(self) -> None:
+        """Wait until all figures are in the file."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,110 @@
+"""The command line: reads the arguments, runs the probe, prints the results."""
+
+import argparse
+import inspect
+import math
+import os
+import pkgutil
+import sys
+from pathlib import Path
+
+import jax
+
+from gravac_jax.probe import _measure, _results, _steps
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Time training steps on these devices and print whether compression pays.
+
+    Args:
+      argv: The arguments of the command line. Default: those of this process.
+
+    Raises:
+      SystemExit: If an argument is wrong. The message says what to give instead.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.headroom and not options.loss:
+        parser.error("--headroom needs a computation to compare with: give --loss")
+    if not options.loss and options.params < _steps.MIN_PARAMS:
+        parser.error(f"--params must be {_steps.MIN_PARAMS} or more: less goes dense")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no directory for this file")
+    mesh = _mesh(parser, options.mesh or {"data": jax.device_count()})
+    if options.loss:
+        model = _load(parser, options.loss)
+    else:
+        model = _steps.stand_in(int(options.params))
+    if jax.process_index() == 0:
+        sys.stderr.write(f"compiling, then timing for {options.seconds:g} s or more\n")
+    exchanges = [] if options.headroom else options.exchanges
+    factors = tuple(sorted(set(options.factors)))
+    results = _measure.measure(mesh, model, exchanges, factors, options.seconds)
+    if jax.process_index() == 0:
+        sys.stdout.write(_results.text(results))
+        if options.json:
+            _results.write(options.json, results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gravac_jax probe",
+        description="Tell whether gradient compression will pay on these devices.",
+        allow_abbrev=False,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", type=float, help="number of params, such as 66e6")
+    help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"
+    model.add_argument("--loss", help=help)
+    add = parser.add_argument
+    help = "time only dense steps and steps without an exchange; needs --loss"
+    add("--headroom", action="store_true", help=help)
+    names = list(_steps.EXCHANGES)
+    help = "exchanges to time; default: all"
+    add("--exchanges", nargs="+", choices=names, default=names, help=help)
+    help = "factors n / k to time, all above 1; default: 10 100 1000"
+    add("--factors", nargs="+", type=float, default=[10.0, 100.0, 1000.0], help=help)
+    help = "AXIS=SIZE,...: the mesh, compressed over its first axis; default: one axis"
+    add("--mesh", type=_axes, help=help)
+    help = "how long to time steps, at least; default: 30"
+    add("--seconds", type=float, default=30.0, help=help)
+    add("--json", type=Path, metavar="FILE", help="file to write all results to")
+    return parser
+
+
+def _axes(text: str) -> dict[str, int]:
+    pairs = [part.split("=") for part in text.split(",")]
+    try:
+        return {name: int(size) for name, size in pairs}
+    except ValueError:
+        why = f"must be AXIS=SIZE,..., such as dcn=2,ici=8, got {text}"
+        raise argparse.ArgumentTypeError(why) from None
+
+
+def _mesh(parser: argparse.ArgumentParser, axes: dict[str, int]) -> jax.sharding.Mesh:
+    devices, sizes = jax.device_count(), tuple(axes.values())
+    if math.prod(sizes) != devices or sizes[0] < 2:
+        parser.error(
+            f"the mesh {axes} must have all {devices} devices, and at least 2 along its"
+            " first axis, which exchange gradients. Run the probe where you train, as"
+            " python -m gravac_jax.launch -n 2 -m gravac_jax probe, or on virtual"
+            " devices, with JAX_NUM_CPU_DEVICES=2."
+        )
+    return jax.make_mesh(sizes, tuple(axes))
+
+
+def _load(parser: argparse.ArgumentParser, name: str) -> _steps.Model:
+    # `python -m` looks for modules in the working directory, a launcher does not.
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = pkgutil.resolve_name(name)
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        must = "--loss must name a function without arguments, as package.module:loss"
+        parser.error(f"{must}, got {name} ({error})")
+    match make():  # outside the `try`: users see their own errors as they are
+        case loss_fn, params, batch:
+            return _steps.Model(loss_fn, params, batch)
+        case other:
+            must = f"--loss {name} must return (loss_fn, params, batch)"
+            parser.error(f"{must}, got {other!r:.80}")

@@ -1,0 +1,152 @@
+"""What `Comm` exchanges, on every kind of axis, and what that costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gravac_jax import Comm, _collectives
+
+N = 4
+TREE = {
+    "a": np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3),
+    "b": np.arange(N, dtype=np.float32),
+}
+
+
+def each(fun, tree):
+    """Return `fun` of every replica under vmap: `[replicas, ...]`."""
+    return jax.jit(jax.vmap(fun, axis_name="data"))(tree)
+
+
+def under_shard_map(fun, tree, check_vma, out_specs):
+    mesh = jax.make_mesh((N,), ("data",), devices=jax.devices()[:N])
+    local = lambda tree: fun(jax.tree.map(lambda x: x[0], tree))
+    sharded = jax.device_put(tree, jax.NamedSharding(mesh, jax.P("data")))
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=jax.P("data"),
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )
+    )(sharded)
+
+
+def test_the_mean_is_the_mean_of_every_leaf_on_every_replica():
+    means = each(Comm("data").mean, TREE)
+    for name, x in TREE.items():
+        np.testing.assert_array_equal(means[name], np.stack([x.mean(0)] * N))
+
+
+def test_a_whole_tree_is_one_collective():
+    one = jax.tree.map(lambda x: x[0], TREE)
+    jaxpr = jax.make_jaxpr(Comm("data").mean, axis_env=[("data", N)])(one)
+    assert str(jaxpr).count("psum[") == 1
+
+
+def test_low_precision_is_averaged_in_float32():
+    # In bfloat16 the sum of these would round to 256.
+    x = jnp.array([256, 1, 1, 2], jnp.bfloat16)
+    mean = each(Comm("data").mean, x)
+    assert mean.dtype == jnp.bfloat16
+    assert (mean == jnp.bfloat16(260 / 4)).all()
+
+
+def test_everybody_receives_everything_in_order():
+    gathered = each(Comm("data").gather, TREE["a"])
+    np.testing.assert_array_equal(gathered, np.stack([TREE["a"]] * N))
+    swapped = each(Comm("data").swap, TREE["a"][:, 0].repeat(2, 1)[:, :N, None])
+    assert swapped[0].ravel().tolist() == [0, 6, 12, 18]
+
+
+def test_a_mean_in_bfloat16_is_the_rounded_mean_of_what_was_rounded():
+    sent = [x.astype(jnp.bfloat16).astype(np.float32) for x in TREE.values()]
+    means = each(Comm("data").bfloat16_mean, sent)
+    for mean, x in zip(means, sent, strict=True):
+        expected = x.mean(0).astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(mean, np.stack([expected] * N))
+
+
+def test_alone_is_a_mean_of_one():
+    comm, x = Comm(None), jnp.arange(3.0)
+    assert comm.replicas == 1
+    assert comm.replica() == 0
+    assert comm.mean(x).tolist() == x.tolist()
+    assert comm.gather(x).tolist() == [x.tolist()]
+    assert comm.cast(x) is x
+    comm.check_local(x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_axes_are_one_long_one(check_vma):
+    comm = Comm(("slow", "fast"))
+    mesh = jax.make_mesh((2, 2), comm.axis_name, devices=jax.devices()[:N])
+
+    def step(x):
+        replica = comm.replica()[None]
+        return comm.mean(x[0]), comm.gather(x[0]), replica, x * comm.replicas
+
+    split, whole = jax.P(comm.axis_name), jax.P()
+    x = jax.device_put(TREE["b"], jax.NamedSharding(mesh, split))
+    mean, gathered, replicas, sums = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=split,
+            out_specs=(whole, whole, split, split),
+            check_vma=check_vma,
+        )
+    )(x)
+    assert mean == 1.5
+    assert gathered.tolist() == TREE["b"].tolist()
+    assert replicas.tolist() == [0, 1, 2, 3]
+    assert sums.tolist() == [0, 4, 8, 12]
+
+
+def test_a_cast_marks_as_varying_what_was_not():
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+
+    def body(x):
+        constant = jnp.zeros(2)
+        assert not varying(constant)
+        assert varying(Comm("data").cast(constant)) == {"data"}
+        assert varying(Comm("data").cast(x)) == {"data"}
+        return x
+
+    under_shard_map(lambda x: body(x)[None], TREE["b"], True, jax.P("data"))
+
+
+def test_what_was_summed_already_is_refused_where_jax_keeps_track():
+    def check(x):
+        Comm("data").check_local({"local": x})
+        Comm("data").check_local({"kernel": jax.lax.psum(x, "data")})
+        return x[None]
+
+    with pytest.raises(ValueError, match=r"kernel.*does not vary over"):
+        under_shard_map(check, TREE["b"], True, jax.P("data"))
+    under_shard_map(check, TREE["b"], False, jax.P("data"))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(
+    replicas,
+):
+    others = replicas - 1
+    reduced = _collectives.all_reduce_traffic(7, 1000, replicas)
+    assert reduced == (7, 1000, 2 * others * 1000 / replicas, 2 * others)
+    gathered = _collectives.all_gather_traffic(7, 1000, replicas)
+    assert gathered == (7, 1000, others * 1000, others)
+    short = _collectives.bfloat16_mean_traffic(1001, replicas)
+    assert short.wire_bytes == 2 * others * 2 * -(-1001 // replicas)
+
+
+def test_what_is_gathered_is_a_row_between_barriers():
+    # Else it may be an all-reduce on a TPU: see Comm.gather.
+    gather = jax.make_jaxpr(Comm("data").gather, axis_env=[("data", N)])
+    names = [x.primitive.name for x in gather(np.zeros(5, np.float32)).jaxpr.eqns]
+    where = names.index("all_gather")
+    assert names[where - 1 : where + 2 : 2] == ["optimization_barrier"] * 2
+    (row,) = gather(np.zeros(5, np.float32)).jaxpr.eqns[where].invars
+    assert row.aval.shape == (1, 5)

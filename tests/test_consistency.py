@@ -1,0 +1,252 @@
+"""Replicas that drift apart are noticed and mended; a guard skips bad steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, assert_same, choices, in_every_way, make_mesh
+
+import gravac_jax as gravac
+from gravac_jax import _state
+
+MESH = make_mesh()
+
+# Checksums and resync
+
+RNG = np.random.default_rng(0)
+TREE = {
+    "f32": RNG.standard_normal((5, 3)).astype(np.float32),
+    "bf16": jnp.asarray(RNG.standard_normal(7), jnp.bfloat16),
+    "i8": RNG.integers(-9, 9, 4).astype(np.int8),
+    "bool": np.array([True, False]),
+    "scalar": np.float16(2.5),
+    "empty": np.zeros(0, np.float32),
+}
+TREE = jax.tree.map(jnp.asarray, TREE)
+COPIES = jax.tree.map(lambda x: jnp.stack([x] * N), TREE)
+
+
+def everywhere(f, how):
+    """Return a function that runs `f` on the tree of every replica, and stacks."""
+    if how == "pmap":
+        return jax.pmap(f, "data")
+    if how == "vmap":
+        return jax.vmap(f, axis_name="data")
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    mapped = jax.shard_map(
+        lambda tree: jax.tree.map(lambda y: y[None], f(first(tree))),
+        mesh=MESH,
+        in_specs=jax.P("data"),
+        out_specs=jax.P("data"),
+        check_vma=how == "shard_map",
+    )
+    sharding = jax.NamedSharding(MESH, jax.P("data"))
+    return lambda tree: jax.jit(mapped)(jax.device_put(tree, sharding))
+
+
+def checksums(trees):
+    """Return every replica's checksum as the first replica sees them."""
+    return jax.vmap(gravac.checksum, axis_name="data")(trees)[0].tolist()
+
+
+@in_every_way
+def test_the_same_trees_have_the_same_checksums_everywhere(how):
+    sums = np.asarray(everywhere(gravac.checksum, how)(COPIES))
+    assert (sums.shape, sums.dtype) == ((N, N), np.uint32)
+    assert len(set(sums.ravel().tolist())) == 1
+
+
+@pytest.mark.parametrize("leaf", [x for x in TREE if x != "empty"])
+@pytest.mark.parametrize("how", ["vmap", "shard_map"])
+def test_one_bit_of_one_replica_shows_on_all(leaf, how):
+    bits = np.array(COPIES[leaf])
+    bits.view(np.uint8).reshape(N, -1)[2, -1] ^= 1
+    changed = {**COPIES, leaf: jnp.asarray(bits)}
+    sums = np.asarray(everywhere(gravac.checksum, how)(changed))
+    assert (sums == sums[0]).all()
+    assert (sums[0] == sums[0, 0]).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[4.0, 2.0, 1.0, 1.0], [-1.0, -2.0, 4.0, 1.0]],
+    ids=["entries that change places", "an even number of signs"],
+)
+def test_changes_that_could_cancel_show(other):
+    assert len(set(checksums(jnp.array([[1.0, 2.0, 4.0, 1.0], other])))) == 2
+
+
+def test_random_keys_are_compared_and_shared():
+    keys = jax.random.split(jax.random.key(0), N)
+    assert len(set(checksums(keys))) == N
+    shared = jax.vmap(gravac.resync, axis_name="data")(keys)
+    assert (shared == keys[0]).all()
+
+
+@in_every_way
+def test_a_resync_gives_every_replica_the_bits_of_the_first(how):
+    special = jnp.array([-0.0, np.nan, np.inf, 1e-40], jnp.float32)
+    tree = {**TREE, "special": special}
+    apart = jax.tree.map(lambda x: jnp.stack([jnp.roll(x, i) for i in range(N)]), tree)
+    expected = {**COPIES, "special": jnp.stack([special] * N)}
+    assert_same(everywhere(gravac.resync, how)(apart), expected)
+
+
+def test_a_resync_leaves_what_differs_per_replica():
+    tx = gravac.transform(compress=True)
+    residual = jnp.arange(N * 8.0).reshape(N, 8)
+    state = gravac.init(tx, jnp.ones(8), N)
+    state = optax.tree.set(state, residual=residual)
+    axes = jax.tree.map(lambda spec: 0 if spec else None, gravac.state_specs(state))
+    sync = jax.vmap(gravac.resync, in_axes=(axes,), out_axes=axes, axis_name="data")
+    assert_same(optax.tree.get(sync(state), "residual"), residual)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_replicas_that_drift_apart_are_counted(check_vma):
+    tx = gravac.transform(compress=True, controller=gravac.Fixed(1), check_every=3)
+
+    def train_step(params, state, batch):
+        # A fault of one device that shard_map knows nothing of.
+        fault = jnp.where(jax.lax.axis_index("data") == 1, batch[0, 0], 0.0)
+        updates, state = tx.update(0 * params + batch[0], state, params + fault)
+        return optax.apply_updates(params, updates), state
+
+    params, state = gravac.place((jnp.ones(8), tx.init(jnp.ones(8))), MESH)
+    step = gravac.data_parallel(train_step, MESH, check_vma=check_vma)
+    counts = []
+    for i in range(12):
+        batch = np.zeros((N, 8), np.float32)
+        batch[:, 0] = i >= 6
+        params, state = step(params, state, batch)
+        counts.append(int(state.info.disagreements))
+    # Every third step compares; replicas differ from the seventh step on.
+    assert counts == [0] * 8 + [1, 1, 1, 2]
+
+
+# The guard around an optimizer
+
+PARAMS = {"b": jnp.ones(5), "w": jnp.ones((8, 8))}
+EXCHANGE = gravac.transform(compress=True, controller=gravac.Fixed(4))
+# Powers of two, so that it does not matter whether XLA fuses a multiply and an add.
+ADAMW = optax.adamw(0.125, b1=0.5, b2=0.5, weight_decay=0.125)
+INNER = {
+    "adamw": ADAMW,
+    "momentum": optax.sgd(0.125, momentum=0.5),
+    "decay": optax.chain(optax.add_decayed_weights(0.125), optax.sgd(0.125)),
+}
+CONTROLLERS = {
+    "Fastest": gravac.Fastest(ladder=(1, 4, 16)),
+    "GraVAC": gravac.GraVAC(ladder=(1, 4, 16), window=2),
+    "Accordion": gravac.Accordion(4, 16, interval=3),
+}
+
+
+def injected(outer):
+    """Return a guarded optimizer that holds its learning rate in the state."""
+    build = lambda learning_rate: outer(
+        optax.chain(EXCHANGE, optax.sgd(learning_rate, momentum=0.5))
+    )
+    return optax.inject_hyperparams(build)(learning_rate=0.125)
+
+
+BARE = {name: optax.chain(EXCHANGE, inner) for name, inner in INNER.items()} | {
+    name: optax.chain(gravac.transform(compress=True, controller=controller), ADAMW)
+    for name, controller in CONTROLLERS.items()
+}
+TX = {
+    **BARE,
+    **{f"guarded {name}": gravac.guard(tx) for name, tx in BARE.items()},
+    "guard in inject_hyperparams": injected(gravac.guard),
+    "inject_hyperparams in guard": gravac.guard(injected(lambda tx: tx)),
+    "inject_hyperparams": injected(lambda tx: tx),
+}
+GUARDED = [name for name in TX if "guard" in name]
+QUICK = {"guarded GraVAC", "inject_hyperparams in guard"}
+in_every_guard = pytest.mark.parametrize("name", choices(GUARDED, QUICK.__contains__))
+
+GOOD = None
+# The replicas that are hit, and the value of one entry of their gradients.
+BAD = (([2], np.nan), ([0, 1, 2, 3], np.inf), ([0], -np.inf))
+
+
+@functools.cache
+def runner(name):
+    def train_step(params, opt_state, batch):
+        grads = jax.tree.map(lambda x: x[0], batch)
+        updates, opt_state = TX[name].update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return gravac.data_parallel(train_step, MESH, donate=False)
+
+
+def run(name, *kinds):
+    """Return the training state after each step, good or bad."""
+    draw = lambda p: np.random.default_rng(0).normal(size=(N, *p.shape)).astype("f")
+    # optax.adamw itself needs implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        state = gravac.place((PARAMS, TX[name].init(PARAMS)), MESH)
+        states = []
+        for kind in kinds:
+            grads = jax.tree.map(draw, PARAMS)
+            if kind is not GOOD:
+                grads["b"][kind[0], 3] = kind[1]
+            state = runner(name)(*state, grads)
+            states.append(state)
+        return states
+
+
+def without_counters(state, name):
+    """Blank the transform's count of steps, its past rungs and its report."""
+    (own,) = _state.transform_states(state)
+    blank = own._replace(steps=0, past_rungs=0, info=0)
+    is_own = _state.is_transform_state
+    state = jax.tree.map(lambda x: blank if is_own(x) else x, state, is_leaf=is_own)
+    if name == "guard in inject_hyperparams":  # whose own count is outside the guard
+        return state[0], state[1].inner_state
+    return state
+
+
+@in_every_guard
+def test_bad_steps_change_nothing_but_counters(name):
+    good, *bad, after = run(name, GOOD, *BAD * 3, GOOD)
+    for x in bad:
+        assert_same(without_counters(x, name), without_counters(good, name))
+    counters = [
+        [int(optax.tree.get(x, key)) for key in ("steps", "skipped_steps")]
+        for x in (good, *bad, after)
+    ]
+    skipped = len(BAD) * 3
+    assert counters == [[1, 0], *([i + 1, i] for i in range(1, 10)), [11, skipped]]
+    *_, expected = run(name, GOOD, GOOD)
+    assert_same(without_counters(after, name), without_counters(expected, name))
+
+
+@pytest.mark.parametrize("name", choices(INNER, lambda x: x == "decay"))
+def test_without_a_guard_the_params_move_in_a_bad_step(name):
+    (params, _), (after, _) = run(name, GOOD, BAD[0])
+    assert any(np.any(params[leaf] != after[leaf]) for leaf in params)
+
+
+@in_every_guard
+def test_good_steps_are_the_same_with_and_without_a_guard(name):
+    bare = "inject_hyperparams" if "inject" in name else name.removeprefix("guarded ")
+    assert_same(run(name, *[GOOD] * 4), run(bare, *[GOOD] * 4))
+
+
+def test_a_guard_hands_extra_arguments_to_the_transform():
+    tx = gravac.guard(
+        optax.chain(gravac.transform(None, compress=True), optax.sgd(0.125))
+    )
+    state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
+    update = jax.jit(
+        lambda state, seconds: tx.update(
+            grads, state, PARAMS, step_seconds=seconds, value=0.0
+        )[1]
+    )
+    for seconds in (jnp.nan, 1.0):
+        state = update(state, jnp.float32(seconds))
+    assert optax.tree.get(state, "times") == 1

@@ -1,0 +1,228 @@
+"""Every memory keeps every law, and a whole optimizer with it does what it should."""
+
+import _examples
+import _harness
+import _laws
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, assert_same, at
+
+import gravac_jax as gravac
+from gravac_jax._error_feedback import MEMORIES
+
+# What is sent of an arbitrary run is off by at most this share of all that was
+# selected from: a rounding in the addition of each step, and one in the sum.
+RUN_RTOL = 2**-23
+
+
+@pytest.mark.parametrize("law", _laws.MEMORY_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("memory", _examples.members(MEMORIES), ids=repr)
+def test_every_memory_keeps_the_law(memory, law):
+    law(memory, _examples.GRADIENTS, _examples.IS_SENT)
+
+
+def test_of_arbitrary_gradients_sent_plus_kept_is_what_came_to_rounding():
+    shape = _examples.GRADIENTS.shape
+    gradients = np.random.default_rng(5).standard_normal(shape).astype(np.float32)
+    compensated, residuals, states = _laws.remembered(
+        gravac.Residual(), gradients, _examples.IS_SENT
+    )
+    exact = lambda x: np.sum(np.asarray(x, np.float64), 0)
+    sent = exact(compensated) - exact(residuals)
+    off = np.abs(sent + exact(states[-1]) - exact(gradients))
+    assert (off <= RUN_RTOL * exact(np.abs(compensated))).all()
+
+
+def test_one_huge_gradient_does_not_end_adam():
+    memory = gravac.Adam()
+    state = memory.init(2)
+    for size in (1e20, 1.0, 1.0):
+        added, state = memory.compensate(jnp.array([size, 0.0]), state)
+        state = memory.retain(added * 0, added, state)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((added, state)))
+
+
+@pytest.mark.parametrize(
+    ("memory", "floats", "dense_floats"),
+    [
+        (gravac.NoMemory(), 0, 0),
+        (gravac.Residual(), 1, 0),
+        (gravac.Momentum(), 2, 1),
+        (gravac.Adam(), 3, 2),
+    ],
+    ids=repr,
+)
+def test_a_memory_takes_the_space_that_its_docstring_says(memory, floats, dense_floats):
+    n, m = 1000, 100
+    weight = lambda tree: sum(x.size for x in jax.tree.leaves(tree) if x.size > 1)
+    assert weight(jax.eval_shape(lambda: memory.init(n))) == floats * n
+    assert weight(jax.eval_shape(lambda: memory.init_dense(m))) == dense_floats * m
+    doc = type(memory).__doc__
+    assert not floats or f"{4 * floats} bytes of state per compressed param" in doc
+    assert not dense_floats or f"{4 * dense_floats} per other parameter" in doc
+    for x in jax.tree.leaves((memory.init(n), memory.init_dense(m))):
+        assert x.dtype in (np.float32, np.int32)
+
+
+def test_masking_needs_entries_that_are_sent_as_they_are():
+    with pytest.raises(ValueError, match="masking=False"):
+        gravac.transform(
+            memory=gravac.Momentum(masking=True), exchange=gravac.LowRank()
+        )
+    gravac.transform(momentum=0.9, exchange=gravac.LowRank())
+
+
+def test_no_name_stands_for_two_things_in_a_state():
+    for memory in (gravac.Residual(), gravac.Momentum(), gravac.Adam()):
+        state = gravac.transform(memory=memory, compress=True).init(PARAMS)
+        for name in gravac.StepInfo._fields:
+            optax.tree.get(state, name)
+
+
+# In a whole optimizer. ------------------------------------------------------------
+
+STEPS = 12
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+RNG = np.random.default_rng(0)
+GRADIENTS = {
+    name: RNG.standard_normal((STEPS, N, *x.shape)).astype(np.float32)
+    for name, x in PARAMS.items()
+}
+PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
+
+
+def updates_of(exchange, *others, how="shard_map", gradients=GRADIENTS):
+    return _harness.trajectory(optax.chain(exchange, *others), PARAMS, how)(gradients)
+
+
+def assert_near(received, expected, scale=10):
+    for x, y in zip(jax.tree.leaves(received), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=scale * _harness.SUM_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("masking", "nesterov", "how"),
+    [(True, False, "vmap"), (False, True, "shard_map")],
+)
+def test_at_factor_1_it_is_dense_momentum(masking, nesterov, how):
+    memory = gravac.Momentum(0.9, nesterov=nesterov, masking=masking)
+    exchange = gravac.transform(
+        compress=COMPRESS, memory=memory, controller=gravac.Fixed(1)
+    )
+    received, _ = updates_of(exchange, optax.scale(-0.1), how=how)
+    trace = optax.trace(0.9, nesterov=nesterov)
+    expected, _ = updates_of(PMEAN, trace, optax.scale(-0.1), how=how)
+    assert_near(received, expected)
+
+
+def test_a_dense_step_of_an_adaptive_run_is_one_of_dense_momentum():
+    # The first two steps are dense: from an empty residual, both.
+    controller = gravac.Scheduled(lambda step: jnp.where(step < 2, 1, 8), (1, 8))
+    exchange = gravac.transform(compress=COMPRESS, momentum=0.9, controller=controller)
+    received, states = updates_of(exchange)
+    assert states[0].info.factor.tolist()[:3] == [1, 1, 8]
+    expected, _ = updates_of(PMEAN, optax.trace(0.9))
+    assert_near(at(received, slice(2)), at(expected, slice(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [gravac.Momentum(), gravac.Adam()], ids=repr)
+def test_all_ways_to_run_it_agree(memory):
+    controller = _harness.Scripted((1, 4, 16))
+    exchange = gravac.transform(compress=COMPRESS, memory=memory, controller=controller)
+    expected, _ = updates_of(exchange)
+    for how in ("shard_map unchecked", "pmap", "vmap"):
+        received, _ = updates_of(exchange, how=how)
+        assert_near(received, expected, scale=1000)  # sums are of N halves, or fused
+
+
+@pytest.mark.parametrize("memory", [gravac.Momentum(), gravac.Adam()], ids=repr)
+def test_a_skipped_step_leaves_every_memory_as_it_was(memory):
+    bad = jax.tree.map(np.copy, GRADIENTS)
+    bad["w"][5, 2, 3, 3] = np.nan
+    bad["b"][9, 0, 1] = np.inf
+    exchange = gravac.transform(
+        compress=COMPRESS, memory=memory, controller=_harness.Scripted((1, 4))
+    )
+    updates, (states,) = updates_of(exchange, gradients=bad)
+    for step in (5, 9):
+        assert not any(np.any(x) for x in jax.tree.leaves(at(updates, step)))
+        before, after = at(states, step - 1), at(states, step)
+        assert_same((after.local, after.dense), (before.local, before.dense))
+
+
+def test_adam_alone_and_dense_is_that_of_optax():
+    exchange = gravac.transform(
+        axis_name=None,
+        compress=COMPRESS,
+        memory=gravac.Adam(),
+        controller=gravac.Fixed(1),
+    )
+    adam = optax.scale_by_adam()
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    ours, theirs = exchange.init(params), adam.init(params)
+    step = jax.jit(exchange.update)
+    for i in range(STEPS):
+        grads = at(GRADIENTS, (i, 0))
+        received, ours = step(grads, ours)
+        with jax.numpy_dtype_promotion("standard"):
+            expected, theirs = adam.update(grads, theirs)
+        assert_near(received, expected, scale=100)
+
+
+# Two momenta: one before the exchange and one after it. ---------------------------
+
+
+MESH = _harness.make_mesh()
+TWICE = {
+    "sgd": (gravac.Momentum(), optax.sgd(0.1, momentum=0.9)),
+    "trace": (gravac.Momentum(), optax.trace(0.9)),
+    "trace after adam": (gravac.Adam(), optax.trace(0.9)),
+    "adamw": (gravac.Adam(), optax.adamw(0.1)),
+    "deep": (gravac.Momentum(), optax.chain(optax.identity(), optax.sgd(0.1, 0.9))),
+}
+
+
+def optimizer(memory, other):
+    return optax.chain(gravac.transform(memory=memory, compress=True), other)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_momentum_is_refused_where_it_can_be_seen(name):
+    memory, other = TWICE[name]
+    tx = optimizer(memory, other)
+    exchange = gravac.transform(memory=memory, compress=True)
+    named = optax.named_chain(("a", exchange), ("b", other))
+    state = tx.init(PARAMS)
+    for seen in (
+        lambda: gravac.place((PARAMS, state), MESH),
+        lambda: gravac.init(tx, PARAMS, MESH),
+        lambda: gravac.guard(tx).init(PARAMS),
+        lambda: gravac.init(named, PARAMS, MESH),
+    ):
+        with pytest.raises(ValueError, match=r"keeps a .* of its own"):
+            seen()
+
+
+@pytest.mark.parametrize(
+    ("memory", "other"),
+    [
+        (gravac.Momentum(), optax.sgd(0.1)),
+        (gravac.Residual(), optax.sgd(0.1, momentum=0.9)),
+        (gravac.Residual(), optax.adamw(0.1)),
+        (gravac.Momentum(), optax.adamw(0.1, b1=0.0)),
+        (gravac.Adam(), optax.scale_by_learning_rate(0.1)),
+    ],
+    ids=["momentum", "sgd", "adamw", "no b1", "adam"],
+)
+def test_one_momentum_is_allowed(memory, other):
+    gravac.init(optimizer(memory, other), PARAMS, MESH)
+
+
+def test_the_momentum_of_another_optimizer_is_none_of_ours():
+    one, other = optimizer(gravac.Momentum(), optax.sgd(0.1)), optax.sgd(0.1, 0.9)
+    gravac.place((one.init(PARAMS), other.init(PARAMS)), MESH)

@@ -1,0 +1,172 @@
+"""StepInfo reports what a step sent, down to the byte."""
+
+import warnings
+
+import _examples
+import _laws
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gravac_jax as gravac
+from gravac_jax import _buckets, _info
+
+N, LADDER = 4, (1.0, 4.0, 1000.0)
+SILENT = len(LADDER)
+WEIGHTS = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
+IS_MATRIX = {"w": True, "b": False}
+EXCHANGES = [
+    gravac.AllGather(),
+    gravac.AllGather(gravac.Identity()),
+    gravac.LeaderIndices(),
+    gravac.DenseMean(),
+    gravac.DenseMean("bfloat16"),
+]
+
+
+def tables(compress=True, exchange=None, replicas=N):
+    plan = _buckets.plan(WEIGHTS, compress)
+    exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
+    return _info.tables(plan, exchanges, gravac.Scheduled(len, LADDER), replicas)
+
+
+@jax.jit
+def report(before, rung, gains, is_bad=False, apart=0.0):
+    info = _info.after(before, tables(), rung, gains, True)
+    return _info.count(info, jnp.asarray(is_bad), jnp.asarray(apart))
+
+
+def reports(*rungs, gains=(1.0, 0.5, 0.25)):
+    """Return the report after steps at these rungs; a silent step is a bad one."""
+    info = _info.before_the_first_step(len(LADDER))
+    for rung in rungs:
+        info = report(info, jnp.int32(rung), jnp.array(gains), rung == SILENT)
+    return info
+
+
+@pytest.mark.filterwarnings("ignore:gravac.transform compresses none")
+@pytest.mark.parametrize("compress", [True, IS_MATRIX, False], ids=str)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
+def test_every_byte_of_a_whole_step_is_reported(exchange, compress):
+    controller = gravac.GraVAC(ladder=LADDER)
+    tx = gravac.transform(exchange=exchange, controller=controller, compress=compress)
+    state = tx.init(WEIGHTS)
+    jaxpr = jax.make_jaxpr(tx.update, axis_env=[("data", N)])(WEIGHTS, state).jaxpr
+    table = tables(compress, exchange)
+    for rung in (*range(len(LADDER)), SILENT):
+        sent = _laws.put_in(jaxpr, rung, len(LADDER), N)
+        assert (table.payload_bytes[rung], table.messages[rung]) == sent
+
+
+def test_a_step_that_looks_reports_the_sample_that_it_sends():
+    tx = gravac.transform(compress=True, controller=gravac.Fastest(LADDER))
+    looking = 5 * gravac.Fastest().look_every
+    grads = {name: jnp.ones((N, *x.shape)) for name, x in WEIGHTS.items()}
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name="data"))
+    sent = []
+    for steps in (looking, looking + 1):
+        state = tx.init(WEIGHTS)._replace(steps=jnp.int32(steps))
+        info = step(grads, state)[1].info
+        sent.append((float(info.payload_bytes[0]), float(info.wire_bytes[0])))
+    sample = 4 * len(LADDER)
+    more = [x - y for x, y in zip(*sent, strict=True)]
+    assert more == [sample, 2 * (N - 1) / N * sample]
+
+
+@pytest.mark.parametrize(
+    ("compress", "factors"),
+    [(True, [1, 69 / 17, 69]), (IS_MATRIX, [1, 4, 64]), (False, [1, 1, 1])],
+    ids=str,
+)
+def test_the_factor_is_entries_over_entries_sent_of_compressed_leaves(
+    compress, factors
+):
+    assert tables(compress).factors.tolist() == [*np.float32(factors), np.inf]
+
+
+def test_the_dense_figures_are_those_of_a_plain_mean():
+    assert tables(IS_MATRIX).dense == (69, 4 * 69, 2 * 3 / 4 * 4 * 69, 6)
+
+
+def test_one_replica_alone_sends_nothing_over_the_wire():
+    table = tables(replicas=1)
+    assert not table.wire_bytes.any()
+    assert table.dense.wire_bytes == 0
+    assert (table.payload_bytes > 0).all()
+
+
+def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
+    wire = gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
+    table = tables()
+    predicted = _info.predicted_parts(table, wire)
+    assert predicted.dtype == np.float32
+    expected = [
+        np.full(len(LADDER), 2),
+        np.float32(1e-3) * (table.factors > 1)[:-1],
+        table.messages[:-1],
+        table.wire_bytes[:-1] / 1024,
+    ]
+    np.testing.assert_array_equal(predicted.T, expected)
+
+
+def test_a_step_is_reported_from_its_rung():
+    info, table = reports(1), tables()
+    assert (info.factor, info.gain) == (table.factors[1], 0.5)
+    assert info.gains.tolist() == [1.0, 0.5, 0.25]
+    assert info.payload_bytes == table.payload_bytes[1]
+    assert info.wire_bytes == table.wire_bytes[1]
+    assert (info.dense_bytes, info.dense_wire_bytes) == table.dense[1:3]
+    assert info.is_finite
+    before = _info.before_the_first_step(len(LADDER))
+    assert _laws.form(info) == _laws.form(before)
+
+
+def test_a_bad_step_sent_nothing_and_gained_nothing():
+    info = reports(SILENT)
+    assert (info.factor, info.gain) == (np.inf, 0)
+    assert info.payload_bytes == tables().payload_bytes[-1]
+    assert not info.is_finite
+
+
+def test_dense_and_bad_steps_and_disagreements_are_counted():
+    info = reports(0, SILENT, 1, 0, SILENT, SILENT)
+    assert (info.dense_steps, info.skipped_steps) == (2, 3)
+    for apart in (0.0, 0.5, 0.0, 1.0):
+        info = report(info, jnp.int32(1), jnp.ones(3), apart=apart)
+    assert (info.skipped_steps, info.disagreements) == (3, 2)
+
+
+def test_no_two_figures_share_a_buffer():
+    # A buffer that occurs twice in a state cannot be donated.
+    before = _info.before_the_first_step(len(LADDER))
+    pointers = [x.unsafe_buffer_pointer() for x in before]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
+    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
+    ladder = (1.0, 10.0, 20.0, 100.0)
+    exchanges = [gravac.AllGather(**_examples.WIDE)]
+    table = _info.tables(buckets, exchanges, gravac.Scheduled(len, ladder), 32)
+    assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
+    assert (np.diff(table.wire_bytes) <= 0).all()
+    with pytest.warns(UserWarning, match=r"32 replicas .*\[10.0, 20.0\]"):
+        _info.warn_if_dense(buckets, exchanges, ladder, 32)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "replicas"),
+    [
+        (gravac.AllGather(), 16),
+        (gravac.AllGather(**_examples.WIDE), 8),
+        (gravac.AllGather(gravac.Identity()), 32),
+        (gravac.DenseMean(), 32),
+    ],
+    ids=repr,
+)
+def test_rungs_that_send_what_they_say_are_not_warned_about(exchange, replicas):
+    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _info.warn_if_dense(buckets, [exchange], gravac.GraVAC().ladder, replicas)

@@ -1,0 +1,150 @@
+"""Payloads on the wire: rounding loses nothing that the residual does not keep."""
+
+import functools
+
+import _oracles
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _harness import assert_same
+
+from gravac_jax._selection import entries
+from gravac_jax._selection.entries import PAD, Payload
+from gravac_jax._selection.wire_format import INDICES, VALUES, WireFormat
+
+NORMAL = 2.0**-126
+of_every_value = pytest.mark.parametrize("values", VALUES)
+of_every_index = pytest.mark.parametrize("indices", INDICES)
+
+# Everything that arithmetic does not take for zero, up to the largest.
+FLOATS = hnp.arrays(
+    np.float32,
+    32,
+    elements=st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
+        lambda x: x == 0 or abs(x) >= NORMAL
+    ),
+)
+
+
+@functools.cache
+def jitted(values):
+    encoding = VALUES[values]
+
+    def journey(x):
+        rounded = encoding.rounded(x)
+        encoded = encoding.encode(rounded)
+        return rounded, encoded, encoding.decode(encoded), encoding.rounded(rounded)
+
+    return jax.jit(journey)
+
+
+@of_every_value
+@hypothesis.settings(deadline=None)  # the first call compiles
+@hypothesis.given(x=FLOATS)
+def test_values_arrive_as_they_were_rounded_and_what_is_lost_is_known_exactly(
+    values, x
+):
+    rounded, encoded, arrived, again = map(np.asarray, jitted(values)(x))
+    assert encoded.dtype == VALUES[values].dtype
+    assert np.isfinite(rounded).all()
+    np.testing.assert_array_equal(arrived, rounded)
+    np.testing.assert_array_equal(again, rounded)
+    np.testing.assert_array_equal(rounded, _oracles.VALUES[values](x))
+    lost = x.astype(np.float64) - rounded
+    is_normal = (lost == 0) | (abs(lost) >= NORMAL)
+    assert (lost == lost.astype(np.float32))[is_normal].all()
+    assert (abs(lost) <= abs(x)).all()
+
+
+def slots(n, k, sent, seed=0):
+    """Return the indices of a payload of `sent` entries in `k` slots."""
+    places = np.random.default_rng(seed).choice(n, sent, replace=False)
+    empty = PAD + np.arange(sent, k)
+    return np.concatenate([np.sort(places), empty]).astype(np.int32)
+
+
+SIZES = {
+    "one block": (100, 10, 10),
+    "slots left": (200_000, 50, 20),
+    "nothing sent": (70_000, 5, 0),
+    "blocks without entries": (2**20, 7, 7),
+    "all of a block": (65_536, 65_536, 65_536),
+    "a border": (131_072, 131_072, 131_072),
+    "one entry": (1, 1, 1),
+}
+
+
+@of_every_index
+@pytest.mark.parametrize("size", SIZES)
+def test_indices_come_back(indices, size):
+    n, k, sent = SIZES[size]
+    encoding, expected = INDICES[indices], slots(n, k, sent)
+    parts = jax.jit(encoding.encode, static_argnums=1)(expected, n)
+    received = jax.jit(encoding.decode, static_argnums=1)(parts, k)
+    assert_same(received, expected)
+
+
+@of_every_value
+@of_every_index
+def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
+    n, k, sent = 20_001, 301, 300
+    bucket = np.random.default_rng(1).standard_normal(n).astype(np.float32)
+    wire = WireFormat(values, indices, n)
+    places = slots(n, k, sent)
+    mask = np.isin(np.arange(n), places)
+    figures = np.array([1 / 3, 2.0**60, 0.0], np.float32)
+
+    @jax.jit
+    def journey(bucket):
+        marks = entries.mark(mask)
+        payload = entries.take(bucket, jnp.asarray(places))
+        rounded = wire.rounded(payload.values)
+        buffer = wire.encode(Payload(rounded, payload.indices), figures)
+        kept = wire.kept(bucket, marks)
+        beside = wire.figures(buffer, figures.size)
+        return buffer, wire.decode(buffer, k), beside, kept
+
+    buffer, arrived, beside, kept = jax.tree.map(np.asarray, journey(bucket))
+    assert buffer.ndim == 1
+    assert buffer.nbytes == wire.payload_bytes(k) + figures.nbytes
+    assert_same(beside, figures)
+    assert_same(arrived.indices, places)
+    assert not arrived.values[sent:].any()
+    total = kept.astype(np.float64)
+    total[places[:sent]] += arrived.values[:sent]
+    np.testing.assert_array_equal(total, bucket)
+    assert_same(kept[~mask], bucket[~mask])
+    assert (abs(kept[mask]) <= abs(bucket[mask]) / 2).mean() > 0.9
+
+
+def test_at_factor_100_the_default_entries_weigh_at_most_4_1_bytes():
+    wire = WireFormat("bfloat16", "uint16", 10_000_000)
+    assert wire.payload_bytes(100_000) <= 4.1 * 100_000
+
+
+def test_what_is_taken_and_what_is_left_are_the_bucket():
+    bucket, indices = jnp.array([1.0, -2.0, 3.0, -4.0]), jnp.array([0, 3])
+    payload = entries.take(bucket, indices)
+    assert payload.values.tolist() == [1.0, -4.0]
+    assert entries.drop(bucket, payload.indices).tolist() == [0.0, -2.0, 3.0, 0.0]
+
+
+def mean_of(values, indices, n):
+    decode = lambda row: Payload(values[row], indices[row])
+    rows = jnp.arange(len(values))
+    mean = lambda rows: entries.mean_of_payloads(rows, decode, jnp.zeros(n))
+    return jax.jit(mean)(rows).tolist()
+
+
+def test_payloads_are_added_where_they_belong_in_the_order_of_the_replicas():
+    values, indices = jnp.array([[2.0, 1.0], [8.0, 16.0]]), jnp.array([[0, 4], [0, 2]])
+    assert mean_of(values, indices, 5) == [5.0, 0.0, 8.0, 0.0, 0.5]
+    # Added from the back, or pairwise, the small one would survive.
+    values = jnp.array([[2.0**30], [1.0], [-(2.0**30)], [0.0]])
+    zeros = jnp.zeros((4, 1), jnp.int32)
+    assert mean_of(values, zeros, 1) == [0]
+    assert mean_of(values[jnp.array([0, 2, 1, 3])], zeros, 1) == [1 / 4]
