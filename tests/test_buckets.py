@@ -106,28 +106,6 @@ def test_a_step_of_a_huge_model_can_be_traced():
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
-def test_several_buckets_lose_nothing(monkeypatch):
-    monkeypatch.setattr(entries, "MAX_ENTRIES", 100)
-    params = {"a": jnp.zeros((9, 17)), "b": jnp.zeros((11, 13))}
-    controller = gravac.GraVAC(ladder=(1, 4, 16), window=3)
-    tx = gravac.transform(None, compress=True, controller=controller)
-    rng, state = np.random.default_rng(0), tx.init(params)
-    assert len(state.local.memory) == 3
-    came_in = went_out = jax.tree.map(np.asarray, params)
-    step = jax.jit(tx.update)
-    for _ in range(5):
-        draw = lambda x: rng.integers(-99, 99, x.shape).astype(np.float32)
-        grads = jax.tree.map(draw, params)
-        updates, state = step(grads, state)
-        came_in = jax.tree.map(np.add, came_in, grads)
-        went_out = jax.tree.map(np.add, went_out, updates)
-    left = _buckets.plan(params, True).unpack(
-        tuple(x.residual for x in state.local.memory), jnp.zeros(0)
-    )
-    assert any(np.any(x) for x in jax.tree.leaves(left))
-    assert_same(jax.tree.map(np.add, went_out, left), came_in)
-
-
 @pytest.mark.parametrize(
     ("compress", "expected"),
     [

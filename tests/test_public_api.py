@@ -14,7 +14,7 @@ COMPONENTS = """
     Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory RandomK RedSync
     Residual SampledTopK Scheduled SharedRandomK StepClock Threshold TopK WireCost
 """
-BASES = "Clip Comm Compressor Controller Exchange Memory StepInfo "
+BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "
 FUNCTIONS = """
     adamw by_rank checksum data_parallel dgc exponential flush geometric guard init

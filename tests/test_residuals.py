@@ -1,9 +1,8 @@
 """A flush delivers all residuals, and own params hold the replica's own residual."""
 
-import copy
-
 import _examples
 import _harness
+import _oracles
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,32 +141,21 @@ def test_without_a_residual_own_params_are_the_params():
         np.testing.assert_array_equal(x, np.stack([params[name]] * N))
 
 
-class Steps:
-    """Takes the steps of Adam on every replica, in NumPy, with eps of 1."""
-
-    def __init__(self, b1, b2):
-        self.b1, self.b2, self.t = b1, b2, 0
-        self.mean, self.square = np.zeros((2, N, 64))
-
-    def __call__(self, gradients):
-        self.t += 1
-        self.mean = self.b1 * self.mean + (1 - self.b1) * gradients
-        self.square = self.b2 * self.square + (1 - self.b2) * gradients**2
-        root = np.sqrt(self.square / (1 - self.b2**self.t))
-        return self.mean / (1 - self.b1**self.t) / (root + 1)
-
-
 SPARSE_TOP = {
     "compress": True,
     "exchange": gravac.AllGather(gravac.TopK(), **_examples.WIDE),
     "controller": gravac.Fixed(16),
 }
+# The memory for the oracle, and the optimizer.
 TRAININGS = {
-    "sgd": (optax.chain(gravac.transform(**SPARSE_TOP), optax.sgd(0.1)), lambda x: x),
+    "sgd": (
+        gravac.Residual(),
+        optax.chain(gravac.transform(**SPARSE_TOP), optax.sgd(0.1)),
+    ),
+    # With a small eps all first steps would have one size.
     "adamw": (
-        # With a small eps all first steps would have one size.
+        gravac.Adam(0.8, 0.9, 1.0),
         gravac.adamw(0.1, b1=0.8, b2=0.9, eps=1.0, weight_decay=0.0, **SPARSE_TOP),
-        Steps(0.8, 0.9),
     ),
 }
 
@@ -179,8 +167,7 @@ TRAININGS = {
 def test_training_at_own_params_is_training_of_its_oracle(training, how):
     # Each replica minimizes |x - its own target|**2 / 2 and sends the top 4 of 64.
     targets = GRADIENTS["w"][0]
-    tx, steps_of = TRAININGS[training]
-    steps_of = copy.deepcopy(steps_of)
+    memory, tx = TRAININGS[training]
 
     def update(targets, state):
         params, opt_state = state
@@ -196,15 +183,18 @@ def test_training_at_own_params_is_training_of_its_oracle(training, how):
     with jax.numpy_dtype_promotion("standard"):
         received, _ = _harness.trajectory(looking, {"w": PARAMS["w"]}, how)(repeated)
 
-    params, held = np.zeros(64, np.float32), np.zeros((N, 64), np.float32)
+    params = np.zeros(64, np.float32)
+    kind = _oracles.look_up(_oracles.MEMORIES, memory)
+    oracles = [kind(memory, 64) for _ in range(N)]
     for i in range(STEPS):
-        own = params - np.float32(0.1) * held
-        held += np.float32(steps_of(own - targets.reshape(N, 64)))
-        sent = np.zeros_like(held)
-        for row, kept in zip(sent, held, strict=True):
-            largest = np.argsort(-np.abs(kept), kind="stable")[:4]
-            row[largest], kept[largest] = kept[largest], 0
-        step = np.float32(-0.1) * sent.mean(0)
+        sent = np.zeros((N, 64))
+        for mine, target, oracle in zip(sent, targets, oracles, strict=True):
+            own = params - np.float32(0.1) * oracle.residual
+            compensated = oracle.feed(own - target.ravel())
+            largest = np.argsort(-np.abs(compensated), kind="stable")[:4]
+            mine[largest] = compensated[largest]
+            oracle.keep(np.float32(compensated - mine))
+        step = np.float32(-0.1 * sent.mean(0))
         np.testing.assert_allclose(received["w"][i].ravel(), step, atol=1e-5)
         params = params + step
 

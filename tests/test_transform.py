@@ -29,6 +29,7 @@ from _harness import (
 )
 
 import gravac_jax as gravac
+from gravac_jax._selection import entries
 
 STEPS = 24
 SIZE, DENSE_SIZE = 64, 5
@@ -482,6 +483,32 @@ def test_after_a_bad_step_training_goes_on_as_if_without_it(how):
     assert_same(at(parts(states), good), at(parts(expected_states), first))
 
 
+CONTROLLERS = {
+    "Fastest": gravac.Fastest(LADDER),
+    "GraVAC": gravac.GraVAC(ladder=LADDER, window=2),
+    "Accordion": gravac.Accordion(4, 16, interval=3),
+    "Fixed": gravac.Fixed(8),
+}
+
+
+@pytest.mark.parametrize("controller", choices(CONTROLLERS, lambda x: x == "Fastest"))
+def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
+    tx = gravac.transform(compress=COMPRESS, controller=CONTROLLERS[controller])
+    # An entry is sent in three steps, until its last bit has arrived.
+    zeros = lambda x: np.zeros((150, *x.shape[1:]), np.float32)
+    gradients = jax.tree.map(
+        lambda x: np.concatenate([x[:1], zeros(x), x[1:2]]), FLOATS
+    )
+    updates, states = trajectory(tx, PARAMS, "vmap")(gradients)
+    assert not residuals(states)[0][-2].any()
+    for leaf, x in updates.items():
+        np.testing.assert_allclose(x[:-1].sum(0), FLOATS[leaf][0].mean(0), atol=1e-5)
+    assert ((states.info.gain >= 0) & (states.info.gain <= 1)).all()
+    assert states.info.skipped_steps[-1] == 0
+    for x in jax.tree.leaves(at(states, -1)):
+        assert not np.issubdtype(x.dtype, np.floating) or np.isfinite(x).all()
+
+
 # Any pytree, any axis
 
 
@@ -516,6 +543,20 @@ def test_any_pytree_of_floats_is_averaged():
         flat(jax.tree.map(lambda x, r=r: x[0, r], gradients)) for r in range(N)
     )
     assert (N * flat(at(updates, 0)) + residual[0].sum(axis=0) == came_in).all()
+
+
+def test_several_buckets_lose_nothing(monkeypatch):
+    monkeypatch.setattr(entries, "MAX_ENTRIES", SIZE // 3)
+    tx = gravac.transform(compress=True, controller=GRAVAC, exchange=EXACT)
+    updates, states = trajectory(tx, PARAMS, "vmap")(INTEGERS)
+    left = np.concatenate([x.residual for x in states.local.memory], axis=-1)
+    assert len(states.local.memory) > 3
+    assert np.any(left)
+    total = lambda tree: np.concatenate(
+        [x.sum(axis=0).ravel() for x in jax.tree.leaves(tree)]
+    )
+    came_in = jax.tree.map(lambda x: x.sum(axis=1), INTEGERS)
+    assert (N * total(updates) + left[-1].sum(axis=0) == total(came_in)).all()
 
 
 @pytest.mark.parametrize("tree", [{}, {"empty": jnp.zeros((0, 3)), "none": None}])
