@@ -15,33 +15,11 @@ import jax.numpy as jnp
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
 
-Path = tuple[str, ...]
-
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Return the leaves of `tree`, each with a path such as `['dense']['kernel']`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
-
-
-def by_path(tree: Any) -> dict[Path, Any]:
-    """The leaves of `tree`, by the names on the way to them: `("dense", "kernel")`."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {names(path): x for path, x in flat}
-
-
-def names(path: Any) -> Path:
-    """The names in a path of `jax.tree_util`."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def nested(leaves: dict[Path, Any]) -> dict[str, Any]:
-    """Dicts in dicts, from what `by_path` gives."""
-    tree: dict[str, Any] = {}
-    for path, x in leaves.items():
-        at = functools.reduce(lambda at, part: at.setdefault(part, {}), path[:-1], tree)
-        at[path[-1]] = x
-    return tree
 
 
 def ravel(leaves: list[jax.Array]) -> jax.Array:

@@ -1,9 +1,9 @@
-"""A training run in one process or several that is killed and begun again by tests.
+"""A training run, in one process or several, that tests kill and start again.
 
     python tests/_resumable.py DIRECTORY STEPS [SECONDS]
 
-It says each step that it has taken, after so many seconds more, and at the end a
-checksum of all bits of params and state.
+It prints every step, then sleeps for SECONDS. At the end every process prints a
+checksum of all bits of params and state that it holds.
 """
 
 import functools
@@ -23,7 +23,7 @@ WIDTH = 256
 SAVE_EVERY = 3
 
 
-def main(directory: str, steps: int, seconds: float) -> None:
+def main(directory: str, steps: int, seconds: float = 0.0) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     tx = optax.chain(
         gravac.transform(momentum=0.5, controller=gravac.Fixed(20)), optax.sgd(0.05)
@@ -36,10 +36,10 @@ def main(directory: str, steps: int, seconds: float) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    rows = 4 * jax.local_device_count()
-    draw = lambda step: np.random.default_rng([step, jax.process_index()]).normal(
-        size=(rows, WIDTH)
-    )
+    def batch(step):
+        rng = np.random.default_rng([step, jax.process_index()])
+        return np.float32(rng.normal(size=(4 * jax.local_device_count(), WIDTH)))
+
     step = gravac.data_parallel(train_step, mesh)
     state, start = gravac.place((params, tx.init(params)), mesh), 0
     with checkpoint.Checkpointer(directory, save_every=SAVE_EVERY) as checkpointer:
@@ -47,7 +47,7 @@ def main(directory: str, steps: int, seconds: float) -> None:
             state, start = saved.tree, saved.step
             say(f"restored {start}")
         for i in range(start, steps):
-            *state, _ = step(*state, np.float32(draw(i)))
+            *state, _ = step(*state, batch(i))
             checkpointer.save(i + 1, tuple(state), state[0])
             say(f"step {i + 1}")
             time.sleep(seconds)
@@ -68,5 +68,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-    main(sys.argv[1], int(sys.argv[2]), seconds)
+    main(sys.argv[1], int(sys.argv[2]), *map(float, sys.argv[3:]))

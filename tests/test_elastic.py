@@ -1,4 +1,4 @@
-"""The benchmark whose replicas come and go."""
+"""The benchmark in which the number of replicas changes during training."""
 
 import elastic
 import jax
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
 
 @pytest.mark.slow
-def test_replicas_come_and_go_and_all_else_is_the_same(tmp_path, capsys):
+def test_only_the_number_of_replicas_differs_between_methods(tmp_path, capsys):
     (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
     args = elastic.Args(
         tmp_path,
@@ -31,7 +31,7 @@ def test_replicas_come_and_go_and_all_else_is_the_same(tmp_path, capsys):
     }
     whole, moved, dropped = by_method.values()
     assert whole[:2] == moved[:2] == dropped[:2]
-    assert moved[-1] != dropped[-1], "else nothing was held back"
+    assert moved[-1] != dropped[-1], "else there was no residual"
     assert abs(moved[-1] - whole[-1]) < 0.1
     before = args.out.read_text()
     elastic.main(args)

@@ -1,0 +1,130 @@
+"""Convert flat vectors on each device to arrays in the shapes of the params, and back.
+
+Every device keeps the residuals of its slices of the compressed leaves in buckets, flat
+vectors. A checkpoint stores an array `[replicas, *shape]` for each leaf, so that the
+buckets, the slices and the number of replicas may change.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _collectives, _placement
+from gravac_jax._state import TransformState
+from gravac_jax.checkpoint._paths import Path, by_path
+
+
+class Leaf(NamedTuple):
+    """A compressed leaf of the params.
+
+    Attributes:
+      path: its path in the params.
+      slice: the shape of the slice that one device has.
+      spec: along which axes of the mesh `[replicas, *shape]` is sharded.
+    """
+
+    path: Path
+    slice: tuple[int, ...]
+    spec: jax.P
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the state of one transform lies on the devices.
+
+    Attributes:
+      mesh: the devices. All axes are Auto, so that XLA finds out what to send.
+      spec: along which axes per-replica state `[N, ...]` is sharded.
+      leaves: the compressed leaves, in the order in which they fill the buckets.
+    """
+
+    mesh: jax.sharding.Mesh
+    spec: jax.P
+    leaves: tuple[Leaf, ...]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
+        """Return `[replicas, *shape]` for each leaf, from `[N, n]` for each bucket."""
+        shapes = [x.slice for x in self.leaves]
+        return self._regroup(buckets, shapes, self.spec, [x.spec for x in self.leaves])
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def join(self, arrays: list[jax.Array], sizes: tuple[int, ...]) -> list[jax.Array]:
+        """Undo `split`, for buckets of these sizes n."""
+        shapes = [(n,) for n in sizes]
+        return self._regroup(arrays, shapes, [x.spec for x in self.leaves], self.spec)
+
+    def _regroup(
+        self, arrays: Any, shapes: Sequence[Any], in_specs: Any, out_specs: Any
+    ) -> Any:
+        """On each device, cut the entries of all `arrays`, in a row, into shapes."""
+
+        def body(arrays: list[jax.Array]) -> list[jax.Array]:
+            rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
+            ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1].tolist()
+            pairs = zip(jnp.split(rows, ends, axis=1), shapes, strict=True)
+            return [x.reshape(x.shape[0], *shape) for x, shape in pairs]
+
+        specs = {"in_specs": (in_specs,), "out_specs": out_specs}
+        return jax.shard_map(body, mesh=self.mesh, check_vma=False, **specs)(arrays)
+
+
+def layout_of(state: TransformState, params: Any) -> Layout:
+    """Return how a transform's state, and the params it was made for, lie on devices.
+
+    Raises:
+      ValueError: if the state was made for other params, or is not as `gravac.place`
+        makes it.
+    """
+    # nnx.Optimizer wraps every array in a variable.
+    only = lambda x: jax.tree.leaves(x)[0]
+    steps, replica, pieces = map(only, (state.steps, state.local.replica, state.layout))
+    if steps.ndim or not isinstance(replica, jax.Array):
+        raise ValueError(
+            f"the state of gravac.transform must be as gravac.place makes it, got"
+            f" `steps` as {type(steps).__name__} of shape {steps.shape}. jax.pmap gives"
+            f" every leaf an axis of devices, and jax.device_get moves it to the host:"
+            f" run the step with gravac.data_parallel, and pass what it returns."
+        )
+    mesh, axes = _mesh_and_axes(replica.sharding)
+    sizes: dict[int, int] = {}
+    for i, entries in np.asarray(pieces).tolist():
+        sizes[i] = sizes.get(i, 0) + entries
+    flat = list(by_path(params).items())
+    leaves = tuple(_leaf(*flat[i], mesh, axes) for i in sizes if i < len(flat))
+    expected, found = list(sizes.values()), [math.prod(x.slice) for x in leaves]
+    if found != expected:
+        raise ValueError(
+            f"`params` are not the params that the state was made for: on one device,"
+            f" its compressed leaves have {expected[:8]} entries, and those of `params`"
+            f" {found[:8]}. Pass the params that tx.init was given, as they lie on the"
+            f" devices. If two models have an optimizer each, save each in a directory"
+            f" of its own."
+        )
+    return Layout(mesh, jax.P(axes), leaves)
+
+
+def _mesh_and_axes(sharding: Any) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
+    """Return the devices of per-replica state, and the axes that slice it."""
+    if isinstance(sharding, jax.NamedSharding):
+        devices, names = np.asarray(sharding.mesh.devices), sharding.mesh.axis_names
+        axes = _collectives.axis_names(next(iter(sharding.spec), None))
+    else:
+        devices, names, axes = np.array(list(sharding.device_set)), ("devices",), ()
+    types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.Mesh(devices, names, types), axes
+
+
+def _leaf(path: Path, x: Any, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Leaf:
+    spec = _placement.specs_of(x) if axes else jax.P()
+    sliced = {name for part in spec for name in _collectives.axis_names(part)}
+    # Along the other axes, devices keep different residuals of the same slice.
+    owners = tuple(name for name in axes if name not in sliced)
+    shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
+    return Leaf(path, shape, jax.P(owners, *spec))

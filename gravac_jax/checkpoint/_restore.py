@@ -1,0 +1,168 @@
+"""Fit the arrays of a checkpoint to the state that a run begins with.
+
+The number of replicas, the buckets, the slices, the ladder and the controller may
+change between runs. Everything else must be the same.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from gravac_jax._state import TransformState, is_transform_state
+from gravac_jax.checkpoint import _format, _paths, _replicas
+from gravac_jax.checkpoint._paths import Named, Path
+
+_PER_REPLICA = ("memory", "exchange")
+
+# The fields that mean something on one ladder and to one controller only.
+_DECISIONS = ("ladder", "rung", "past_rungs", "controller")
+
+_SHOWN = 3  # differences in an error
+
+
+def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
+    """Return for each saved path the path in `tree`.
+
+    They differ if the checkpoint is of a chain without `gravac.transform`, which moves
+    what comes after it one place on, and makes a chain of a single optimizer.
+    """
+    paths = list(_paths.by_path(tree))
+    numbered = jax.tree.unflatten(jax.tree.structure(tree), range(len(paths)))
+    is_chain = lambda x: type(x) is tuple and any(map(is_transform_state, x))
+
+    def without_transform(chain_of: Callable[[list[Any]], Any]) -> Named:
+        others = lambda chain: [x for x in chain if not is_transform_state(x)]
+        change = lambda x: chain_of(others(x)) if is_chain(x) else x
+        return _paths.by_path(jax.tree.map(change, numbered, is_leaf=is_chain))
+
+    for chain_of in (tuple, lambda others: others[0] if others else ()):
+        before = without_transform(chain_of)
+        if saved.keys() <= before.keys():
+            return {path: paths[i] for path, i in before.items()}
+    return {path: path for path in saved}
+
+
+def plan(saved: Named, tree: Any, params: Any) -> Named:
+    """Return what to read: by path, an abstract array with a sharding, or a number.
+
+    Args:
+      saved: Orbax's metadata of everything in the checkpoint, by path.
+      tree: the state of this run, placed.
+      params: the params in it.
+
+    Raises:
+      ValueError: if the checkpoint does not fit.
+    """
+    here, places = _abstract(tree, params), _places(tree)
+    known = [place for place in places if (*place, "version") in saved]
+    for place in [place for place in places if place not in known]:
+        here = _paths.outside(here, [place])
+        warnings.warn(
+            f"the checkpoint holds no state of gravac.transform for"
+            f" {'/'.join(place) or 'the optimizer'}: the run begins with empty"
+            f" residuals, and a controller that has seen nothing.",
+            stacklevel=3,
+        )
+    _require_same(_fixed(here, known), _fixed(saved, known))
+    wanted = _paths.outside(here, known)
+    for place in known:
+        mine, theirs = _paths.below(here, place), _paths.below(saved, place)
+        is_same = _decisions(mine) == _decisions(theirs)
+        for name, x in mine.items():
+            shape = _paths.shape_of(theirs[name]) if name in theirs else None
+            if name[0] in _PER_REPLICA and shape and shape[1:] == x.shape[1:]:
+                wanted[place + name] = _replicas.loading(x, shape)
+            elif shape == _paths.shape_of(x) and (is_same or name[0] not in _DECISIONS):
+                wanted[place + name] = x
+    return wanted
+
+
+def fill(loaded: Named, tree: Any, params: Any) -> Any:
+    """Return `tree` with everything that was read, in memory of its own.
+
+    Args:
+      loaded: the arrays for which `plan` asked, by path.
+      tree: as for `plan`. It stays as it is.
+      params: as for `plan`.
+
+    Raises:
+      ValueError: if another version of the format was saved.
+    """
+    named, here = dict(loaded), _abstract(tree, params)
+    for place, state in _places(tree).items():
+        below = _paths.below(loaded, place)
+        if below and below["version",] != _format.VERSION:
+            raise ValueError(
+                f"the checkpoint has version {below['version',]}, and this gravac_jax"
+                f" reads version {_format.VERSION}. Restore it with the gravac_jax that"
+                f" saved it."
+            )
+        ladder = [x for name, x in below.items() if name[0] == "ladder"]
+        is_new_ladder = not np.array_equal(ladder, jax.tree.leaves(state.ladder))
+        if below and is_new_ladder:
+            warnings.warn(
+                "the checkpoint was saved with another ladder or controller: residuals"
+                " are restored, and the controller begins anew.",
+                stacklevel=3,
+            )
+        for name, x in below.items():
+            path = place + name
+            if name[0] in _DECISIONS and is_new_ladder:
+                del named[path]
+            elif name[0] in _PER_REPLICA:
+                # Only in a memory does a mean of replicas mean something.
+                named[path] = _replicas.redistribute(x, here[path], name[0] == "memory")
+    return _format.from_named(named, tree, params)
+
+
+def _places(tree: Any) -> dict[Path, TransformState]:
+    found = _paths.by_path(tree, is_transform_state).items()
+    return {path: x for path, x in found if is_transform_state(x)}
+
+
+def _abstract(tree: Any, params: Any) -> Named:
+    """Return what would be stored of `tree`, with an abstract array for each array."""
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    named = _format.to_named(tree, params).items()
+    return {path: like(x) if isinstance(x, jax.Array) else x for path, x in named}
+
+
+def _decisions(named: Named) -> Named:
+    found = {name: x for name, x in named.items() if name[0] in _DECISIONS}
+    return {name: _paths.shape_of(x) for name, x in found.items()}
+
+
+def _fixed(named: Named, places: list[Path]) -> dict[Path, str]:
+    """Describe everything that must be the same in the checkpoint and here."""
+    outside = _paths.outside(named, places).items()
+    found = {path: _paths.describe(x) for path, x in outside}
+    for place in places:
+        for name, x in _paths.below(named, place).items():
+            if name[0] == "memory":
+                found[place + name] = f"{_paths.shape_of(x)[1:]} for each replica"
+            elif name[0] == "exchange":  # the number of buckets may change
+                found[(*place, "exchange", *name[2:])] = "present"
+    return found
+
+
+def _require_same(here: dict[Path, str], saved: dict[Path, str]) -> None:
+    """Refuse a checkpoint of something else, and name the first differences."""
+    both = {path: (saved.get(path), here.get(path)) for path in [*here, *saved]}
+    lines = [
+        f"{'/'.join(path)} is {theirs or 'missing'} in the checkpoint and"
+        f" {mine or 'missing'} here"
+        for path, (theirs, mine) in both.items()
+        if theirs != mine
+    ]
+    if lines:
+        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise ValueError(
+            f"the checkpoint is of another model, optimizer, memory or exchange:"
+            f" {'; '.join(lines[:_SHOWN])}{more}. Restore with the model, optimizer and"
+            f" gravac.transform that saved it, or save to another directory. To change"
+            f" the memory, the exchange or `compress`, restore with the old ones, send"
+            f" the residuals with gravac.flush, and begin with gravac.init."
+        )
