@@ -11,18 +11,19 @@ Lines marked `# gravac` are all that a training loop needs beyond FSDP itself.
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from quickstart import draw, read_text
+from python_source import draw, read_text
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tasks import cross_entropy
 from tasks.transformer import TransformerLanguageModel
 
 import gravac_jax as gravac
@@ -32,42 +33,44 @@ SLOW, FAST = "dcn", "ici"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Train a transformer under FSDP, compressed between slices and dense."""
+    """Train a transformer under FSDP, compressed between slices and dense.
+
+    Args:
+      slices: Devices along the slow axis.
+      devices: Devices of a slice, along the fast axis.
+      steps: Steps of each run, at least one.
+      batch: Sequences per device and step.
+      length: Bytes per sequence.
+      width: Width of the model, which has four layers.
+      learning_rate: Learning rate of AdamW.
+      data: Any text file; default: Python's own library.
+      seed: Seed of the initial params and the order of the batches.
+    """
 
     slices: int = 2
-    """Devices along the slow axis."""
     devices: int = 4
-    """Devices of a slice, along the fast axis."""
     steps: int = 120
-    """Steps of each run, at least one."""
     batch: int = 4
-    """Sequences per device and step."""
     length: int = 64
-    """Bytes per sequence."""
     width: int = 128
-    """Of the model; it has four layers."""
     learning_rate: float = 3e-3
-    """Of AdamW."""
     data: Path | None = None
-    """Any text file; default: Python's own library."""
     seed: int = 0
-    """Of the initial params and the order of the batches."""
 
 
-@dataclasses.dataclass
-class Run:
-    """What one run left behind."""
+class Run(NamedTuple):
+    """The figures of one run: means over its last steps, and bytes on one device."""
 
     name: str
     loss: float
-    step_seconds: float
+    factor: float
     wire_bytes: float
     residual_bytes: int
-    factor: float
+    step_seconds: float
 
 
 def is_large(leaf: Any) -> bool:
-    """Matrices of at least 16,384 entries are cut into slices, others stay whole."""
+    """Return whether a leaf is a matrix of at least 16,384 entries, cut into slices."""
     return leaf.ndim == 2 and leaf.size >= 16_384
 
 
@@ -92,9 +95,8 @@ def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
         # XLA gathers each matrix where it is needed, and drops it afterwards.
         gather = lambda x: jax.lax.all_gather(x, FAST, axis=0, tiled=True)
         whole = jax.tree.map(lambda x, s: gather(x) if s else x, params, is_sliced)
-        logits = model.apply({"params": whole}, batch[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        return losses.mean()
+        logits: Any = model.apply({"params": whole}, batch[:, :-1])
+        return cross_entropy(logits, batch[:, 1:])
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
         grad = gravac.value_and_grad(loss_of, (SLOW, FAST))  # gravac
@@ -106,33 +108,30 @@ def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
     step = gravac.data_parallel(train_step, mesh, SLOW, FAST)  # gravac
     rows = config.slices * config.devices * config.batch
     batches = draw(read_text(config.data)[0], rows, config.length, config.seed + 1)
-    losses, ends, wire_bytes = [], [], 0.0
+    losses, ends, wire_bytes, factor = [], [], 0.0, 1.0
     for _ in track(range(config.steps), name, transient=True):
         params, opt_state, loss = step(params, opt_state, next(batches))
         losses.append(float(loss))
         ends.append(time.perf_counter())
         info = optax.tree.get(opt_state, "StepInfo")
-        wire_bytes += float(info.wire_bytes)
+        wire_bytes, factor = wire_bytes + float(info.wire_bytes), float(info.factor)
     residual = optax.tree.get(opt_state, "residual")
     return Run(
         name=name,
         loss=float(np.mean(losses[-20:])),
-        step_seconds=float(np.median(np.diff(ends))) if len(ends) > 1 else np.nan,
+        factor=factor,
         wire_bytes=wire_bytes / config.steps,
         residual_bytes=residual.addressable_shards[0].data.nbytes,
-        factor=float(info.factor),
+        step_seconds=float(np.median(np.diff(ends))) if len(ends) > 1 else np.nan,
     )
 
 
 def summary(runs: list[Run]) -> Table:
-    """One line a run."""
+    """Return a table with one line a run."""
     table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.add_column("run")
-    titles = (
-        "last 20\nlosses|last\nfactor|kB a step\nand device|kB of\nresidual|ms/\nstep"
-    )
-    for title in titles.split("|"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("run", "last 20\nlosses", "last\nfactor", "kB a step\nand device")
+    for i, title in enumerate((*titles, "kB of\nresidual", "ms/\nstep")):
+        table.add_column(title, justify="right" if i else "left", no_wrap=True)
     for run in runs:
         table.add_row(
             run.name,
@@ -147,10 +146,7 @@ def summary(runs: list[Run]) -> Table:
 
 def main(config: Config) -> list[Run]:
     """Make both runs and print the table."""
-    if (
-        jax.config.jax_platforms in (None, "cpu")
-        and not jax.distributed.is_initialized()
-    ):
+    if not jax.distributed.is_initialized():
         jax.config.update("jax_num_cpu_devices", config.slices * config.devices)
     mesh = jax.make_mesh((config.slices, config.devices), (SLOW, FAST))
     console = Console()

@@ -44,8 +44,9 @@ def controlled(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def promotion():
+def promotion(monkeypatch):
     """That of users: these programs and Optax's Adam rely on it."""
+    monkeypatch.syspath_prepend(CONVERSIONS)  # for their models
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -63,10 +64,7 @@ def test_no_more_lines_change_than_it_took(name):
 # until XLA's CPU backend ends the process.
 trained = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=pytest.mark.exhaustive if x == "fsdp" else ())
-        for x in CHANGED
-    ],
+    [pytest.param(x, marks=pytest.mark.slow if x == "fsdp" else ()) for x in CHANGED],
 )
 
 
@@ -116,7 +114,7 @@ MISTAKES = {
         "fsdp_after",
         "optax.chain(exchange, optax.adamw(3e-3))",
         "optax.MultiSteps(optax.chain(exchange, optax.adamw(3e-3)), 2)",
-        "inside of an optax.MultiSteps.*micro_batches",
+        "inside an optax.MultiSteps.*micro_batches",
     ),
     "not placed": (
         "shard_map_after",
@@ -164,7 +162,7 @@ def test_what_pmap_does_not_see_a_trace_on_a_mesh_does():
         state = program.create_train_state(jax.random.key(0))
         state = gravac.place(state, mesh, "batch")
         step = gravac.data_parallel(program.train_step, mesh, "batch")
-        batch = program.draw(np.random.default_rng(0), jax.device_count())
+        batch = program.draw_images(np.random.default_rng(0), jax.device_count())
         return jax.eval_shape(step, state, batch)
 
     text = source("pmap_after")

@@ -1,13 +1,14 @@
 """Times to a quality: what is made of steps and seconds, and that runs go on."""
 
-import end_to_end
-import end_to_end_report as report
-import journal
 import numpy as np
 import pytest
-import torch_ddp
-from network import Network
-from step_seconds import Timed
+from common import journal
+from common.network import Network
+from end_to_end import report
+from end_to_end import run as end_to_end
+from pytorch import run as pytorch
+from step_seconds.timed import Timed
+from step_seconds.worker import Link
 
 COMPUTE = 0.02
 # A dense exchange takes 0.2 s at 100 Mbit/s, and a tenth of it at 1000.
@@ -31,7 +32,7 @@ def line(mbit, name, seconds, **others):
 
 
 def record(own_seconds=0.003):
-    """Lines as steptime.py writes them, of two bandwidths."""
+    """Lines as `step_seconds` writes them, of two bandwidths."""
     lines = []
     for mbit, slower in ((100.0, 1.0), (1000.0, 0.1)):
         static = {x: COMPUTE + slower * y for x, y in STATIC.items()}
@@ -40,13 +41,6 @@ def record(own_seconds=0.003):
         mean = 0.6 * static["fixed10"] + 0.4 * at_320 + own_seconds
         lines.append(line(mbit, "default", mean, taken=TAKEN))
     return lines
-
-
-def test_networks_go_from_fast_to_slow_and_no_limit_is_the_fastest():
-    lines = record()
-    lines += [{**x, "bandwidth_mbit": None} for x in lines[:4]]
-    assert Timed(lines, 2).links == [None, 1000.0, 100.0]
-    assert Timed(lines, 2).static == ["fixed100", "fixed10"]
 
 
 def test_seconds_between_measured_factors_follow_the_bytes():
@@ -60,8 +54,9 @@ def test_seconds_between_measured_factors_follow_the_bytes():
 
 
 def test_a_method_that_was_timed_has_its_own_seconds():
-    lines = [*record(), line(100.0, "lowrank10", 0.07)]
+    lines = [*record(), line(100.0, "lowrank10", 0.07), line(None, "dense", 0.1)]
     timed = Timed(lines, 2)
+    assert timed.links == [None, 1000.0, 100.0], "from fast to slow"
     assert timed.step(100.0, "lowrank10", 10) == 0.07
     assert timed.step(1000.0, "lowrank10", 10) == pytest.approx(0.03)
     assert timed.step(100.0, "dense16", 1) == pytest.approx(0.12)
@@ -176,27 +171,11 @@ def test_what_is_beyond_computation_stands_beside_that_of_others():
     assert table["ours: fixed10"] == ["10", "100"]
 
 
-def test_a_picture_and_all_tables_are_made_of_two_records(tmp_path):
-    timed, runs = (journal.Journal(tmp_path / x, {}) for x in ("timed", "runs"))
-    for x in record():
-        timed.append(x)
-    for x in RUNS:
-        runs.append(x)
-    picture = tmp_path / "picture.png"
-    args = report.Args(timed.path, runs.path, 2, picture=picture)
-    text = report.text(args)
-    assert "### 2 hosts, 1000 Mbit/s: r = 1.00" in text
-    assert "### 2 hosts, 100 Mbit/s: r = 10.00" in text
-    assert "| default | 3.0 | 3.0 |" in text
-    assert picture.stat().st_size > 10_000
-
-
 @pytest.mark.slow
 def test_runs_are_made_once(tmp_path, capsys):
     (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
     timed = journal.Journal(tmp_path / "steps.jsonl", {})
-    for x in record():
-        timed.append(x)
+    timed.append(*record())
     args = end_to_end.Args(
         tmp_path,
         timed.path,
@@ -224,10 +203,10 @@ def test_runs_are_made_once(tmp_path, capsys):
 
 
 def test_pytorch_is_timed_on_the_networks_of_the_record():
-    lines = [*record(), line(None, "dense", 0.1, hosts=4, ratio=0.1)]
-    assert torch_ddp.networks(lines) == {
-        2: [(100.0, None), (1000.0, None)],
-        4: [(None, 0.1)],
+    lines = [*record(), line(70.0, "dense", 0.1, hosts=4, ratio=0.1)]
+    assert pytorch.networks(lines) == {
+        2: {Link(100.0): 100.0, Link(1000.0): 1000.0},
+        4: {Link(ratio=0.1): 70.0},
     }
 
 
@@ -238,16 +217,16 @@ def test_pytorch_runs_every_method_once(tmp_path, task):
     pytest.importorskip("torch")
     if reason := Network.unavailable():
         pytest.skip(reason)
-    shapes = {"task": task, "preset": "tiny", "rows": None}
+    shapes = {"task": task, "rows": None}
     timed = journal.Journal(tmp_path / "steps.jsonl", shapes)
     timed.append(line(100.0, "dense", 0.1))
-    setting = torch_ddp.Setting(steps=4, turns=2)
-    args = torch_ddp.Args(timed.path, tmp_path / "out.jsonl", setting=setting)
-    torch_ddp.main(args)
+    setting = pytorch.Setting(steps=4, turns=2)
+    args = pytorch.Args(timed.path, tmp_path / "out.jsonl", setting=setting)
+    pytorch.main(args)
     _, lines = journal.read(args.out)
     assert [x["method"] for x in lines] == list(setting.methods)
     for x in lines:
         assert 0 < x["compute_seconds"][1] < x["step_seconds"][1]
     before = args.out.read_text()
-    torch_ddp.main(args)
+    pytorch.main(args)
     assert args.out.read_text() == before

@@ -8,6 +8,8 @@ from tasks.cifar import CIFAR10, CIFAR100, read_cifar
 
 
 def as_record(example):
+    kinds = {name: (x.shape, x.dtype.name) for name, x in example.items()}
+    assert kinds == {"image": ((32, 32, 3), "uint8"), "label": ((), "int32")}
     planes = example["image"].transpose(2, 0, 1)
     return [int(example["label"]), *planes.ravel().tolist()]
 
@@ -26,12 +28,6 @@ def test_cifar100_is_labelled_by_its_fine_classes(tmp_path):
     assert classes == 100
     written = records(40, (20, 100), 1)[:, 1:].tolist()
     assert [as_record(x) for x in train] == written[:36]
-
-
-def test_an_example_is_an_image_of_bytes_and_a_label(tmp_path):
-    example = read_cifar(write_cifar10(tmp_path), CIFAR10)[0][0][0]
-    kinds = {name: (x.shape, x.dtype.name) for name, x in example.items()}
-    assert kinds == {"image": ((32, 32, 3), "uint8"), "label": ((), "int32")}
 
 
 @pytest.mark.parametrize(
@@ -64,39 +60,13 @@ def test_a_truncated_file_is_refused_with_both_sizes(tmp_path):
         read_cifar(tmp_path, CIFAR10)
 
 
-def test_a_label_that_there_is_not_is_refused(tmp_path):
-    content = records(8, (10,))
-    content[5, 0] = 10
-    (write_cifar10(tmp_path) / "test_batch.bin").write_bytes(content.tobytes())
-    with pytest.raises(DataError, match="record 5 is 10, expected one below 10"):
-        read_cifar(tmp_path, CIFAR10)
-
-
 @pytest.mark.parametrize(("column", "bound"), [(0, 20), (1, 100)])
-def test_both_labels_of_cifar100_are_checked(tmp_path, column, bound):
+def test_a_label_beyond_its_classes_is_refused(tmp_path, column, bound):
     content = records(8, (20, 100))
     content[2, column] = bound
     (write_cifar100(tmp_path) / "test.bin").write_bytes(content.tobytes())
     with pytest.raises(DataError, match=f"record 2 is {bound}, .*below {bound}"):
         read_cifar(tmp_path, CIFAR100)
-
-
-@pytest.mark.parametrize(
-    ("layout", "betrayed_by"),
-    [
-        (CIFAR10, "cifar-10-batches-py/data_batch_1"),
-        (CIFAR10, "data_batch_1"),
-        (CIFAR100, "cifar-100-python/train"),
-        (CIFAR100, "train"),
-    ],
-)
-def test_the_pickled_python_version_is_refused_unread(tmp_path, layout, betrayed_by):
-    path = tmp_path / betrayed_by
-    path.parent.mkdir(exist_ok=True)
-    # Loading it would end the tests.
-    path.write_bytes(b"cposix\n_exit\n(I1\ntR.")
-    with pytest.raises(DataError, match=r"python version.*Get the binary version"):
-        read_cifar(tmp_path, layout)
 
 
 def variants(image):

@@ -11,7 +11,7 @@ import optax
 import pytest
 from _harness import choices
 from _task_files import write_cifar10, write_cifar100, write_ptb
-from tasks import PRESETS, TASKS, load
+from tasks import TASKS, load
 from tasks.lstm import LSTMLanguageModel, recur
 from tasks.pipeline import batches
 from tasks.transformer import TransformerLanguageModel
@@ -92,23 +92,6 @@ def test_accuracy_is_the_share_of_images_that_are_recognized(fresh):
     assert metrics["accuracy"] == pytest.approx(expected)
 
 
-@in_every_task
-def test_presets_grow(name, data_dir):
-    tasks = [load(name, data_dir, preset=preset) for preset in PRESETS]
-    sizes = [count(jax.eval_shape(task.init, KEY)) for task in tasks]
-    rows = [task.rows for task in tasks]
-    assert sizes == sorted(set(sizes))
-    assert rows == sorted(rows)
-
-
-def test_the_lstm_of_the_paper_has_its_size():
-    model = LSTMLanguageModel(10_000, width=1500, layers=2)
-    tokens = jnp.zeros((1, 35), jnp.int32)
-    shapes = jax.eval_shape(model.init, KEY, tokens)
-    # 66.03 million in PyTorch, which gives every gate two biases.
-    assert count(shapes) == 66_034_000 - 2 * 4 * 1500
-
-
 def train_step(task, tx):
     def step(params, opt_state, batch):
         loss, grads = gravac.value_and_grad(task.loss)(params, batch)
@@ -139,13 +122,6 @@ def test_every_model_trains_alike_simulated_and_on_a_mesh(name, fresh):
     on_mesh = losses(*arguments, gravac.data_parallel, mesh, steps=3)
     assert len(set(simulated)) == 3
     np.testing.assert_allclose(simulated, on_mesh, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_loss_of_a_tiny_lstm_falls(fresh):
-    tx = optax.chain(gravac.transform(), optax.sgd(0.3))
-    falling = losses(*fresh("lstm-bytes"), tx, gravac.simulate, REPLICAS, steps=20)
-    assert falling[-1] < 0.8 * falling[0]
 
 
 def plain_recurrence(inputs, recurrent, state):
@@ -208,7 +184,6 @@ def test_windows_have_the_length_asked_for(data_dir):
     ("name", "changed", "message"),
     [
         ("lstm", {}, "no task 'lstm'; there are: lstm-bytes, "),
-        ("lstm-ptb", {"preset": "huge"}, "no preset 'huge'; there are: tiny, small"),
         ("lstm-ptb", {"length": 0}, "`length` must be at least 1, got 0"),
         ("resnet-cifar10", {"length": 9}, "`length` is for text, and resnet-cifar10"),
     ],

@@ -56,15 +56,10 @@ def test_a_batch_stacks_every_leaf_of_its_examples():
     assert batch["x"].dtype == np.int32
 
 
-def test_an_epoch_shows_no_example_twice():
-    drawn = take(make(), 4 * PER_EPOCH)
-    for number in range(4):
-        assert len(set(epoch(drawn, number))) == PER_EPOCH * ROWS * REPLICAS
-
-
-def test_every_epoch_is_shuffled_anew_and_drops_other_examples():
+def test_every_epoch_shows_each_example_once_in_another_order_and_drops_others():
     drawn = take(make(), 4 * PER_EPOCH)
     orders = [epoch(drawn, number) for number in range(4)]
+    assert all(len(set(order)) == PER_EPOCH * ROWS * REPLICAS for order in orders)
     assert all(order != sorted(order) for order in orders)
     assert all(one != two for one, two in itertools.combinations(orders, 2))
     assert len({frozenset(order) for order in orders}) > 1
@@ -123,11 +118,7 @@ def test_cut_anywhere_a_resumed_iterator_goes_on_with_the_same_batches(cut):
         ({"replicas": 0}, "`replicas` must be at least 1, got 0"),
         ({"rows": 12}, r"45 examples, fewer than one batch of 48 \(12 rows x 4 rep"),
         ({"local": range(3, 5)}, r"`local` must be a part of range\(4\).*range\(3, 5"),
-        ({"local": range(-1, 2)}, "`local` must be"),
-        ({"local": range(0, 4, 2)}, "`local` must be"),
-        ({"local": range(2, 2)}, "`local` must be"),
         ({"seed": -1}, "`seed` must be from 0 to 4294967295, got -1"),
-        ({"seed": 2**32}, "`seed` must be"),
     ],
 )
 def test_batches_that_cannot_be_made_are_refused(changed, message):
@@ -197,18 +188,10 @@ def test_text_goes_on_from_where_it_was_cut(cut):
     assert_same(take(resumed, 8 - cut), whole[cut:])
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rows": 0}, "`rows` must be at least 1, got 0"),
-        ({"length": 0}, "`length` must be at least 1, got 0"),
-        ({"local": range(2, 4)}, r"`local` must be a part of range\(3\)"),
-        ({"length": 16}, r"100 tokens; 2 rows x 3 replicas need at least 102 for a"),
-    ],
-)
-def test_tracks_that_cannot_be_made_are_refused(changed, message):
+def test_a_text_that_is_too_short_for_its_tracks_is_refused():
+    message = r"100 tokens; 2 rows x 3 replicas need at least 102 for a"
     with pytest.raises(ValueError, match=message):
-        read(**changed)
+        read(length=16)
 
 
 def test_an_evaluation_that_cannot_be_made_is_refused_at_once():

@@ -100,11 +100,6 @@ def test_bytes_are_found_from_their_folder_and_from_the_one_above(tmp_path, plac
     assert len(read_bytes(tmp_path, length=6)[0][0]) == 128
 
 
-def test_a_missing_file_of_bytes_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"input\.txt not found in .*tinyshakespeare"):
-        read_bytes(tmp_path, length=5)
-
-
 def test_bytes_too_few_for_a_window_of_each_part_are_refused_with_the_figure(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(TEXT[:139])

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import resnet_cifar.config
 import resnet_cifar.model
-import results
-import results_report
 import training.run
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
 from _task_files import write_cifar10, write_cifar100, write_ptb
 from lstm_ptb.model import LanguageModel
+from paper import report
+from paper import run as paper
 from training import Options, Replicas, Run, methods
 
 import gravac_jax as gravac
@@ -48,13 +48,6 @@ SIZES = {
 HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
 
 in_every_program = pytest.mark.parametrize("name", SIZES)
-
-
-def slowly(*names):
-    """For those programs in the slow run, for the others in the exhaustive one."""
-    kind = lambda x: pytest.mark.slow if x in names else pytest.mark.exhaustive
-    every = [pytest.param(x, marks=kind(x)) for x in SIZES]
-    return pytest.mark.parametrize("name", every)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +147,8 @@ def test_every_program_trains(name, data_dir, tmp_path, monkeypatch):
         check_statistics(run.state[1])
 
 
-@slowly("lstm_ptb", "resnet_cifar")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm_ptb", "resnet_cifar"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     name, data_dir, tmp_path, monkeypatch
 ):
@@ -176,7 +170,8 @@ def check_statistics(statistics):
         assert not np.all(np.isin(one, (0.0, 1.0)))
 
 
-@slowly("lstm_ptb", "vgg_cifar")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm_ptb", "vgg_cifar"])
 def test_simulated_replicas_find_what_devices_find(
     name, data_dir, tmp_path, monkeypatch, request
 ):
@@ -188,7 +183,8 @@ def test_simulated_replicas_find_what_devices_find(
     assert simulated.tested == pytest.approx(on_mesh.tested, rel=1e-2)
 
 
-@slowly("resnet_cifar", "transformer_lm")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet_cifar", "transformer_lm"])
 def test_every_program_computes_in_bfloat16(name, data_dir, tmp_path, monkeypatch):
     run = train(name, data_dir, tmp_path, monkeypatch, bfloat16=True, method="default")
     kinds = {x.dtype for x in jax.tree.leaves(run.state[0])}
@@ -228,14 +224,14 @@ def test_two_processes_find_what_one_finds(name, tmp_path):
 def test_the_results_of_methods_are_recorded_once(
     data_dir, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(results, "TIMED_STEPS", 4)
-    monkeypatch.setattr(results, "FIRST_TIMED", 1)
-    ask = lambda *methods: results.Args(
+    monkeypatch.setattr(paper, "TIMED_STEPS", 4)
+    monkeypatch.setattr(paper, "FIRST_TIMED", 1)
+    ask = lambda *methods: paper.Args(
         data_dir, tmp_path / "out.jsonl", methods=methods, replicas=2, steps=2
     )
-    results.main(ask("dense"))
+    paper.main(ask("dense"))
     first = (tmp_path / "out.jsonl").read_text()
-    results.main(ask("dense", "topk10"))
+    paper.main(ask("dense", "topk10"))
     text = (tmp_path / "out.jsonl").read_text()
     assert text.startswith(first)
     times, dense, topk = [json.loads(line) for line in text.splitlines()[1:]]
@@ -247,7 +243,7 @@ def test_the_results_of_methods_are_recorded_once(
     assert topk["dense_wire_bytes"] == dense["dense_wire_bytes"]
     assert [x["step"] for x in topk["evaluations"]] == [2]
     assert dense["course"] == [[0, 1.0]]
-    table = results_report.text(tmp_path / "out.jsonl")
+    table = report.text(tmp_path / "out.jsonl")
     assert "| topk10 | " in table
     assert "| 22.0, 1x |" in table
     assert capsys.readouterr().out.endswith(f"{table}\n")
@@ -264,7 +260,7 @@ def test_a_profile_is_written_of_some_steps(data_dir, tmp_path, monkeypatch):
 def test_entries_may_be_as_wide_as_the_paper_s():
     found = methods.arguments("widesampled10")
     assert found["exchange"] == gravac.AllGather(
-        gravac.SampledTopK(), gravac.Float32(), gravac.Int32()
+        gravac.SampledTopK(), values="float32", indices="int32"
     )
     assert found["controller"] == methods.arguments("sampled10")["controller"]
     assert methods.is_local("widelocalmomentum10")
@@ -273,7 +269,7 @@ def test_entries_may_be_as_wide_as_the_paper_s():
 
 
 def test_the_course_of_a_factor_is_its_changes():
-    assert results.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
+    assert paper.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
         [0, 10.0],
         [2, 40.0],
         [3, math.inf],
@@ -284,7 +280,7 @@ def test_the_course_of_a_factor_is_its_changes():
 def test_a_step_s_time_is_what_was_timed_and_the_network_s():
     sent = {"wire_bytes": 25e6, "dense_wire_bytes": 1e9, "steps": 2, "dense_steps": 1}
     times = {"dense_ms": [1, 40, 50], "fixed100_ms": [1, 46, 50]}
-    record = results_report.Record("lstm_ptb", 2, *results_report.own_ms(times), [])
+    record = report.Record("lstm_ptb", 2, *report.own_ms(times), [])
     # Half of the steps select; 12.5 MB at 100 Mbit/s; three messages of 0.1 ms.
     assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.3)
 
@@ -297,7 +293,7 @@ def ended(method, seed, loss, **figures):
 def test_gaps_are_those_of_a_seed():
     runs = [ended("dense", 0, 2.0), ended("dense", 1, 4.0)]
     runs += [ended("fixed10", *x) for x in ((1, 4.4), (0, 2.1), (2, 9.0))]
-    record = results_report.Record("lstm_ptb", 2, 1, 1, runs)
+    record = report.Record("lstm_ptb", 2, 1, 1, runs)
     assert record.gaps("fixed10") == pytest.approx([0.1, 0.05])
 
 
@@ -310,7 +306,7 @@ def test_the_frontier_is_straight_between_static_factors(bytes_sent, gap):
         ended(method, 0, loss, wire_bytes=own, dense_wire_bytes=1000)
         for method, (own, loss) in {**places, "default": (bytes_sent, 9.0)}.items()
     ]
-    record = results_report.Record("lstm_ptb", 2, 1, 1, runs)
+    record = report.Record("lstm_ptb", 2, 1, 1, runs)
     found = record.frontier("default")
     np.testing.assert_allclose(found, gap, rtol=1e-12, atol=1e-12)
 
@@ -349,10 +345,3 @@ def test_a_method_that_cannot_be_is_refused(asked, message, tmp_path):
 def test_there_is_at_least_one_replica():
     with pytest.raises(SystemExit, match="--replicas must be at least 1, got 0"):
         Replicas(0)
-
-
-@pytest.mark.parametrize("name", ["topk10", "sampled10", "redsync10", "randomk10"])
-def test_a_compressor_has_a_name(name):
-    chosen = methods.arguments(name)
-    assert type(chosen["compressor"]).__name__.lower().startswith(name[:4])
-    assert chosen["controller"].factor == 10

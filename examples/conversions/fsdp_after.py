@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen
 from flax.training.train_state import TrainState
+from models import ResidualMLP, cross_entropy, draw_rows, spec_of
 
 import gravac_jax as gravac
 
@@ -18,34 +18,8 @@ AXES = ("data", "fsdp")
 MAX_NORM = 1.0  # of a gradient
 
 
-class MLP(linen.Module):
-    """Blocks of two dense layers around which there is a way past."""
-
-    width: int = 128
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, 64]` to `[batch, 10]` logits."""
-        x = linen.Dense(self.width, name="embed")(x)
-        for i in range(2):
-            y = linen.LayerNorm(name=f"norm_{i}")(x)
-            y = linen.gelu(linen.Dense(2 * self.width, name=f"up_{i}")(y))
-            x = x + linen.Dense(self.width, name=f"down_{i}")(y)
-        return linen.Dense(10, name="head")(x)
-
-
-def spec_of(path: Any, leaf: Any) -> jax.P:
-    """Which axis of a leaf is cut into slices, and over which axis of the mesh."""
-    names = jax.tree_util.keystr(path)
-    if "kernel" in names and "up_" in names:
-        return jax.P("fsdp", None)
-    if "kernel" in names and "down_" in names:
-        return jax.P(None, "fsdp")
-    return jax.P()
-
-
 def whole(path: Any, leaf: jax.Array) -> jax.Array:
-    """A leaf, from the slices of all devices."""
+    """Return a leaf, from the slices of all devices."""
     for axis, name in enumerate(spec_of(path, leaf)):
         if name is not None:
             leaf = jax.lax.all_gather(leaf, name, axis=axis, tiled=True)
@@ -53,28 +27,22 @@ def whole(path: Any, leaf: jax.Array) -> jax.Array:
 
 
 def train_step(state: TrainState, batch: Any) -> Any:
-    """One step, as if on one device."""
+    """Take one step, as if on one device."""
 
     def loss_fn(params: Any) -> jax.Array:
         params = jax.tree_util.tree_map_with_path(whole, params)
         x, y = batch
         logits = state.apply_fn({"params": params}, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return cross_entropy(logits, y)
 
     loss, grads = gravac.value_and_grad(loss_fn, AXES)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise; the label is the largest of its first ten."""
-    x = rng.normal(size=(rows, 64)).astype(np.float32)
-    return x, x[:, :10].argmax(-1).astype(np.int32)
-
-
 def main(steps: int = 200) -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, -1)), AXES)
-    model = MLP()
+    model = ResidualMLP()
 
     def init_fn(key: jax.Array) -> Any:
         return model.init(key, jnp.ones((1, 64)))["params"]
@@ -99,7 +67,7 @@ def main(steps: int = 200) -> list[float]:
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(steps):
-        batch = jax.device_put(draw(rng, 16 * jax.device_count()), data_sharding)
+        batch = jax.device_put(draw_rows(rng, 16 * jax.device_count()), data_sharding)
         state, metrics = p_train_step(state, batch)
         losses.append(float(metrics["loss"]))
     print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")

@@ -9,42 +9,19 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from models import DropoutMLP, cross_entropy, draw_rows
 
 
-class MLP(nnx.Module):
-    """Two dense layers, with BatchNorm and dropout between them."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        """64 numbers in, 10 classes out."""
-        self.inner = nnx.Linear(64, 256, rngs=rngs)
-        self.norm = nnx.BatchNorm(256, momentum=0.9, rngs=rngs)
-        self.middle = nnx.Linear(256, 256, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.outer = nnx.Linear(256, 10, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, 64]` to `[batch, 10]` logits."""
-        x = nnx.relu(self.norm(self.inner(x)))
-        return self.outer(self.dropout(nnx.relu(self.middle(x))))
-
-
-def loss_fn(model: MLP, batch: Any) -> jax.Array:
-    """The mean cross-entropy of a batch, over all devices."""
+def loss_fn(model: DropoutMLP, batch: Any) -> jax.Array:
+    """Return the mean cross-entropy of a batch, over all devices."""
     x, y = batch
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
-    return jax.lax.pmean(losses.mean(), "data")
-
-
-def draw(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise; the label is the largest of its first ten."""
-    x = rng.normal(size=(rows, 64)).astype(np.float32)
-    return x, x[:, :10].argmax(-1).astype(np.int32)
+    return jax.lax.pmean(cross_entropy(model(x), y), "data")
 
 
 def main(steps: int = 200) -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    model = MLP(nnx.Rngs(0))
+    model = DropoutMLP(nnx.Rngs(0))
     tx = optax.sgd(0.05, momentum=0.9)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -69,7 +46,7 @@ def main(steps: int = 200) -> list[float]:
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(steps):
-        batch = draw(rng, 16 * jax.device_count())
+        batch = draw_rows(rng, 16 * jax.device_count())
         batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
         state, loss = step(state, batch)
         losses.append(float(loss))

@@ -1,4 +1,4 @@
-"""What the LSTM is trained with."""
+"""Hyper-parameters of the LSTM."""
 
 import dataclasses
 
@@ -8,31 +8,37 @@ class Config:
     """GraVAC's third workload (Tyagi and Swany, 2023, Table 1).
 
     The paper states layers, width, length, batch, momentum, decay and learning rate.
+
+    Args:
+      layers: The number of LSTM layers.
+      width: The width of embedding and state.
+      length: Words per window, which gradients go back through.
+      rows: Tracks of the text per replica.
+      learning_rate: The learning rate; fixed, but for a warm-up.
+      warm_up_steps: Steps in which it rises from 0; the paper mentions none.
+      momentum: The momentum of SGD.
+      weight_decay: Decay that is added to the gradient.
+      clip: The largest global norm of the averaged gradient; the paper mentions none.
+      dropout: The share of entries dropped before, between and after layers; the paper
+        mentions none. Zaremba et al., 2014, have 0.65 at this size.
+      steps: Steps of a run; the paper's curves go as far.
+      evaluate_every: Steps from one evaluation to the next.
+      evaluation_rows: Tracks of the held-out text per replica; arbitrary.
     """
 
     layers: int = 2
     width: int = 1500
-    """Of embedding and state."""
     length: int = 35
-    """Words per window, which gradients go back through."""
     rows: int = 20
-    """Tracks of the text per replica."""
     learning_rate: float = 0.1
-    """Fixed, but for a warm-up."""
     warm_up_steps: int = 0
-    """In which it rises from 0; the paper mentions none."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None
-    """Largest global norm of the averaged gradient; the paper mentions none."""
     dropout: float = 0.0
-    """Share of entries, before, between and after layers; the paper mentions none.
-    Zaremba et al., 2014, have 0.65 at this size."""
     steps: int = 20_000
-    """As far as the paper's curves go."""
     evaluate_every: int = 500
     evaluation_rows: int = 4
-    """Tracks of the held-out text per replica; arbitrary."""
 
 
 PRESETS = {

@@ -14,6 +14,13 @@ class LanguageModel(nn.Module):
 
     With 10,000 words, two layers and width 1500 it has 66.02 million params; PyTorch's
     has a second bias in each layer, and 66.03.
+
+    Attributes:
+      vocabulary: The number of words.
+      width: The width of embedding and state.
+      layers: The number of LSTM layers.
+      dropout: The share of entries that are dropped.
+      dtype: The dtype of all computation but the head's; params are float32.
     """
 
     vocabulary: int
@@ -21,18 +28,17 @@ class LanguageModel(nn.Module):
     layers: int
     dropout: float
     dtype: Any = jnp.float32
-    """Of all computation but the head's; params are float32."""
 
     @nn.compact
     def __call__(
         self, tokens: jax.Array, states: Sequence[State], *, is_training: bool
     ) -> tuple[jax.Array, tuple[State, ...]]:
-        """Predict the word after each.
+        """Predict the word after each word.
 
         Args:
           tokens: `[batch, length]` int32.
-          states: of each layer before the first token.
-          is_training: whether there is dropout; it draws from the keys "dropout".
+          states: The state of each layer before the first token.
+          is_training: Whether there is dropout; it draws from the keys "dropout".
 
         Returns:
           Logits `[batch, length, vocabulary]`, float32, and the states after the last
@@ -48,6 +54,6 @@ class LanguageModel(nn.Module):
         return head(x).astype(jnp.float32), tuple(ends)
 
     def silent(self, rows: int) -> tuple[State, ...]:
-        """The states before a text: zeros."""
+        """Return the states before a text: zeros."""
         zeros = lambda: jnp.zeros((rows, self.width), self.dtype)
         return tuple((zeros(), zeros()) for _ in range(self.layers))

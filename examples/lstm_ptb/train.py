@@ -26,19 +26,14 @@ import gravac_jax as gravac
 
 
 def train(config: Config, options: Options) -> dict[str, float]:
-    """Train one model; its loss and perplexity on the test data."""
+    """Train one model, and return its loss and perplexity on the test data."""
     replicas = Replicas(options.replicas)
     here = {"replicas": replicas.count, "local": replicas.local}
     (words, *held_out), vocabulary = text.ptb_tokens(options.data_dir)
     batches = pipeline.tracks(words, rows=config.rows, length=config.length, **here)
 
-    model = LanguageModel(
-        vocabulary,
-        config.width,
-        config.layers,
-        config.dropout,
-        dtype=jnp.bfloat16 if options.bfloat16 else jnp.float32,
-    )
+    sizes = vocabulary, config.width, config.layers, config.dropout
+    model = LanguageModel(*sizes, dtype=options.dtype)
     key, one = jax.random.key(options.seed), jnp.zeros((1, 1), jnp.int32)
     params = model.init(key, one, model.silent(1), is_training=False)["params"]
 
@@ -91,13 +86,8 @@ def train(config: Config, options: Options) -> dict[str, float]:
     state = gravac.place((params, tx.init(params)), replicas.where)  # gravac
     states = replicas.shard(model.silent(config.rows * len(replicas.local)))
     with Run("lstm_ptb", config, options, replicas, batches) as run:
-        state = run.restore((*state, states))
-        for i in run.steps:
-            *state, loss = step(*state, next(batches), **run.times())
-            is_due = run.is_evaluation(i)
-            figures = evaluate(state[0], held_out[0]) if is_due else {}
-            if run.end_step(i, state, loss, figures):
-                break
+        validate = lambda state: evaluate(state[0], held_out[0])
+        state = run.train(step, (*state, states), validate)
     return evaluate(state[0], held_out[1])
 
 

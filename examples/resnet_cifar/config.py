@@ -1,4 +1,4 @@
-"""What the ResNet is trained with."""
+"""Hyper-parameters of the ResNet."""
 
 import dataclasses
 
@@ -10,29 +10,39 @@ class Config:
     The paper states model, batch, momentum, decay, learning rate and its drops. Its
     size, 170 MB, is that of torchvision's `resnet101()` as it comes, which is made for
     ImageNet: with that stem and a head of 1,000 classes, of which CIFAR-10 uses ten.
+
+    Args:
+      blocks: Bottlenecks of each stage.
+      width: The width of the first stage; each has twice that of the one before.
+      has_imagenet_stem: Whether a convolution of 7 x 7 and a pooling, both with stride
+        2, come first; else one convolution of 3 x 3.
+      head: The number of outputs, at least as many as classes.
+      rows: Images per replica.
+      learning_rate: The learning rate at first.
+      drops: Shares of the steps after which it is divided by ten: 9,000 and 14,000 of
+        42,000.
+      momentum: The momentum of SGD.
+      weight_decay: Decay that is added to the gradient.
+      clip: The largest global norm of the averaged gradient; the paper mentions none.
+      steps: Steps of a run; the paper's curves go as far.
+      evaluate_every: Steps from one evaluation to the next.
+      evaluation_rows: Images per replica; the 10,000 of the test divide by 4, 16 and
+        100 of them.
     """
 
     blocks: tuple[int, ...] = (3, 4, 23, 3)
-    """Of each stage."""
     width: int = 64
-    """Of the first stage; each has twice that of the one before."""
     has_imagenet_stem: bool = True
-    """A convolution of 7 x 7 and a pooling, both with stride 2; else one of 3 x 3."""
     head: int = 1000
-    """Outputs, at least as many as classes."""
     rows: int = 32
-    """Images per replica."""
     learning_rate: float = 0.1
     drops: tuple[float, ...] = (9 / 42, 14 / 42)
-    """After these shares of the steps it is divided by ten: 9,000 and 14,000 of
-    42,000."""
     momentum: float = 0.9
     weight_decay: float = 1e-4
+    clip: float | None = None
     steps: int = 42_000
-    """As far as the paper's curves go."""
     evaluate_every: int = 1000
     evaluation_rows: int = 25
-    """Images per replica; the 10,000 of the test divide by 4, 16 and 100 of them."""
 
 
 PRESETS = {

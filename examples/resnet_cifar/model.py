@@ -21,7 +21,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, side, side, channels]` to `[..., side / stride, 4 * width]`."""
+        """Map `[batch, side, side, channels]` to `[..., side / stride, 4 * width]`."""
         out, stride = EXPANSION * self.width, (self.stride, self.stride)
         y = nn.relu(self.norm()(self.conv(self.width, (1, 1))(x)))
         y = nn.relu(self.norm()(self.conv(self.width, (3, 3), stride)(y)))
@@ -37,6 +37,14 @@ class ResNet(nn.Module):
 
     With (3, 4, 23, 3) blocks, width 64, ImageNet's stem and 1,000 outputs it is
     ResNet-101, of 44,549,160 params as in torchvision.
+
+    Attributes:
+      blocks: Bottlenecks of each stage.
+      width: The width of the first stage.
+      has_imagenet_stem: Whether ImageNet's convolution and pooling come first.
+      head: The number of outputs.
+      dtype: The dtype of convolutions and norms; params, statistics and the head are
+        float32.
     """
 
     blocks: Sequence[int]
@@ -44,11 +52,10 @@ class ResNet(nn.Module):
     has_imagenet_stem: bool
     head: int
     dtype: Any = jnp.float32
-    """Of convolutions and norms; params, statistics and the head are float32."""
 
     @nn.compact
     def __call__(self, images: jax.Array, *, is_training: bool) -> jax.Array:
-        """`[batch, 32, 32, 3]` uint8 to logits `[batch, head]`, float32.
+        """Map images `[batch, 32, 32, 3]` uint8 to float32 logits `[batch, head]`.
 
         In training, norms use the batch's own statistics and "batch_stats" keeps their
         running means; else they use these.
@@ -69,7 +76,8 @@ class ResNet(nn.Module):
         if self.has_imagenet_stem:
             x = conv(self.width, (7, 7), (2, 2), padding=3)(x)
             x = nn.relu(norm()(x))
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=[(1, 1), (1, 1)])
+            padding: Any = [(1, 1), (1, 1)]
+            x = nn.max_pool(x, (3, 3), (2, 2), padding)
         else:
             x = nn.relu(norm()(conv(self.width, (3, 3))(x)))
         for stage, blocks in enumerate(self.blocks):

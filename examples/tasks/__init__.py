@@ -1,6 +1,5 @@
-"""What the examples and benchmarks train: a task is data, a model and a loss."""
+"""Tasks that examples and benchmarks train: data, a model and a loss."""
 
-from tasks.registry import PRESETS as PRESETS
 from tasks.registry import TASKS as TASKS
 from tasks.registry import cross_entropy as cross_entropy
 from tasks.registry import load as load

@@ -3,7 +3,7 @@
 A record is its label bytes (CIFAR-100 has two, the coarse and the fine class), then
 3,072 bytes of pixels: the red, the green and the blue plane, each 32 rows of 32. The
 official files hold 10,000 records each, those of CIFAR-100 50,000 and 10,000; any whole
-number is read. The python versions are pickles, and loading one may run code: refused.
+number is read. The python versions are not read: they are pickles, which may run code.
 """
 
 import dataclasses
@@ -22,15 +22,20 @@ HELD_OUT = 10  # one training image in so many validates: 5,000 of the official 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one data set lies on the disk."""
+    """The files of one data set.
+
+    Args:
+      folder: The folder that the archive unpacks to.
+      train: The files of training images.
+      test: The file of test images.
+      labels: Classes per label byte; the last byte is the one to predict.
+      archive: The archive's name.
+    """
 
     folder: str
     train: tuple[str, ...]
     test: str
     labels: tuple[int, ...]
-    """Classes per label byte; the last byte is the one to predict."""
-    python: tuple[str, ...]
-    """A file of the python version, from above its folder and inside it."""
     archive: str
 
 
@@ -39,7 +44,6 @@ CIFAR10 = Layout(
     train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
     test="test_batch.bin",
     labels=(10,),
-    python=("cifar-10-batches-py/data_batch_1", "data_batch_1"),
     archive="cifar-10-binary.tar.gz",
 )
 CIFAR100 = Layout(
@@ -47,7 +51,6 @@ CIFAR100 = Layout(
     train=("train.bin",),
     test="test.bin",
     labels=(20, 100),
-    python=("cifar-100-python/train", "train"),
     archive="cifar-100-binary.tar.gz",
 )
 
@@ -65,17 +68,17 @@ class Images:
         self._images = planes.transpose(0, 2, 3, 1)
 
     def __len__(self) -> int:
-        """How many images."""
+        """Return the number of images."""
         return len(self._labels)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """The image and the label at `index`."""
+        """Return the image and the label at `index`."""
         return {"image": self._images[index], "label": self._labels[index]}
 
     def augment(
         self, example: dict[str, np.ndarray], rng: np.random.Generator
     ) -> dict[str, np.ndarray]:
-        """A random crop of the image with a black margin, flipped half of the time."""
+        """Return a random crop of the padded image, flipped half of the time."""
         padded = np.zeros((SIDE + 2 * MARGIN, SIDE + 2 * MARGIN, 3), np.uint8)
         padded[MARGIN:-MARGIN, MARGIN:-MARGIN] = example["image"]
         top, left = rng.integers(0, 2 * MARGIN + 1, 2)
@@ -84,38 +87,28 @@ class Images:
 
 
 def read_cifar(data_dir: Path, layout: Layout) -> tuple[list[Images], int]:
-    """The images of one data set; the last tenth of the training images validates.
+    """Read the images of one data set; the last tenth of the training images validates.
 
     Args:
-      data_dir: the folder with the files, or the one that holds that folder.
-      layout: `CIFAR10` or `CIFAR100`.
+      data_dir: The folder with the files, or the one that holds that folder.
+      layout: The data set, `CIFAR10` or `CIFAR100`.
 
     Returns:
       Training, validation and test images, and the number of classes.
 
     Raises:
-      DataError: if a file is missing, is no whole number of records or holds a label
-        that there is not, or if `data_dir` has the python version instead.
+      DataError: If a file is missing, is no whole number of records, or holds a label
+        beyond its classes.
     """
     try:
         paths = find(data_dir, [*layout.train, layout.test], ["", layout.folder])
     except DataError as error:
-        _refuse_python(data_dir, layout)
         raise DataError(f"{error} It takes {layout.archive}, unpacked.") from error
     *train, test = [_records(path, layout) for path in paths]
     train = np.concatenate(train)
     kept = len(train) - len(train) // HELD_OUT
     parts = train[:kept], train[kept:], test
     return [Images(records) for records in parts], layout.labels[-1]
-
-
-def _refuse_python(data_dir: Path, layout: Layout) -> None:
-    for name in layout.python:
-        if (data_dir / name).is_file():
-            raise DataError(
-                f"{data_dir / name} is of the python version, which is pickled, and a "
-                f"pickle may run code. Get the binary version, {layout.archive}."
-            )
 
 
 def _records(path: Path, layout: Layout) -> np.ndarray:

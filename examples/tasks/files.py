@@ -1,4 +1,4 @@
-"""Finding a data set's files, or saying what is missing."""
+"""Find a data set's files, or say what is missing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,19 +7,19 @@ from tasks.task import DataError
 
 
 def find(data_dir: Path, names: Sequence[str], folders: Sequence[str]) -> list[Path]:
-    """The files `names`, in the first of some folders of `data_dir` that has them all.
+    """Return the files `names` in the first of some folders that has them all.
 
     Args:
-      data_dir: where to look.
-      names: of the files, all of them needed.
-      folders: below `data_dir`; "" for itself.
+      data_dir: The folder to look in.
+      names: The names of the files, all of them needed.
+      folders: Folders below `data_dir`; "" stands for itself.
 
     Returns:
-      Their paths, as many as there are names.
+      The paths, as many as there are names.
 
     Raises:
-      DataError: if no folder has them all; names the files that the likeliest folder,
-        the one that has most of them, lacks.
+      DataError: If no folder has them all. The message names the files that are missing
+        in the folder that has most of them.
     """
     tried = [[data_dir / folder / name for name in names] for folder in folders]
     missing = [[path for path in paths if not path.is_file()] for paths in tried]

@@ -25,17 +25,16 @@ def _loop(inputs: jax.Array, recurrent: jax.Array, state: State) -> Any:
 def recur(
     inputs: jax.Array, recurrent: jax.Array, state: State
 ) -> tuple[jax.Array, State]:
-    """The recurrence of one layer.
+    """Apply the recurrence of one layer.
 
-    Its gradient is the usual one, but that of `recurrent` is one product after the
-    loop, where JAX by itself would add to the whole matrix at every position: on a CPU
-    that takes half of the time.
+    The gradient of `recurrent` is one product after the loop; JAX by itself would add
+    to the whole matrix at every position, which takes half of the time on a CPU.
 
     Args:
-      inputs: `[length, batch, 4 * width]`, the projected inputs of the four gates
+      inputs: The projected inputs `[length, batch, 4 * width]` of the four gates
         (input, forget, cell, output).
-      recurrent: `[width, 4 * width]`.
-      state: before the first position.
+      recurrent: The recurrent matrix `[width, 4 * width]`.
+      state: The state before the first position.
 
     Returns:
       `[length, batch, width]`, the hidden states; and the state after the last one.
@@ -68,7 +67,7 @@ class LSTM(nn.Module):
     def __call__(
         self, x: jax.Array, state: State | None = None
     ) -> tuple[jax.Array, State]:
-        """`[batch, length, features]` to `[batch, length, width]`, and its last state.
+        """Map `[batch, length, features]` to `[batch, length, width]` and a last state.
 
         Args:
           x: the inputs.
@@ -84,12 +83,12 @@ class LSTM(nn.Module):
             # Made from the inputs, so that they vary over replicas where these do.
             zeros = jnp.zeros_like(inputs[0, :, : self.width])
             state = zeros, zeros
-        hidden, state = recur(inputs, recurrent.astype(self.dtype), state)
-        return hidden.swapaxes(0, 1), state
+        hidden, last = recur(inputs, recurrent.astype(self.dtype), state)
+        return hidden.swapaxes(0, 1), last
 
 
 def _remember(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros, but ones for the forget gate, so that the cell keeps most at first."""
+    """Return zeros, but ones for the forget gate: the cell keeps most at first."""
     del key
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
 
@@ -107,7 +106,7 @@ class LSTMLanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`[batch, length]` int32 to logits `[batch, length, vocabulary]`, float32."""
+        """Map int32 `[batch, length]` to logits `[batch, length, vocabulary]`."""
         x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)
         for layer in range(self.layers):
             x, _ = LSTM(self.width, name=f"layer_{layer}")(x)

@@ -18,7 +18,7 @@ READ = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 def batches(
     source: Source, *, rows: int, replicas: int, seed: int, local: range | None = None
 ) -> grain.DatasetIterator:
-    """Endless batches for training, each epoch shuffled anew.
+    """Return endless batches for training, each epoch shuffled anew.
 
     The first `rows` rows of a batch are those of the first replica, and so on. Which
     they are depends on `seed` and the number of the batch alone, so processes that
@@ -26,19 +26,19 @@ def batches(
     not fill a batch is dropped at the end of an epoch; each epoch drops others.
 
     Args:
-      source: examples; its method `augment`, where it has one, varies each of them,
+      source: The examples; its method `augment`, where it has one, varies each of them,
         every time otherwise.
-      rows: examples per replica and batch.
-      replicas: N, of all processes.
-      seed: of order and variants, from 0 to 2**32 - 1.
-      local: the replicas of this process. Default: all.
+      rows: Examples per replica and batch.
+      replicas: N, the number of replicas of all processes.
+      seed: The seed of order and variants, from 0 to 2**32 - 1.
+      local: The replicas of this process. Default: all.
 
     Returns:
       An iterator over examples stacked to `[len(local) * rows, ...]`. Its `get_state()`
       is a small dict of where it stands, for `set_state()` of another.
 
     Raises:
-      ValueError: if `rows` or `replicas` is below 1, `local` is not a part of
+      ValueError: If `rows` or `replicas` is below 1, `local` is not a part of
         `range(replicas)`, `seed` is out of range, or the source is smaller than one
         batch.
 
@@ -76,7 +76,7 @@ def tracks(
     epochs: int | None = None,
     local: range | None = None,
 ) -> grain.DatasetIterator:
-    """Batches of a text that go on where the one before ended, for truncated BPTT.
+    """Return batches of a text that go on where the last one ended: truncated BPTT.
 
     The text is cut into `rows * replicas` tracks, one after the other: each replica has
     a contiguous part of it, and each row of its batches a contiguous part of that. The
@@ -84,19 +84,19 @@ def tracks(
     but the first is a target once; what does not fill a window is dropped.
 
     Args:
-      tokens: `[tokens]` int32.
-      rows: tracks per replica.
-      replicas: N, of all processes.
-      length: predictions per window.
-      epochs: how many times the text is read; None for no end.
-      local: the replicas of this process. Default: all.
+      tokens: The text, `[tokens]` int32.
+      rows: Tracks per replica.
+      replicas: N, the number of replicas of all processes.
+      length: Predictions per window.
+      epochs: The number of times that the text is read; None for no end.
+      local: The replicas of this process. Default: all.
 
     Returns:
       An iterator, as that of `batches`, over `{"tokens": [len(local) * rows, length +
       1] int32, "is_first": [len(local) * rows] bool}`; `is_first` where a track begins.
 
     Raises:
-      ValueError: if `rows`, `replicas` or `length` is below 1, `local` is not a part of
+      ValueError: If `rows`, `replicas` or `length` is below 1, `local` is not a part of
         `range(replicas)`, or a track is shorter than one window.
 
     Example:
@@ -129,18 +129,18 @@ def tracks(
 def evaluation(
     source: Source, rows: int, *, replicas: int = 1, local: range | None = None
 ) -> Iterator[Batch]:
-    """The source once, in order, in batches of `rows`; what is left over is dropped.
+    """Return the source once, in order, in batches of `rows`; the rest is dropped.
 
     All batches are of one shape, so that nothing compiles twice.
 
     Args:
-      source: examples.
-      rows: examples per replica and batch.
-      replicas: N, of all processes.
-      local: the replicas of this process. Default: all.
+      source: The examples.
+      rows: Examples per replica and batch.
+      replicas: N, the number of replicas of all processes.
+      local: The replicas of this process. Default: all.
 
     Raises:
-      ValueError: if `rows` or `replicas` is below 1, `local` is not a part of
+      ValueError: If `rows` or `replicas` is below 1, `local` is not a part of
         `range(replicas)`, or the source is smaller than one batch.
 
     Example:
@@ -155,7 +155,7 @@ def evaluation(
 
 
 def _mine(rows: int, replicas: int, local: range | None) -> slice:
-    """The rows of this process in a batch of all replicas."""
+    """Return the rows of this process in a batch of all replicas."""
     local = range(replicas) if local is None else local
     if not local or local.step != 1 or local.start < 0 or local.stop > replicas:
         raise ValueError(

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, side, side, channels]` to `[..., side / stride, width]`, float32."""
+        """Map `[batch, side, side, channels]` to `[..., side / stride, width]`."""
         y = nn.relu(_norm()(_conv(self.width, 3, self.stride)(x)))
         y = _norm()(_conv(self.width, 3)(y))
         if x.shape != y.shape:
@@ -51,7 +51,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """`[batch, 32, 32, 3]` uint8 to logits `[batch, classes]`, float32."""
+        """Map uint8 images `[batch, 32, 32, 3]` to logits `[batch, classes]`."""
         # From -1 to 1; the first norm makes more of it unnecessary.
         x = images.astype(jnp.float32) / 127.5 - 1
         x = nn.relu(_norm()(_conv(self.widths[0], 3)(x)))

@@ -1,4 +1,4 @@
-"""What a task is made of, and the one error that its readers raise."""
+"""The parts of a task, and the error that readers of its files raise."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,35 +23,41 @@ class Source(Protocol):
     """
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Return the number of examples."""
         ...
 
     def __getitem__(self, index: int) -> Example:
-        """The example at `index`, from 0 to `len(self) - 1`."""
+        """Return the example at `index`, from 0 to `len(self) - 1`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Data, a model and a loss; see `tasks.load`."""
+    """Data, a model and a loss; see `tasks.load`.
+
+    Attributes:
+      name: The name in `tasks.TASKS`.
+      train: Examples to train on.
+      validation: Held-out examples to choose settings by.
+      test: Held-out examples to report.
+      init: A function from a random key to fresh params.
+      metrics: A function from params and a batch to means over the batch, `[]` float32:
+        "loss" in nats, and "accuracy" for images.
+      rows: Examples per replica and step that suit the task.
+      unit: The unit of the loss: "nats a byte".
+      learning_rate: A sensible peak for SGD with momentum 0.9 and clipping at norm 1.
+    """
 
     name: str
-    """As in `tasks.TASKS`."""
     train: Source
-    """Examples to train on."""
     validation: Source
-    """Held-out examples to choose settings by."""
     test: Source
-    """Held-out examples to report."""
     init: Callable[[jax.Array], Params]
-    """From a random key to fresh params."""
-    loss: Callable[[Params, Batch], jax.Array]
-    """The mean over the batch, `[]` float32, in nats."""
     metrics: Callable[[Params, Batch], dict[str, jax.Array]]
-    """Means over the batch, `[]` float32: "loss", and "accuracy" for images."""
     rows: int
-    """Examples per replica and step that the preset suggests."""
     unit: str
-    """Of the loss: "nats a byte"."""
     learning_rate: float
-    """A sensible peak for SGD with momentum 0.9 and clipping at norm 1."""
+
+    def loss(self, params: Params, batch: Batch) -> jax.Array:
+        """Return the mean over the batch, `[]` float32, in nats."""
+        return self.metrics(params, batch)["loss"]

@@ -29,27 +29,27 @@ class Windows:
         self._windows = tokens[: count * (length + 1)].reshape(count, length + 1)
 
     def __len__(self) -> int:
-        """How many windows."""
+        """Return the number of windows."""
         return len(self._windows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """The window at `index`."""
+        """Return the window at `index`."""
         return {"tokens": self._windows[index].astype(np.int32)}
 
 
 def read_bytes(data_dir: Path, length: int) -> tuple[list[Windows], int]:
-    """Windows of bytes of any text file: the first 90%, the next 5%, the last 5%.
+    """Return windows of bytes of any text: the first 90%, the next 5%, the last 5%.
 
     Args:
-      data_dir: the file; or a folder with `input.txt`, or with
+      data_dir: The file; or a folder with `input.txt`, or with
         `tinyshakespeare/input.txt`.
-      length: predictions per window.
+      length: Predictions per window.
 
     Returns:
       Training, validation and test windows, and the vocabulary's size, 256.
 
     Raises:
-      DataError: if there is no such file, it is no text, or too short.
+      DataError: If there is no such file, it is no text, or too short.
     """
     path = data_dir
     if not path.is_file():
@@ -67,11 +67,11 @@ def read_bytes(data_dir: Path, length: int) -> tuple[list[Windows], int]:
 
 
 def read_ptb(data_dir: Path, length: int) -> tuple[list[Windows], int]:
-    """Windows of words of the Penn Treebank's language-modelling files.
+    """Return windows of words of the Penn Treebank's language-modelling files.
 
     Args:
-      data_dir: as for `ptb_tokens`.
-      length: predictions per window.
+      data_dir: The folder, as for `ptb_tokens`.
+      length: Predictions per window.
 
     Returns:
       Training, validation and test windows, and the vocabulary's size.
@@ -86,14 +86,14 @@ def read_ptb(data_dir: Path, length: int) -> tuple[list[Windows], int]:
 
 
 def ptb_tokens(data_dir: Path) -> tuple[list[np.ndarray], int]:
-    """The words of the Penn Treebank's language-modelling files, numbered.
+    """Return the words of the Penn Treebank's language-modelling files, numbered.
 
     Words are separated by whitespace and a line ends with the word `<eos>`. The
     vocabulary is that of the training file, most frequent first, ties by alphabet; of
     the original files it has 10,000 words.
 
     Args:
-      data_dir: the folder with `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt`, or
+      data_dir: The folder with `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt`, or
         one with a folder `ptb` that has them.
 
     Returns:
@@ -101,7 +101,7 @@ def ptb_tokens(data_dir: Path) -> tuple[list[np.ndarray], int]:
       size.
 
     Raises:
-      DataError: if a file is missing or no text, or holds an unknown word where the
+      DataError: If a file is missing or no text, or holds an unknown word where the
         training file has no `<unk>` to put in its place.
     """
     paths = find(data_dir, PTB_FILES, ["", "ptb"])

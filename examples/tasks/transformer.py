@@ -9,15 +9,19 @@ import jax.numpy as jnp
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron at each position."""
+    """Causal self-attention, then a perceptron at each position.
+
+    Attributes:
+      heads: The number of attention heads.
+      dtype: The dtype of all computation; params are float32.
+    """
 
     heads: int
     dtype: Any = jnp.float32
-    """Of all computation; params are float32."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[batch, length, width]` to the same."""
+        """Map `[batch, length, width]` to the same shape."""
         width = x.shape[-1]
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
@@ -43,7 +47,7 @@ class TransformerLanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`[batch, length]` int32 to logits `[batch, length, vocabulary]`, float32."""
+        """Map int32 `[batch, length]` to logits `[batch, length, vocabulary]`."""
         shape = (1, tokens.shape[1], self.width)
         positions = self.param("positions", nn.initializers.normal(0.02), shape)
         x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)

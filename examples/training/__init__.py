@@ -1,4 +1,4 @@
-"""What training programs share: where replicas are, and what a run leaves behind."""
+"""What training programs share: methods, replicas, runs and their figures."""
 
 from training.replicas import Replicas as Replicas
 from training.replicas import replica_key as replica_key

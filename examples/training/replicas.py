@@ -1,4 +1,4 @@
-"""Replicas: one on each device, of all processes, or all of them simulated on one."""
+"""Replicas: one on each device of all processes, or all simulated on one device."""
 
 import functools
 from typing import Any
@@ -18,15 +18,16 @@ class Replicas:
     """N replicas.
 
     Args:
-      asked: how many. Default: one on every device, or four on a single one.
+      asked: The number of replicas. Default: one on every device, or four on a single
+        one.
 
     Raises:
-      SystemExit: if `asked` is below 1, or is not what a job of several processes has.
+      SystemExit: If `asked` is below 1, or is not what a job of several processes has.
 
     Attributes:
       count: N.
-      local: those of this process, which brings their rows of a batch.
-      where: the mesh; or N, if all of them are on one device.
+      local: The replicas of this process, which brings their rows of a batch.
+      where: The mesh; or N, if all replicas are on one device.
     """
 
     def __init__(self, asked: int | None = None):
@@ -55,16 +56,17 @@ class Replicas:
         return isinstance(self.where, int)
 
     def parallel(self, train_step: Any, carried: int = 0) -> Any:
-        """The step on all replicas; `train_step(*state, batch)` is written for one.
+        """Return the step on all replicas of a `train_step(*state, batch)` of one.
 
-        So many of the state's last are each replica's own: see `gravac.data_parallel`.
+        The last `carried` parts of the state are each replica's own: see
+        `gravac.data_parallel`.
         """
         if isinstance(self.where, int):
             return gravac.simulate(train_step, self.where, carried=carried)
         return gravac.data_parallel(train_step, self.where, carried=carried)
 
     def shard(self, batch: Any) -> Any:
-        """The rows of this process on its devices, as a part of everybody's batch."""
+        """Return this process's rows on its devices, as a part of the whole batch."""
         if isinstance(self.where, int):
             return jax.tree.map(jnp.asarray, batch)
         sharding = jax.NamedSharding(self.where, jax.P(AXIS))
@@ -73,7 +75,7 @@ class Replicas:
 
 
 def replica_key(seed: int, opt_state: Any) -> jax.Array:
-    """A random key of this replica and step: call it in the train step.
+    """Return a random key of this replica and step: call it in the train step.
 
     It follows from the number of the step, so that a run that goes on draws the same.
     """

@@ -1,4 +1,4 @@
-"""A run: what it was asked for, where it goes on, and what it leaves behind."""
+"""A training run: its options, where it goes on, and what it leaves behind."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from tasks import DataError
@@ -22,44 +23,55 @@ TRACE_AFTER, TRACED_STEPS = 10, 10
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to train."""
+    """How to train.
+
+    Args:
+      data_dir: The folder of the data set's files.
+      preset: The hyper-parameters of config.py; two CPU cores are enough for "small".
+      method: What is exchanged; names as in examples/training/methods.py.
+      replicas: The number of replicas. Default: one on every device, or four that are
+        simulated on a single one.
+      steps: Steps other than the preset's.
+      seed: The seed of initial params, batches and dropout.
+      bfloat16: Compute in bfloat16; params and gradients stay float32.
+      out: The folder of checkpoints and figures; a run that is there goes on. Default:
+        one in runs/ that is named after the run.
+      save_every: Steps from one checkpoint to the next.
+      bandwidth_mbit: The bandwidth of the network that simulated replicas are said to
+        have; real steps are timed.
+      compute_ms: Milliseconds of a simulated step without an exchange, as controllers
+        are told.
+      selection_ms: What a compressed step takes beyond that, to choose what it sends.
+      tensorboard: Also write what TensorBoard shows.
+      trace: Also write a profile of ten steps, once ten are done, for Perfetto.
+    """
 
     data_dir: Path
-    """Where the data set's files are."""
     preset: Literal["paper", "small"] = "small"
-    """Hyper-parameters, of config.py; two CPU cores are enough for "small"."""
     method: str = "default"
-    """What is exchanged; names as in examples/training/methods.py."""
     replicas: int | None = None
-    """Default: one on every device, or four that are simulated on a single one."""
     steps: int | None = None
-    """Other than the preset's."""
     seed: int = 0
-    """Of initial params, batches and dropout."""
     bfloat16: bool = False
-    """Compute in bfloat16; params and gradients stay float32."""
     out: Path | None = None
-    """Folder of checkpoints and figures; a run that is there goes on. Default: one in
-    runs/ that is named after the run."""
     save_every: int = 500
-    """Steps from one checkpoint to the next."""
     bandwidth_mbit: float = 1000
-    """Of the network that simulated replicas are said to have; others are timed."""
     compute_ms: float = 10
-    """Of one of their steps without an exchange, as controllers are told."""
     selection_ms: float = 1
-    """What a compressed one takes beside, to choose what it sends."""
     tensorboard: bool = False
-    """Also write what TensorBoard shows."""
     trace: bool = False
-    """Also write a profile of ten steps, once ten are done, for Perfetto."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype to compute in."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
     @property
     def exchange(self) -> dict[str, Any]:
-        """What `gravac.transform` is given.
+        """The arguments of `gravac.transform`.
 
         Raises:
-          SystemExit: if there is no such method, or it needs another train step.
+          SystemExit: If there is no such method, or it needs another train step.
         """
         if methods.is_local(self.method):
             raise SystemExit(
@@ -78,17 +90,14 @@ class Run:
     """One run, in a folder of its own.
 
     Args:
-      name: of the program.
-      config: its hyper-parameters, among them `steps` and `evaluate_every`.
-      options: what it was asked for.
-      replicas: where it runs.
-      batches: of training, with `get_state` and `set_state`.
+      name: The name of the program.
+      config: Its hyper-parameters, among them `steps` and `evaluate_every`.
+      options: The options of the command line.
+      replicas: The replicas that train.
+      batches: Training batches, with `get_state` and `set_state`.
 
     Raises:
-      SystemExit: when entered, if the folder is of another run.
-
-    Attributes:
-      start: the step that it goes on from, after `restore`.
+      SystemExit: When entered, if the folder is of another run.
     """
 
     def __init__(
@@ -96,7 +105,6 @@ class Run:
     ):
         label = f"{name}-{options.preset}-{options.method}-{options.seed}"
         self.folder = options.out or Path("runs") / label
-        self.start = 0
         self._config, self._options, self._batches = config, options, batches
         self._replicas, self._label = replicas, label
         self._closing = contextlib.ExitStack()
@@ -116,34 +124,40 @@ class Run:
             self._closing = opened.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> bool | None:
+    def __exit__(self, *error: Any) -> bool | None:
         return self._closing.__exit__(*error)
 
-    def restore(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The state of the last checkpoint, or this one if there is none.
+    def train(
+        self,
+        step: Callable[..., Any],
+        state: tuple[Any, ...],
+        evaluate: Callable[[Any], Mapping[str, float]],
+    ) -> tuple[Any, ...]:
+        """Train to the end, or until SIGTERM comes, from the last checkpoint.
 
         Args:
-          state: what training begins with, placed; the params first.
+          step: The step, from the state and a batch to the state and a loss.
+          state: The state that training begins with, placed; the params first.
+          evaluate: A function from the state to held-out figures by name.
+
+        Returns:
+          The last state.
         """
+        self._start = 0
         if saved := self._checkpoints.restore(state, state[0]):
-            state, self.start = saved.tree, saved.step
+            state, self._start = saved.tree, saved.step
             self._batches.set_state(saved.data)
-        self._clock = gravac.StepClock(self.start)
+        self._clock = gravac.StepClock(self._start)
+        every, steps = self._config.evaluate_every, self._config.steps
+        for i in range(self._start, steps):
+            # Simulated replicas send nothing, so that their times mean nothing.
+            times = {} if self._replicas.is_simulated else self._clock.times()
+            *rest, loss = step(*state, next(self._batches), **times)
+            state = tuple(rest)
+            is_due = (i + 1) % every == 0 or i + 1 == steps
+            if self.end_step(i, state, loss, evaluate(state) if is_due else {}):
+                break
         return state
-
-    @property
-    def steps(self) -> range:
-        """Those that are left."""
-        return range(self.start, self._config.steps)
-
-    def times(self) -> Mapping[str, Any]:
-        """What the step is told of those before; nothing where nothing is sent."""
-        return {} if self._replicas.is_simulated else self._clock.times()
-
-    def is_evaluation(self, step: int) -> bool:
-        """Whether it is time to evaluate, after this step."""
-        every = self._config.evaluate_every
-        return (step + 1) % every == 0 or step + 1 == self._config.steps
 
     def end_step(
         self, step: int, state: tuple[Any, ...], loss: Any, held_out: Mapping[str, Any]
@@ -151,10 +165,10 @@ class Run:
         """Write a step's figures, and a checkpoint if it is time to.
 
         Args:
-          step: its number, from 0.
-          state: after it.
-          loss: of its batch.
-          held_out: the figures of an evaluation, by name, or none.
+          step: The number of the step, from 0.
+          state: The state after it.
+          loss: The loss of its batch.
+          held_out: The figures of an evaluation, by name, or none.
 
         Returns:
           Whether the run is to end here, because SIGTERM has come.
@@ -162,20 +176,18 @@ class Run:
         if not self._replicas.is_simulated:
             self._clock.record(loss)
         if self._options.trace:
-            self._trace(step + 1 - self.start, state)
+            self._trace(step + 1 - self._start, state)
         figures = {f"held_out/{name}": x for name, x in held_out.items()}
         self._recorder.record(step, state, loss=loss, **figures)
-        self._checkpoints.save(
-            step + 1, tuple(state), state[0], self._batches.get_state()
-        )
+        where = self._batches.get_state()
+        self._checkpoints.save(step + 1, state, state[0], where)
         return self._checkpoints.is_preempted
 
     def _trace(self, done: int, state: Any) -> None:
         if done == TRACE_AFTER:
             jax.block_until_ready(state)
-            trace = jax.profiler.trace(
-                self.folder / "trace", create_perfetto_trace=True
-            )
+            folder = self.folder / "trace"
+            trace = jax.profiler.trace(folder, create_perfetto_trace=True)
             self._tracing.enter_context(trace)
         if done == TRACE_AFTER + TRACED_STEPS:
             jax.block_until_ready(state)
@@ -210,13 +222,13 @@ class Run:
 
 
 def mean(figures: list[dict[str, Any]]) -> dict[str, float]:
-    """The means of some figures, fetched from the devices."""
+    """Return the means of some figures, fetched from the devices."""
     fetched = jax.device_get(figures)
     return {name: float(np.mean([x[name] for x in fetched])) for name in fetched[0]}
 
 
 def main(train: Callable[[Any, Options], dict[str, float]], presets: Any) -> None:
-    """Train as the command line says, and print what the test data say of it."""
+    """Train as the command line says, and print the figures on the test data."""
     options = tyro.cli(Options)
     config = presets[options.preset]
     if options.steps is not None:

@@ -1,4 +1,4 @@
-"""What the transformer is trained with."""
+"""Hyper-parameters of the transformer."""
 
 import dataclasses
 from typing import Literal
@@ -6,38 +6,48 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What people train today, which GraVAC's paper does not: a GPT-2 with AdamW.
+    """A GPT-2 with AdamW, as people train today; GraVAC's paper has no such workload.
 
     "paper" is the size of Radford et al.'s (2019) smallest; learning rate, schedule,
     betas, decay and clip are those of Brown et al. (2020) for a GPT-3 of that size.
+
+    Args:
+      data: Bytes of any text, or the words of the Penn Treebank.
+      layers: The number of blocks.
+      width: The width of the model.
+      heads: The number of attention heads.
+      length: Tokens per window.
+      rows: Windows per replica; arbitrary.
+      micro_batches: Parts into which a replica's windows are split: all at once need 22
+        GB at full size, by XLA's analysis of the gradient's program for a CPU.
+      learning_rate: The learning rate at its peak; a cosine leads from there to a
+        tenth.
+      warm_up_steps: Steps in which the learning rate rises.
+      b1: Adam's decay of the first moment.
+      b2: Adam's decay of the second moment.
+      weight_decay: Decoupled decay of matrices.
+      clip: The largest global norm of the averaged gradient.
+      steps: Steps of a run; arbitrary.
+      evaluate_every: Steps from one evaluation to the next.
+      evaluation_rows: Windows per replica.
     """
 
     data: Literal["bytes", "ptb"] = "bytes"
-    """Of any text; or the words of the Penn Treebank."""
     layers: int = 12
     width: int = 768
     heads: int = 12
     length: int = 1024
-    """Tokens per window."""
     rows: int = 8
-    """Windows per replica; arbitrary."""
     micro_batches: int = 8
-    """Parts into which a replica's windows are split: all at once need 22 GB at full
-    size, by XLA's analysis of the gradient's program for a CPU."""
     learning_rate: float = 6e-4
-    """At its peak; a cosine leads from there to a tenth."""
     warm_up_steps: int = 700
     b1: float = 0.9
     b2: float = 0.95
     weight_decay: float = 0.1
-    """Decoupled, of matrices."""
     clip: float = 1.0
-    """Largest global norm of the averaged gradient."""
     steps: int = 20_000
-    """Arbitrary."""
     evaluate_every: int = 500
     evaluation_rows: int = 2
-    """Windows per replica."""
 
 
 PRESETS = {

@@ -13,6 +13,14 @@ class LanguageModel(nn.Module):
 
     With GPT-2's 50,257 tokens, 1,024 positions, 12 layers and width 768 it has
     124,439,808 params, as the published one. No dropout.
+
+    Attributes:
+      vocabulary: The number of tokens.
+      length: The most tokens in a window.
+      layers: The number of blocks.
+      width: The width of the model.
+      heads: The number of attention heads.
+      dtype: The dtype of all computation; params are float32.
     """
 
     vocabulary: int
@@ -21,11 +29,10 @@ class LanguageModel(nn.Module):
     width: int
     heads: int
     dtype: Any = jnp.float32
-    """Of all computation; params are float32."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`[batch, length]` int32 to logits `[batch, length, vocabulary]`, float32."""
+        """Map int32 `[batch, length]` to logits `[batch, length, vocabulary]`."""
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(
             self.vocabulary,

@@ -25,7 +25,7 @@ import gravac_jax as gravac
 
 
 def optimizer(config: Config, options: Options) -> optax.GradientTransformation:
-    """AdamW, and how what it needs is exchanged."""
+    """Return AdamW, together with the exchange that it needs."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -52,16 +52,15 @@ def optimizer(config: Config, options: Options) -> optax.GradientTransformation:
 
 
 def train(config: Config, options: Options) -> dict[str, float]:
-    """Train one model; its loss on the test text, in nats a token."""
+    """Train one model, and return its loss on the test text, in nats a token."""
     replicas = Replicas(options.replicas)
     here = {"replicas": replicas.count, "local": replicas.local}
     read = {"bytes": text.read_bytes, "ptb": text.read_ptb}[config.data]
     (windows, *held_out), vocabulary = read(options.data_dir, config.length)
     batches = pipeline.batches(windows, rows=config.rows, seed=options.seed, **here)
 
-    dtype = jnp.bfloat16 if options.bfloat16 else jnp.float32
     sizes = config.length, config.layers, config.width, config.heads
-    model = LanguageModel(vocabulary, *sizes, dtype)
+    model = LanguageModel(vocabulary, *sizes, dtype=options.dtype)
     one = jnp.zeros((1, config.length), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(options.seed), one)["params"]
     tx = optimizer(config, options)
@@ -92,12 +91,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
     state = gravac.place((params, tx.init(params)), replicas.where)  # gravac
     step = replicas.parallel(train_step)
     with Run("transformer_lm", config, options, replicas, batches) as run:
-        state = run.restore(state)
-        for i in run.steps:
-            *state, loss = step(*state, next(batches), **run.times())
-            figures = evaluate(state[0], held_out[0]) if run.is_evaluation(i) else {}
-            if run.end_step(i, state, loss, figures):
-                break
+        state = run.train(step, state, lambda state: evaluate(state[0], held_out[0]))
     return evaluate(state[0], held_out[1])
 
 

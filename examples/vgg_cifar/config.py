@@ -1,4 +1,4 @@
-"""What the VGG is trained with."""
+"""Hyper-parameters of the VGG."""
 
 import dataclasses
 from typing import Literal
@@ -12,40 +12,44 @@ class Config:
     Its size, 528 MB, is that of torchvision's `vgg16()` or, as in the authors' code,
     `vgg16_bn()` as they come, with a head of 1,000 classes; CIFAR-100 uses a hundred of
     them.
+
+    Args:
+      data: The data set.
+      stages: Channels of each convolution; a pooling ends a stage.
+      hidden: Units of each of the two layers before the head.
+      head: The number of outputs, at least as many as classes.
+      pooled: The side of what these layers get; by default that of ImageNet.
+      dropout: The share of units dropped after each of them, as torchvision has it.
+      rows: Images per replica.
+      learning_rate: The learning rate; fixed.
+      momentum: The momentum of SGD.
+      weight_decay: Decay that is added to the gradient.
+      clip: The largest global norm of the averaged gradient. The paper mentions none;
+        without it dense steps at its learning rate diverged within eight steps, from
+        these initial params and from torchvision's (one replica, 64 images).
+      steps: Steps of a run; the paper's curves go as far.
+      evaluate_every: Steps from one evaluation to the next.
+      evaluation_rows: Images per replica; the 10,000 of the test divide by 4, 16 and
+        100 of them.
     """
 
     data: Literal["cifar10", "cifar100"] = "cifar100"
     stages: tuple[tuple[int, ...], ...] = (
-        (64, 64),
-        (128, 128),
-        (256, 256, 256),
-        (512, 512, 512),
-        (512, 512, 512),
+        *((64, 64), (128, 128)),
+        *((256, 256, 256), (512, 512, 512), (512, 512, 512)),
     )
-    """Channels of each convolution; a pooling ends a stage."""
     hidden: int = 4096
-    """Units of each of the two layers before the head."""
     head: int = 1000
-    """Outputs, at least as many as classes."""
     pooled: int = 7
-    """Side of what these layers get; that of ImageNet."""
     dropout: float = 0.5
-    """After each of them, torchvision's."""
     rows: int = 32
-    """Images per replica."""
     learning_rate: float = 0.1
-    """Fixed."""
     momentum: float = 0.9
     weight_decay: float = 5e-4
     clip: float | None = 1.0
-    """Largest global norm of the averaged gradient. The paper mentions none; without
-    it dense steps at its learning rate diverged within eight steps, from these initial
-    params and from torchvision's (one replica, 64 images)."""
     steps: int = 10_000
-    """As far as the paper's curves go."""
     evaluate_every: int = 500
     evaluation_rows: int = 25
-    """Images per replica; the 10,000 of the test divide by 4, 16 and 100 of them."""
 
 
 PRESETS = {

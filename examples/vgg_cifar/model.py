@@ -14,6 +14,15 @@ class VGG(nn.Module):
     With VGG-16's stages, 4,096 hidden units, 1,000 outputs and `pooled` 7 it has
     138,365,992 params, as torchvision's `vgg16_bn()`: most of them in the first hidden
     layer, of which an image of 32 x 32 brings each input 49 times.
+
+    Attributes:
+      stages: Channels of each convolution; a pooling ends a stage.
+      hidden: Units of each of the two layers before the head.
+      head: The number of outputs.
+      pooled: The side of what these layers get.
+      dropout: The share of units dropped after each of them.
+      dtype: The dtype of all computation but the head's; params and statistics are
+        float32.
     """
 
     stages: Sequence[Sequence[int]]
@@ -22,11 +31,10 @@ class VGG(nn.Module):
     pooled: int
     dropout: float
     dtype: Any = jnp.float32
-    """Of all computation but the head's; params and statistics are float32."""
 
     @nn.compact
     def __call__(self, images: jax.Array, *, is_training: bool) -> jax.Array:
-        """`[batch, 32, 32, 3]` uint8 to logits `[batch, head]`, float32.
+        """Map images `[batch, 32, 32, 3]` uint8 to float32 logits `[batch, head]`.
 
         In training, norms use the batch's own statistics and "batch_stats" keeps their
         running means; else they use these. Dropout draws from the keys "dropout".

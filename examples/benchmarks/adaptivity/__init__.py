@@ -1,0 +1,1 @@
+"""How does each method fare, in real seconds, on a network whose bandwidth changes?"""

@@ -1,0 +1,58 @@
+"""What the benchmarks that train a task share."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from tasks import Source, Task, pipeline
+
+import gravac_jax as gravac
+
+AVERAGED = 0.02  # weight of the newest params in averaged params
+
+
+def train_step(
+    tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a step of one replica: `(params, opt_state, batch)` to both and a loss."""
+
+    def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+        value, grads = gravac.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+def averaged(average: Any, params: Any, weight: Any = AVERAGED) -> Any:
+    """Move averaged params towards `params`: losses of averages fluctuate less."""
+    return jax.tree.map(lambda x, y: x + weight * (y - x), average, params)
+
+
+def held_out_loss(
+    task: Task, source: Source, rows: int = 128, batches: int = 8
+) -> Callable[[Any], float]:
+    """Return a function from params to their mean loss over held-out batches.
+
+    Args:
+      task: The task, for its loss.
+      source: Held-out examples; the same first ones are used each time.
+      rows: Examples in a batch, if there are as many.
+      batches: Number of batches, at most.
+    """
+    found = pipeline.evaluation(source, min(rows, len(source)))
+    held_out, loss = list(itertools.islice(found, batches)), jax.jit(task.loss)
+
+    def evaluate(params: Any) -> float:
+        losses = [loss(params, batch) for batch in held_out]
+        return float(np.mean(jax.device_get(losses), dtype=np.float64))
+
+    return evaluate
+
+
+def size(params: Any) -> int:
+    """Return the number of params."""
+    return sum(x.size for x in jax.tree.leaves(params))

@@ -1,0 +1,1 @@
+"""How long does training take to a held-out loss, with each method on each network?"""

@@ -1,0 +1,284 @@
+"""Print tables and draw a picture of `end_to_end`: speed-ups, as a share of 1 + r.
+
+With r a dense exchange over computation, no method that computes the same gradients is
+faster than dense steps by more than 1 + r. A baseline's 1 + r is its own step over a
+step's computation, as `step_seconds` has measured both, so that a baseline in 16 bits
+has another one; the speed-up over the better of both is given as a share of its 1 + r.
+
+    python examples/benchmarks end_to_end.report --timed STEPS --runs RUNS --hosts 4
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import matplotlib.ticker
+import numpy as np
+from common.journal import Line, read
+from common.report import markdown, plt, rate, save
+from common.statistics import reached, upper_bound
+from step_seconds.methods import BASELINES
+from step_seconds.timed import Mbit, Timed
+
+STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
+STYLES += ("C7-.",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to report on.
+
+    Args:
+      timed: A record of `step_seconds`.
+      runs: A record of `end_to_end`; without it, the tables are of steps alone.
+      hosts: The number of replicas of both.
+      torch: A record of `pytorch`.
+      live: A record of `adaptivity` on one of the networks, with the same seed and
+        learning rate.
+      picture: The file of a figure, PNG or SVG: speed-ups over the ratio.
+    """
+
+    timed: Path
+    runs: Path | None = None
+    hosts: int = 4
+    torch: Path | None = None
+    live: Path | None = None
+    picture: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a method needs on a network; infinite where it missed the target.
+
+    Attributes:
+      seeds: The seeds of its runs.
+      steps: Steps to the target, for each seed.
+      seconds: Seconds to the target, for each seed.
+      wire_bytes: What one replica sent to the target, for each seed.
+    """
+
+    seeds: list[int]
+    steps: list[float]
+    seconds: list[float]
+    wire_bytes: list[float]
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean seconds of a step, over all runs."""
+        seconds = sum(self.seconds)
+        return seconds / sum(self.steps) if math.isfinite(seconds) else math.nan
+
+
+def with_float16(runs: list[Line]) -> list[Line]:
+    """Add runs of float16 means: those of dense steps, at half of the bytes.
+
+    They are timed and not made, which favours them: the cost of 11 bits is left out.
+    """
+    if any(x["method"] == "densehalf" for x in runs):
+        return runs
+    halved = lambda x: {"wire_bytes": [y / 2 for y in x["wire_bytes"]]}
+    dense = [x for x in runs if x["method"] == "dense"]
+    return [*runs, *({**x, **halved(x), "method": "densehalf"} for x in dense)]
+
+
+def outcomes(runs: list[Line], timed: Timed, link: Mbit) -> dict[str, Outcome]:
+    """Return the outcome of each method on a network."""
+    found: dict[str, Outcome] = {}
+    for run in runs:
+        if run.get("bandwidth_mbit", link) != link:
+            continue
+        outcome = found.setdefault(run["method"], Outcome([], [], [], []))
+        outcome.seeds.append(run["seed"])
+        for figures, mine in zip(
+            (outcome.steps, outcome.seconds, outcome.wire_bytes),
+            _at_target(run, timed, link),
+            strict=True,
+        ):
+            figures.append(mine)
+    return found
+
+
+def _at_target(run: Line, timed: Timed, link: Mbit) -> tuple[float, ...]:
+    """Return steps, seconds and bytes; infinite where the target was missed."""
+    name, taken = run["method"], run["taken"]
+    steps = [float(sum(x)) for x in taken]
+    own = timed.own_seconds(link, name)
+    seconds = [timed.steps(link, name, x) + own * sum(x) for x in taken]
+    at = lambda figures: reached(run["losses"], figures, run["target"])
+    found = map(at, (steps, seconds, run["wire_bytes"]))
+    return tuple(math.inf if x is None else x for x in found)
+
+
+def limit(timed: Timed, link: Mbit, baseline: str) -> float:
+    """Return 1 + r, the largest speed-up over that baseline."""
+    return timed.mean(link, baseline) / timed.median(link, "dense", "slowest_compute")
+
+
+def better_baseline(found: dict[str, Outcome]) -> str:
+    """Return the dense baseline that reaches the target sooner."""
+    return min(
+        (x for x in BASELINES if x in found), key=lambda x: np.mean(found[x].seconds)
+    )
+
+
+def speed_ups(mine: Outcome, other: Outcome) -> list[float]:
+    """Return how many times as fast it is to the target, for seeds that both have."""
+    theirs = dict(zip(other.seeds, other.seconds, strict=True))
+    own = zip(mine.seeds, mine.seconds, strict=True)
+    found = [theirs[seed] / x for seed, x in own if seed in theirs]
+    is_known = all(map(math.isfinite, mine.seconds + other.seconds))
+    return found if found and is_known else [math.nan]
+
+
+def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
+    """Return the table of a network; the heading is the first row."""
+    found = outcomes(runs, timed, link)
+    baseline = better_baseline(found)
+    ceiling = limit(timed, link, baseline)
+    static = [x for x in found if x in timed.static]
+    best = min(static, key=lambda x: np.mean(found[x].seconds))
+    head = ["method", "steps", "ms a step", "seconds (range)", "MB sent"]
+    others = [*(x for x in BASELINES if x in found), best, "fixed10", "accordion"]
+    others = [x for x in dict.fromkeys(others) if x in found]
+    head += [f"x {name}" for name in others]
+    table = [[*head, f"of {ceiling:.2f}", "share, 95% bound"]]
+    for name, x in found.items():
+        share = np.divide(speed_ups(x, found[baseline]), ceiling)
+        cells = [
+            name,
+            f"{np.mean(x.steps):.0f}",
+            f"{1e3 * x.step_seconds:.1f}",
+            f"{np.mean(x.seconds):.1f} ({min(x.seconds):.1f} to {max(x.seconds):.1f})",
+            f"{np.mean(x.wire_bytes) / 1e6:.0f}",
+            *(f"{np.mean(speed_ups(x, found[other])):.2f}" for other in others),
+            f"{share.mean():.0%}",
+            f"{-upper_bound([-y for y in share]):.0%}",
+        ]
+        is_number = lambda x: "inf" not in x and "nan" not in x
+        table.append([x if is_number(x) else "-" for x in cells])
+    return table
+
+
+def floors(timed: Timed, link: Mbit) -> list[list[str]]:
+    """Return the time of compute and bytes alone, as a share of a step."""
+    table = [["method", "ms a step", "compute", "bytes / rate", "share of the floor"]]
+    for (where, name), line in timed.lines.items():
+        if where == link:
+            compute = timed.median(link, "dense", "slowest_compute")
+            sending = 8e-6 * line["wire_bytes"] / link if link else 0.0
+            step = timed.mean(link, name)
+            figures = [f"{1e3 * x:.1f}" for x in (step, compute, sending)]
+            table.append([name, *figures, f"{(compute + sending) / step:.0%}"])
+    return table
+
+
+def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
+    """Return milliseconds of a step beyond its computation, by method and network."""
+    table = [["Mbit/s", *map(rate, timed.links)]]
+    excess = lambda x: f"{1e3 * (x['step_seconds'][1] - x['compute_seconds'][1]):.0f}"
+    at = {("ours", *key): x for key, x in timed.lines.items()}
+    for x in torch:
+        if x["hosts"] == hosts:
+            at["PyTorch", x["bandwidth_mbit"], x["method"]] = x
+    for kind, name in dict.fromkeys((kind, name) for kind, _, name in at):
+        lines = [at.get((kind, link, name)) for link in timed.links]
+        table.append([f"{kind}: {name}", *(excess(x) if x else "-" for x in lines)])
+    return table
+
+
+def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
+    """Return seconds to the target of the first seed, beside those of real hosts."""
+    table = [["Mbit/s", "method", "product", "live", "live / product"]]
+    first = [x for x in runs if x["seed"] == runs[0]["seed"]]
+    for link, name in dict.fromkeys((x["bandwidth_mbit"], x["method"]) for x in live):
+        key = {"bandwidth_mbit": link, "method": name}
+        lines = [x for x in live if key.items() <= x.items()]
+        clock = np.cumsum([x["seconds"] for x in lines]).tolist()
+        losses = [x["held_out_loss"] for x in lines]
+        found = outcomes(first, timed, link)
+        if name in found:
+            product = found[name].seconds[0]
+            measured = reached(losses, clock, first[0]["target"]) or math.nan
+            figures = f"{product:.1f}", f"{measured:.1f}", f"{measured / product:.2f}"
+            table.append([f"{link:g}", name, *figures])
+    return table
+
+
+def own_costs(timed: Timed) -> list[list[str]]:
+    """Return what controllers take beyond static factors like theirs, by network."""
+    table = [["own ms a step, by Mbit/s", *map(rate, timed.links)]]
+    for name in dict.fromkeys(name for _, name in timed.lines):
+        own = [1e3 * timed.own_seconds(link, name) for link in timed.links]
+        if any(own):
+            table.append([name, *(f"{ms:.1f}" for ms in own)])
+    return table
+
+
+def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
+    """Draw speed-ups over the better dense baseline, by the exchange's ratio."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    ratio = lambda link: limit(timed, link, "dense") - 1
+    at = [ratio(link) for link in timed.links]
+    found = [outcomes(runs, timed, link) for link in timed.links]
+    baselines = [better_baseline(x) for x in found]
+    ceilings = map(lambda *x: limit(timed, *x), timed.links, baselines)
+    axis.plot(at, list(ceilings), "k:", label="1 + r of that baseline")
+    for name, style in zip(found[0], STYLES, strict=False):
+        pairs = zip(found, baselines, strict=True)
+        ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
+        width = 2.5 if name == "default" else 1
+        axis.plot(at, ups, style, label=name, linewidth=width, markersize=4)
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="a dense exchange over computation (measured)",
+        ylabel="time to the target: better dense baseline\nover the method's",
+    )
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(matplotlib.ticker.LogLocator(base=2))
+        ticks.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        ticks.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axis.legend(fontsize="small", ncols=2)
+    save(figure, picture, dpi=150)
+
+
+def read_all(args: Args) -> tuple[Timed, list[Line]]:
+    """Return the seconds of steps, and the runs."""
+    _, lines = read(args.timed)
+    runs = read(args.runs)[1] if args.runs else []
+    has_float16 = any(x["method"] == "densehalf" for x in lines)
+    return Timed(lines, args.hosts), with_float16(runs) if has_float16 else runs
+
+
+def draw_record(args: Args, picture: Path) -> None:
+    """Draw the figure of a record."""
+    draw(*read_all(args), picture)
+
+
+def text(args: Args) -> str:
+    """Return all tables, as Markdown."""
+    timed, runs = read_all(args)
+    parts = []
+    for link in timed.links:
+        ratio = limit(timed, link, "dense") - 1
+        parts.append(
+            f"### {args.hosts} hosts, {rate(link, ' Mbit/s')}: r = {ratio:.2f}"
+        )
+        if runs:
+            parts.append(markdown(rows(timed, runs, link)))
+        parts.append(markdown(floors(timed, link)))
+    parts.append(markdown(own_costs(timed)))
+    if args.torch:
+        _, torch = read(args.torch)
+        parts.append(markdown(beyond(timed, torch, args.hosts)))
+    if args.live:
+        _, live = read(args.live)
+        parts.append(markdown(validation(timed, runs, live)))
+    if args.picture:
+        draw(timed, runs, args.picture)
+    return "\n\n".join(parts)
+
+
+def main(args: Args) -> None:
+    """Print all tables, and draw the picture if it is asked for."""
+    print(text(args))

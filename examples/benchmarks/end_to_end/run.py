@@ -1,0 +1,197 @@
+"""Find the time to a held-out loss: steps of real training, seconds of measured steps.
+
+Replicas are simulated, so that many runs can be made; the seconds of a step are those
+that `step_seconds` has measured on an emulated network. All runs of a seed have the
+same initial params and batches; the target is what dense steps reach at 80% of theirs,
+or at the evaluation before.
+
+A method that looks at no times makes one run for all networks. A controller is told the
+seconds of its steps, with noise, and makes one run for each network; what it costs by
+itself, beside a static factor like its own, is what `step_seconds` has measured, and is
+part of these seconds. `end_to_end.report` makes tables and pictures of both records.
+
+    python examples/benchmarks end_to_end --data-dir DIR --timed STEPS --out OUT
+"""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from common.journal import Journal, Line, configuration, read
+from common.statistics import target_of
+from common.training import averaged, held_out_loss
+from rich.console import Console
+from rich.progress import track
+from step_seconds.timed import Timed, ladder_of
+from tasks import load, pipeline
+from training.methods import after, arguments
+
+import gravac_jax as gravac
+from end_to_end import report
+
+EVERY = 25  # steps from one evaluation to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to train, how long, on which networks.
+
+    Args:
+      data_dir: The folder of the task's files.
+      timed: A record of `step_seconds`, with "dense" and static factors.
+      out: The record, JSONL; runs that are in it are not made again.
+      task: What to train.
+      hosts: The number of replicas, simulated here, and hosts of the timing record.
+      methods: Names as in training/methods.py; the first is "dense", which sets the
+        target.
+      seeds: The number of paired seeds, which are 0, 1, ...
+      steps: Steps of a dense run.
+      longest: Others run at most this many times as long.
+      noise: The standard deviation of the logarithm of a time.
+      multiple: The learning rate, in units of the task's own; constant after a short
+        warm-up.
+    """
+
+    data_dir: Path
+    timed: Path
+    out: Path
+    task: str = "lstm-ptb"
+    hosts: int = 4
+    methods: tuple[str, ...] = (
+        *("dense", "dense16", "fixed10", "fixed100", "fixed1000", "dgc100"),
+        *("lowrankshort100", "default", "gravac0.7", "accordion"),
+    )
+    seeds: int = 3
+    steps: int = 500
+    longest: float = 2.0
+    noise: float = 0.1
+    multiple: float = 2.0
+
+
+def is_told(name: str) -> bool:
+    """Return whether the method's course depends on the seconds of its steps."""
+    controller = arguments(name)["controller"]
+    return isinstance(controller, gravac.Fastest | gravac.GraVAC)
+
+
+class Bench:
+    """The task, and one compiled step for each method."""
+
+    def __init__(self, args: Args):
+        self.args = args
+        self.task = load(args.task, args.data_dir)
+        self.init = jax.jit(self.task.init)
+        self.held_out_loss = held_out_loss(self.task, self.task.test)
+        self.compiled = functools.cache(self._compiled)
+
+    def _compiled(self, name: str) -> tuple[Any, Any]:
+        rate = self.args.multiple * self.task.learning_rate
+        ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
+        chosen = arguments(name)
+        tx = optax.chain(
+            gravac.transform(**chosen),
+            *after(chosen, optax.trace(decay=0.9, nesterov=True), 1.0),
+            optax.scale_by_learning_rate(ramp),
+        )
+
+        def train_step(
+            params: Any, opt_state: Any, clock: Any, batch: Any, *, seconds: jax.Array
+        ) -> Any:
+            last, key, average = clock
+            _, grads = gravac.value_and_grad(self.task.loss)(params, batch)
+            rung = opt_state[0].rung
+            updates, opt_state = tx.update(grads, opt_state, params, step_seconds=last)
+            params = optax.apply_updates(params, updates)
+            key, now = jax.random.split(key)
+            noise = jnp.exp(self.args.noise * jax.random.normal(now))
+            clock = seconds[rung] * noise, key, averaged(average, params)
+            sent_bytes = optax.tree.get(opt_state, "StepInfo").wire_bytes
+            return params, opt_state, clock, (rung, sent_bytes)
+
+        return tx, gravac.simulate(train_step, self.args.hosts)
+
+    def run(
+        self, name: str, seconds: np.ndarray, seed: int, target: float | None
+    ) -> Line:
+        """Train until the target is reached; without one, all steps of a dense run.
+
+        Args:
+          name: The method's name.
+          seconds: `[rungs]`, the seconds of a step at each, as the controller is told.
+          seed: The seed of params, batches and noise.
+          target: The held-out loss to reach.
+
+        Returns:
+          The `target`; and at every evaluation the held-out `losses`, the steps `taken`
+          at each rung so far, and the `wire_bytes` of all of them.
+        """
+        args, (tx, step) = self.args, self.compiled(name)
+        params = self.init(jax.random.key(seed))
+        now = jnp.float32(jnp.nan), jax.random.key(1000 + seed)
+        clock = (*now, jax.tree.map(jnp.copy, params))
+        state = (*gravac.place((params, tx.init(params)), args.hosts), clock)
+        stream = pipeline.batches(
+            self.task.train, rows=self.task.rows, replicas=args.hosts, seed=seed
+        )
+        table = jnp.asarray(seconds, jnp.float32)
+        losses, taken, sent_bytes = [], [], []
+        counts, total = np.zeros(len(seconds), int), 0.0
+        longest = args.steps if target is None else round(args.longest * args.steps)
+        for _ in range(longest // EVERY):
+            seen = []
+            for batch in itertools.islice(stream, EVERY):
+                *state, figures = step(*state, batch, seconds=table)
+                seen.append(figures)
+            rungs, sent = map(np.asarray, zip(*jax.device_get(seen), strict=True))
+            counts = counts + np.bincount(rungs.astype(int), minlength=len(counts))
+            total += float(sent.sum(dtype=np.float64))
+            losses.append(self.held_out_loss(state[2][2]))
+            taken.append(counts.tolist())
+            sent_bytes.append(total)
+            if target is not None and losses[-1] <= target:
+                break
+        goal = target_of(losses) if target is None else target
+        return {
+            "target": goal,
+            "losses": losses,
+            "taken": taken,
+            "wire_bytes": sent_bytes,
+        }
+
+
+def race(args: Args) -> None:
+    """Make the runs that are missing.
+
+    Raises:
+      SystemExit: If the first method is not "dense", or one has no times.
+    """
+    if args.methods[:1] != ("dense",):
+        raise SystemExit(f'--methods must begin with "dense", got {args.methods}')
+    head, lines = read(args.timed)
+    timed = Timed(lines, args.hosts)
+    own = configuration(args, "timed", "seeds", "methods")
+    journal = Journal(args.out, own | {"timed": head["configuration"]})
+    bench, console = Bench(args), Console()
+    for seed in track(range(args.seeds), "seeds", console=console, transient=True):
+        target = None
+        for name in args.methods:
+            for link in timed.links if is_told(name) else timed.links[:1]:
+                key = {"seed": seed, "method": name}
+                if is_told(name):
+                    key["bandwidth_mbit"] = link
+                steps = [timed.step(link, name, x) for x in ladder_of(name)]
+                seconds = np.array(steps) + timed.own_seconds(link, name)
+                make = functools.partial(bench.run, name, seconds, seed, target)
+                target = journal.once(make, **key)["target"]
+
+
+def main(args: Args) -> None:
+    """Make the runs that are missing, then print the tables."""
+    race(args)
+    print(report.text(report.Args(args.timed, args.out, args.hosts)))

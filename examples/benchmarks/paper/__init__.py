@@ -1,0 +1,1 @@
+"""What do methods reach on the paper's workloads, in quality, bytes and factors?"""

@@ -1,0 +1,1 @@
+"""How long do PyTorch's steps take, with its own compression, on the same networks?"""

@@ -1,0 +1,166 @@
+"""One process of the PyTorch timing; `pytorch.run` starts one in every host."""
+
+# pyright: reportMissingImports=false
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import network
+from common.journal import write
+from common.statistics import in_turn, quartiles
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch.models import ROWS, build, random_batch
+
+WARM_UP_STEPS = 4  # PowerSGD begins with the third, when DDP's buckets are final
+ALONE_EVERY = 4
+
+
+@dataclasses.dataclass
+class LargestEntries:
+    """Error feedback, and an all-gather of the largest entries of each bucket."""
+
+    factor: float
+    residuals: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def hook(
+        self, bucket: distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of the mean."""
+        flat, replicas = bucket.buffer(), distributed.get_world_size()
+        residual = self.residuals.get(bucket.index())
+        if residual is not None and residual.shape == flat.shape:
+            flat += residual
+        count = max(1, round(flat.numel() / self.factor))
+        at = torch.topk(flat.abs(), count, sorted=False).indices
+        # Values and 32-bit places travel as one buffer.
+        mine = torch.cat([flat[at].view(torch.int32), at.to(torch.int32)])
+        flat[at] = 0
+        self.residuals[bucket.index()] = flat.clone()
+        gathered = [torch.empty_like(mine) for _ in range(replicas)]
+        work = distributed.all_gather(gathered, mine, async_op=True)
+
+        def add(_: Any) -> Any:
+            flat.zero_()
+            for payload in gathered:
+                values, places = payload[:count].view(torch.float32), payload[count:]
+                flat.index_add_(0, places, values, alpha=1 / replicas)
+            return flat
+
+        return work.get_future().then(add)
+
+
+def wrapped(model: Any, name: str) -> Any:
+    """Return the model under DDP, with the method's hook."""
+    # On gloo, PowerSGD's callbacks of several buckets run in another order on every
+    # replica, and receive each other's data.
+    whole = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
+    if name == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name.startswith("powersgd"):
+        rank = int(name.removeprefix("powersgd"))
+        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name.startswith("topk"):
+        state = LargestEntries(float(name.removeprefix("topk")))
+        model.register_comm_hook(state, LargestEntries.hook)
+    elif name != "dense":
+        raise SystemExit(f"no method is called {name!r}")
+    return model
+
+
+def stepper(model: Any) -> Callable[[Any], float]:
+    """Return a train step that returns its seconds, with `step_seconds`' optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(batch: Any) -> float:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return time.perf_counter() - start
+
+    return step
+
+
+class Replica:
+    """This process's part in the job."""
+
+    def __init__(self, setting: dict[str, Any]) -> None:
+        torch.set_num_threads(setting["threads"])
+        torch.manual_seed(0)
+        self.setting, self.links = setting, network.attach()
+        self.rank, self.replicas = distributed.get_rank(), distributed.get_world_size()
+        self.meet = distributed.barrier
+        task, fresh = setting["task"], lambda: build(setting["task"])
+        self.params = sum(x.numel() for x in fresh().parameters())
+        self.alone = stepper(fresh())
+        self.steps = {x: stepper(wrapped(fresh(), x)) for x in setting["methods"]}
+        draw = lambda: random_batch(task, setting["rows"] or ROWS)
+        self.batches = [draw() for _ in range(setting["steps"])]
+        for step in (self.alone, *self.steps.values()):
+            for batch in self.batches[:WARM_UP_STEPS]:
+                step(batch)
+
+    def measure(self, bandwidth_mbit: float | None) -> dict[str, dict[str, Any]]:
+        """Time all methods at one bandwidth, in turns."""
+        self.meet()
+        if self.rank == 0:
+            self.links.set_bandwidth(bandwidth_mbit)
+        self.meet()
+        whole: dict[str, list[float]] = {name: [] for name in self.steps}
+        alone: list[float] = []
+        size = -(-self.setting["steps"] // self.setting["turns"])
+        for turn in range(self.setting["turns"]):
+            batches = self.batches[turn * size :][:size]
+            for name in in_turn(list(self.steps), turn):
+                self.meet()
+                whole[name] += [self.steps[name](batch) for batch in batches]
+                self.meet()
+                alone += [self.alone(batch) for batch in batches[::ALONE_EVERY]]
+        compute = quartiles(self._everybody(alone).mean(0))
+        lines = {}
+        for name, seconds in whole.items():
+            slowest = self._everybody(seconds).max(0)
+            lines[name] = {
+                "step_seconds": quartiles(slowest),
+                "mean_step_seconds": round(float(slowest.mean()), 6),
+                "compute_seconds": compute,
+                "steps": len(slowest),
+            }
+        return lines
+
+    def _everybody(self, seconds: list[float]) -> np.ndarray:
+        mine = torch.tensor(seconds)
+        found = [torch.empty_like(mine) for _ in range(self.replicas)]
+        distributed.all_gather(found, mine)
+        return torch.stack(found).numpy()
+
+
+def main(*args: str) -> None:
+    """Time everything, one bandwidth after the other; the first process writes."""
+    coordinator, hosts, rank, out, setting, links = args
+    where = {"init_method": f"tcp://{coordinator}", "world_size": int(hosts)}
+    distributed.init_process_group("gloo", rank=int(rank), **where)
+    replica = Replica(json.loads(setting))
+    for bandwidth_mbit, ratio in json.loads(links):
+        own = {"hosts": int(hosts), "bandwidth_mbit": bandwidth_mbit, "ratio": ratio}
+        own |= {"params": replica.params, "torch": torch.__version__}
+        found = replica.measure(bandwidth_mbit)
+        if replica.rank == 0:
+            lines = [{**own, "method": name, **line} for name, line in found.items()]
+            write(Path(out), *lines)
+    distributed.destroy_process_group()
+    # When the interpreter ends, some of PyTorch's threads may still run: it aborts.
+    os._exit(0)

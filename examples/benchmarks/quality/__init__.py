@@ -1,0 +1,1 @@
+"""How much held-out loss does a method cost, per step and per byte?"""

@@ -1,0 +1,170 @@
+"""Print tables and draw figures from records of `quality`.
+
+    python examples/benchmarks quality.report FILE.jsonl ... --figures FOLDER
+
+Several files may be parts of one record: same configuration, other methods or seeds.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from common.journal import Line, read
+from common.report import plt, save, show, table
+from common.statistics import upper_bound
+
+from quality.results import (
+    Result,
+    by_method,
+    gap,
+    number,
+    paired,
+    results,
+    tuned,
+    tuning,
+)
+
+MIN_TOUCHES = 20  # below, a run says nothing about its factor: most entries never moved
+
+AXES = {
+    "wire_bytes": "megabytes sent by a replica",
+    "step": "steps",
+}
+STYLES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 3)), "v")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """What to read, and where to draw.
+
+    Args:
+      files: Records of `quality`.
+      figures: The folder for the figures; none are drawn without it.
+    """
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    figures: Path | None = None
+
+
+def tuning_table(lines: list[Line]) -> list[Any]:
+    """Return what every learning rate gave; a best one at the edge is marked."""
+    losses_of = tuning(lines)
+    tried = sorted({rate for losses in losses_of.values() for rate in losses})
+    best, rows = tuned(lines), []
+    for name, losses in losses_of.items():
+        mark = "!" if best[name] in (min(tried), max(tried)) else "*"
+        marks = {best[name]: mark}
+        cells = [f"{losses[x]:.4f}{marks.get(x, ' ')}" for x in tried if x in losses]
+        rows.append([name, *cells])
+    made = table(("method", *(f"{x:g}" for x in tried)), rows)
+    note = "* chosen; ! chosen, at the edge of what was tried\n"
+    return ["Validation loss by learning rate", made, note]
+
+
+def spread(figures: list[float]) -> str:
+    """Return "mean (smallest-largest)"."""
+    mean = math.fsum(figures) / len(figures)
+    return f"{mean:.2f} ({min(figures):.2f}-{max(figures):.2f})"
+
+
+def gap_table(runs: list[Result]) -> list[Any]:
+    """Return what each method loses against dense, and what it saves."""
+    columns = ("method", "seeds", "loss", "gap (range)", "95%\nbound")
+    columns += ("payload\nfactor", "wire\nfactor", "touches")
+    rows = []
+    for name, own in by_method(runs).items():
+        gaps = [100 * gap(x, dense) for x, dense in paired(own, runs)]
+        is_compared = gaps and name != "dense"
+        touches = statistics.median(x.final["touches"] for x in own)
+        rows.append(
+            [
+                name,
+                str(len(own)),
+                f"{statistics.median(x.loss for x in own):.4f}",
+                spread(gaps) if is_compared else "",
+                f"{upper_bound(gaps):.2f}" if is_compared else "",
+                f"{statistics.median(x.payload_factor for x in own):.1f}",
+                f"{statistics.median(x.wire_factor for x in own):.1f}",
+                f"{touches:.0f}{'!' if touches < MIN_TOUCHES else ' '}",
+            ]
+        )
+    note = (
+        "loss: median. gap: mean (range); the bound is one-sided. "
+        f"touches: steps x N / factor; ! below {MIN_TOUCHES}, where a run says nothing "
+        "of its factor\n"
+    )
+    title = "Held-out loss at the end, and its gap to dense of the same seed, %"
+    return [title, table(columns, rows), note]
+
+
+def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
+    """Draw held-out loss against `axis`: mean over seeds, and the range as a band."""
+    fig, ax = plt.subplots(figsize=(8, 5), layout="constrained")
+    for (name, own), (line, marker) in zip(
+        by_method(runs).items(), STYLES * 3, strict=False
+    ):
+        length = min(len(x.lines) for x in own)
+        losses = np.array([[number(y["loss"]) for y in x.lines[:length]] for x in own])
+        place = np.array([[y[axis] for y in x.lines[:length]] for x in own]).mean(0)
+        place = place / 1e6 if axis.endswith("bytes") else place
+        style = {"linestyle": line, "marker": marker, "markersize": 3}
+        (drawn,) = ax.plot(place, losses.mean(0), label=name, **style)
+        color = drawn.get_color()
+        ax.fill_between(place, losses.min(0), losses.max(0), alpha=0.2, color=color)
+    ax.set(xlabel=AXES[axis], ylabel=f"held-out loss, {unit}")
+    if axis.endswith("bytes"):
+        ax.set(xscale="log")
+    ax.grid(alpha=0.3)
+    ax.legend(title=f"{max(len(x) for x in by_method(runs).values())} seeds")
+    save(fig, path, dpi=120)
+
+
+def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
+    """Return the configuration and all lines.
+
+    Raises:
+      SystemExit: If the files are of different configurations.
+    """
+    paths = list(files)
+    heads, parts = zip(*map(read, paths), strict=True)
+    for path, head in zip(paths, heads, strict=True):
+        if head["configuration"] != heads[0]["configuration"]:
+            raise SystemExit(f"{path} is of another configuration than the first file")
+    return heads[0]["configuration"], [line for part in parts for line in part]
+
+
+def tables(files: Iterable[Path], figures: Path | None = None) -> list[Any]:
+    """Return all tables of a record, with their notes, and draw the figures."""
+    configuration, lines = read_all(files)
+    if not lines:
+        raise SystemExit("there is nothing in the record yet")
+    found: list[Any] = [
+        "{task}, {replicas} replicas, {steps} steps".format(**configuration)
+    ]
+    steps = configuration["steps"]
+    tuned_lines = [x for x in lines if x["phase"] == "tune" and x["step"] == steps]
+    if tuned_lines:
+        found += tuning_table(tuned_lines)
+    begun = results(lines)
+    runs = [x for x in begun if x.final["step"] >= steps]
+    if unfinished := len(begun) - len(runs):
+        found.append(f"{unfinished} runs that have not ended are left out")
+    if not runs:
+        return found
+    found += gap_table(runs)
+    if figures is not None:
+        for axis in AXES:
+            path = figures / f"loss_against_{axis}.png"
+            draw(runs, axis, configuration["unit"], path)
+            found.append(f"{path}")
+    return found
+
+
+def main(args: Args) -> None:
+    """Read, print, draw."""
+    show(*tables(args.files, args.figures))

@@ -1,0 +1,1 @@
+"""What does selection cost, beside one pass over memory and beside sorting?"""

@@ -1,0 +1,1 @@
+"""How long does a step take on a network, and where does its time go?"""

@@ -1,0 +1,84 @@
+"""Look up seconds of a step by network, method and factor, in a timing record."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from common.journal import Line
+
+from step_seconds.methods import method
+
+Mbit = float | None  # of a network's links; None is no limit
+
+
+def ladder_of(name: str) -> tuple[float, ...]:
+    """Return the factors that a method may take."""
+    return method(name).ladder
+
+
+class Timed:
+    """The lines of one number of hosts.
+
+    Args:
+      lines: The lines of a record of `step_seconds`.
+      hosts: The number of hosts whose lines are used.
+
+    Raises:
+      SystemExit: If there are no dense steps or static factors among them.
+
+    Attributes:
+      links: The bandwidths of the record, from fast to slow.
+      static: The names of the methods with a static factor, the largest factor first.
+    """
+
+    def __init__(self, lines: Iterable[Line], hosts: int) -> None:
+        mine = [x for x in lines if x["hosts"] == hosts]
+        self.lines = {(x["bandwidth_mbit"], x["method"]): x for x in mine}
+        names = {x["method"] for x in mine}
+        static = [x for x in names if x.removeprefix("fixed").isdecimal()]
+        self.static = sorted(static, key=lambda x: -float(x.removeprefix("fixed")))
+        if "dense" not in names or not static:
+            raise SystemExit(f"no dense or no static steps of {hosts} hosts are timed")
+        links = {x["bandwidth_mbit"] for x in mine}
+        self.links: list[Mbit] = sorted(links, key=lambda x: -(x or np.inf))
+
+    def step(self, link: Mbit, name: str, factor: float) -> float:
+        """Return the seconds of a step at a factor, without what choosing it costs.
+
+        A method with one factor has its own seconds; others have those of static
+        factors. Between and below the timed factors, seconds are linear in the bytes,
+        and so in one over the factor.
+        """
+        if (link, name) in self.lines and len(ladder_of(name)) == 1:
+            return self.mean(link, name)
+        if factor == 1:
+            return self.mean(link, "dense")
+        at = [1 / float(x.removeprefix("fixed")) for x in self.static]
+        known = [self.mean(link, x) for x in self.static]
+        if 1 / factor > at[-1] and len(at) > 1:
+            slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
+            return known[-1] + slope * (1 / factor - at[-1])
+        return float(np.interp(1 / factor, at, known))
+
+    def steps(self, link: Mbit, name: str, taken: Iterable[int]) -> float:
+        """Return the seconds of as many steps at each rung as `taken` says."""
+        course = zip(taken, ladder_of(name), strict=False)
+        return sum(n * self.step(link, name, factor) for n, factor in course if n)
+
+    def own_seconds(self, link: Mbit, name: str) -> float:
+        """Return what a step of a controller takes beyond static factors like its own.
+
+        The result is 0 for a method that has one factor, or was not timed there.
+        """
+        line = self.lines.get((link, name))
+        if line is None or len(ladder_of(name)) == 1:
+            return 0.0
+        static = self.steps(link, name, line["taken"]) / line["steps"]
+        return self.mean(link, name) - static
+
+    def mean(self, link: Mbit, name: str) -> float:
+        """Return the mean over all timed steps of a method: its rungs may alternate."""
+        return self.lines[link, name]["mean_step_seconds"]
+
+    def median(self, link: Mbit, name: str, part: str) -> float:
+        """Return the median seconds of a part of a method's steps."""
+        return self.lines[link, name][f"{part}_seconds"][1]

@@ -1,0 +1,91 @@
+"""The models and the made-up data of the three loops."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.training import train_state
+
+
+class CNN(linen.Module):
+    """One convolution, normalized, and two dense layers."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
+        """Map images `[batch, 16, 16, 1]` to logits `[batch, 10]`."""
+        x = linen.Conv(8, (3, 3), use_bias=False)(x)
+        x = linen.BatchNorm(use_running_average=not is_training, momentum=0.9)(x)
+        x = linen.avg_pool(linen.relu(x), (2, 2), strides=(2, 2))
+        x = linen.relu(linen.Dense(64)(x.reshape(len(x), -1)))
+        return linen.Dense(10)(x)
+
+
+class TrainState(train_state.TrainState):
+    """A Flax training state with the running means of BatchNorm."""
+
+    batch_stats: Any
+
+
+class DropoutMLP(nnx.Module):
+    """Two dense layers, with BatchNorm and dropout between them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        """Make layers for 64 numbers in and 10 classes out."""
+        self.inner = nnx.Linear(64, 256, rngs=rngs)
+        self.norm = nnx.BatchNorm(256, momentum=0.9, rngs=rngs)
+        self.middle = nnx.Linear(256, 256, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.outer = nnx.Linear(256, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map rows `[batch, 64]` to logits `[batch, 10]`."""
+        x = nnx.relu(self.norm(self.inner(x)))
+        return self.outer(self.dropout(nnx.relu(self.middle(x))))
+
+
+class ResidualMLP(linen.Module):
+    """Two blocks of two dense layers each, with residual connections."""
+
+    width: int = 128
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map rows `[batch, 64]` to logits `[batch, 10]`."""
+        x = linen.Dense(self.width, name="embed")(x)
+        for i in range(2):
+            y = linen.LayerNorm(name=f"norm_{i}")(x)
+            y = linen.gelu(linen.Dense(2 * self.width, name=f"up_{i}")(y))
+            x = x + linen.Dense(self.width, name=f"down_{i}")(y)
+        return linen.Dense(10, name="head")(x)
+
+
+def spec_of(path: Any, leaf: Any) -> jax.P:
+    """Return which axis of a `ResidualMLP`'s leaf is cut into slices over "fsdp"."""
+    del leaf
+    names = jax.tree_util.keystr(path)
+    if "kernel" in names and "up_" in names:
+        return jax.P("fsdp", None)
+    if "kernel" in names and "down_" in names:
+        return jax.P(None, "fsdp")
+    return jax.P()
+
+
+def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
+    """Return the mean over a batch."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
+
+
+def draw_images(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
+    """Return images of noise; the label is where a coarse view is brightest."""
+    image = rng.normal(size=(rows, 16, 16, 1)).astype(np.float32)
+    coarse = image.reshape(rows, 4, 4, 4, 4).mean((2, 4)).reshape(rows, 16)
+    return {"image": image, "label": coarse[:, :10].argmax(-1).astype(np.int32)}
+
+
+def draw_rows(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows of noise; the label is the largest of its first ten numbers."""
+    x = rng.normal(size=(rows, 64)).astype(np.float32)
+    return x, x[:, :10].argmax(-1).astype(np.int32)

@@ -1,0 +1,149 @@
+"""What the quickstart keeps of its runs, its table, its picture, and a clean Ctrl-C."""
+
+import collections
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from rich.box import SIMPLE
+from rich.table import Table
+
+import gravac_jax as gravac
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+COLUMNS = (
+    "run|held-out\nloss|gap|payload\nkB/step|payload\nfactor|wire\nfactor"
+    "|network\nms/step|steps|ms/\nstep"
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """One run: a writer of metrics that keeps the figures of every step.
+
+    Args:
+      name: The name of the run.
+      wire: The modeled network.
+      replicas: The number of replicas.
+      parameters: The number of params.
+      held_out: The loss on held-out text, after the run.
+      step_seconds: The mean time of a step on this machine.
+      figures: The figures of every step, by name.
+    """
+
+    name: str
+    wire: gravac.WireCost
+    replicas: int
+    parameters: int
+    held_out: float = float("nan")
+    step_seconds: float = float("nan")
+    figures: dict[str, list[float]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Keep the figures of a step, and its seconds on the modeled network."""
+        del step
+        for name, x in scalars.items():
+            self.figures[name.removeprefix("gravac/")].append(x)
+        wire_bytes, factor = scalars["gravac/wire_bytes"], scalars["gravac/factor"]
+        messages = 5 * (self.replicas - 1)  # about: of three rings
+        parts = self.wire.parts(wire_bytes, messages, factor == 1)
+        self.figures["network_seconds"].append(sum(parts))
+
+    def flush(self) -> None:
+        """Do nothing: all figures are in memory."""
+
+    def close(self) -> None:
+        """Do nothing: the figures stay."""
+
+    @property
+    def loss(self) -> list[float]:
+        """The loss of every step."""
+        return self.figures["loss"]
+
+    def smaller(self, what: str) -> float:
+        """Return dense bytes over bytes of the whole run; `what`: "payload", "wire"."""
+        dense = {"payload": "dense_bytes", "wire": "dense_wire_bytes"}[what]
+        return sum(self.figures[dense]) / max(sum(self.figures[f"{what}_bytes"]), 1)
+
+
+def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
+    """Return the table at the end; gaps are against the dense run."""
+    dense = next((run.held_out for run in runs if run.name == "dense"), float("nan"))
+    table = Table(
+        box=SIMPLE,
+        title="Same model, same batches, same number of steps",
+        caption="payload: handed to the collectives; wire: sent for them by one;\n"
+        f"network: modeled, of {bandwidth_mbit:g} Mbit/s, with 10 ms of compute",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for i, title in enumerate(COLUMNS.split("|")):
+        table.add_column(title, justify="right" if i else "left", no_wrap=True)
+    for run in runs:
+        table.add_row(
+            run.name,
+            f"{run.held_out:.4f}",
+            f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
+            f"{np.mean(run.figures['payload_bytes']) / 1e3:,.0f}",
+            f"{run.smaller('payload'):.1f}",
+            f"{run.smaller('wire'):.1f}",
+            f"{1e3 * np.mean(run.figures['network_seconds']):.0f}",
+            f"{len(run.loss)}",
+            f"{1e3 * run.step_seconds:.0f}",
+        )
+    return table
+
+
+def draw_picture(runs: list[Run], bandwidth_mbit: float, path: Path) -> None:
+    """Draw loss over seconds, factor and gain over steps, legible in gray."""
+    fig, axes = plt.subplots(3, 1, figsize=(8, 8), layout="constrained")
+    axes[1].sharex(axes[2])
+    for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
+        window = min(20, len(run.loss))
+        smooth = np.convolve(run.loss, np.ones(window) / window, "valid")
+        seconds = np.cumsum(run.figures["network_seconds"])[window - 1 :]
+        axes[0].plot(seconds, smooth, line, label=run.name)
+        for axis, name in zip(axes[1:], ("factor", "gain"), strict=True):
+            course = run.figures[name]
+            axis.plot(np.arange(len(course)) + 1, course, line, linewidth=1)
+    axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")
+    axes[0].set(xlabel=f"seconds on a network of {bandwidth_mbit:g} Mbit/s, modeled")
+    axes[0].legend()
+    axes[1].set(ylabel="factor\n(entries / entries sent)", yscale="log")
+    axes[1].tick_params(labelbottom=False)
+    axes[2].set(ylabel="gain\n(share of energy sent)", xlabel="step", ylim=(0, 1.05))
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C sets; a second Ctrl-C interrupts as usual.
+
+    An exception could come between a step that has taken its state's memory and the
+    assignment of the new state.
+    """
+    event = threading.Event()
+
+    def handle(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,147 @@
+"""The benchmarks: what they share, and that each of them runs and goes on."""
+
+import importlib
+import importlib.util
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import controllers.run
+import numpy as np
+import pytest
+import tyro
+from common import journal
+from common.network import Network
+from common.statistics import reached, target_of, upper_bound
+from controllers import traces
+
+pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
+
+PROGRAM = Path(__file__).parents[1] / "examples" / "benchmarks"
+CONFIGURATION = {"steps": 10, "methods": ("a", "b")}
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A record of two lines."""
+    found = journal.Journal(tmp_path / "record.jsonl", CONFIGURATION)
+    found.append({"seed": 0, "loss": 2.0}, {"seed": 1, "loss": 1.0})
+    return found
+
+
+def test_a_line_is_made_once(book):
+    makes = lambda: {"loss": 3.0}
+    assert book.once(makes, seed=2) == {"seed": 2, "loss": 3.0}
+    assert book.once(lambda: pytest.fail("made again"), seed=2)["loss"] == 3
+    assert journal.read(book.path)[1] == book.lines
+    assert len(book.lines) == 3
+
+
+def test_a_journal_forgets_a_last_line_that_was_cut_off(book):
+    whole = book.path.read_text()
+    book.path.write_text(whole[:-5])
+    again = journal.Journal(book.path, CONFIGURATION)
+    assert [x["seed"] for x in again.lines] == [0]
+    again.append({"seed": 1, "loss": 1.0})
+    assert book.path.read_text() == whole
+
+
+def test_a_journal_of_another_configuration_is_refused_and_kept(book):
+    before = book.path.read_bytes()
+    message = "configuration steps 10, and this would be 20"
+    with pytest.raises(SystemExit, match=message):
+        journal.Journal(book.path, {**CONFIGURATION, "steps": 20})
+    assert book.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "no json\n", "[1]\n", '{"a": 1}\n'])
+def test_a_file_that_is_no_record_is_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="is no record"):
+        journal.read(path)
+
+
+def test_the_bound_is_students():
+    # By hand: mean 2, deviation 1, error 1 / sqrt(3), t(0.95, 2) = 2.919986.
+    assert upper_bound([1.0, 2.0, 3.0]) == pytest.approx(2 + 2.919986 / math.sqrt(3))
+    assert math.isnan(upper_bound([1.0]))
+    assert upper_bound([1.0, math.inf]) == math.inf
+
+
+def test_the_bound_covers_the_mean_of_19_in_20_samples():
+    samples = np.random.default_rng(0).normal(1.0, 2.0, (2000, 5)).tolist()
+    covered = np.mean([upper_bound(x) >= 1.0 for x in samples])
+    assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+def test_a_target_is_reached_between_two_evaluations():
+    losses, at = [3.0, 2.0, 2.5, 1.0], [20.0, 40.0, 60.0, 80.0]
+    wanted = {2.25: 35, 2.0: 40, 1.0: 80, 3.5: 20, 0.5: None}
+    assert {x: reached(losses, at, x) for x in wanted} == wanted
+    assert target_of([5.0, 4.0, 3.0, 2.0, 1.0]) == 2
+
+
+def test_seconds_are_those_of_the_all_gather_that_is_run():
+    seconds = controllers.run.tables(replicas=4, entries=100_000, seed=0)
+    assert (np.diff(seconds[1:]) < 0).all()
+    assert (seconds == controllers.run.tables(4, 100_000, 0)).all()
+
+
+def test_the_network_is_slower_in_the_second_third(tmp_path):
+    args = traces.Args(tmp_path, tmp_path, tmp_path, steps=9 * controllers.run.EVERY)
+    table = traces.table_of(args, 30_000, traces.CONTROLLERS["Fastest"])
+    dense = [float(table(i)[0]) for i in range(9)]
+    assert dense[:3] == dense[6:]
+    assert min(dense[3:6]) > 2 * max(dense[:3])
+
+
+def test_a_benchmark_that_there_is_not_is_refused_with_those_that_there_are():
+    command = [sys.executable, str(PROGRAM), "speed"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no benchmark 'speed'; there are: adaptivity, " in done.stderr
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
+    return tmp_path
+
+
+# The smallest run of a benchmark, and how many lines it leaves.
+RUNS = {
+    "selection_speed": ("--sizes 2e4 --factors 100 --steps 3", 7),
+    "controllers": ("--replicas 2 --networks 1 --steps 40 --seeds 1 --longest 2", 10),
+    "controllers.traces": ("--steps 60 --picture picture.png", 12),
+    "adaptivity": (
+        "--methods dense default --bandwidths-mbit 1000 20 --steps 4 --turn 2"
+        " --picture picture.png",
+        8,
+    ),
+}
+NEEDS_NO_DATA = {"selection_speed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_runs_and_makes_nothing_twice(name, text, monkeypatch, capsys):
+    if name == "adaptivity" and (reason := Network.unavailable()):
+        pytest.skip(reason)
+    monkeypatch.chdir(text)
+    options, count = RUNS[name]
+    arguments = [*options.split(), "--out", "out.jsonl"]
+    if name not in NEEDS_NO_DATA:
+        arguments += ["--data-dir", str(text)]
+    module = importlib.import_module(name if "." in name else f"{name}.run")
+    args = tyro.cli(module.Args, args=arguments)
+    module.main(args)
+    before, printed = Path("out.jsonl").read_text(), capsys.readouterr().out
+    has_torch = name == "selection_speed" and importlib.util.find_spec("torch")
+    assert len(before.splitlines()) == 1 + count + bool(has_torch)
+    module.main(args)
+    assert Path("out.jsonl").read_text() == before
+    assert printed
+    if "picture" in options:
+        assert Path("picture.png").stat().st_size > 10_000
