@@ -1,5 +1,6 @@
 """What goes wrong with checkpoints: states that do not fit, files, disks, signals."""
 
+import gc
 import re
 import resource
 import shutil
@@ -26,6 +27,18 @@ PARAMS = {
     "b": np.zeros(16, np.float32),
     "w": RNG.normal(size=(24, 16)).astype(np.float32),
 }
+
+# Orbax leaves coroutines behind where it fails to restore.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected():
+    """Collect them here: Python 3.11 fails if it does so while it parses a file."""
+    yield
+    gc.collect()
 
 
 def begin(params=PARAMS, where=N, after=None, **recipe):
@@ -288,8 +301,8 @@ def test_if_the_last_checkpoint_is_damaged_an_earlier_one_can_be_restored(tmp_pa
         for step in (1, 2):
             checkpointer.save(step, state, state[0])
     largest = max((tmp_path / "2").rglob("d/*"), key=lambda x: x.stat().st_size)
-    damage(largest, "one bit")
-    with pytest.raises(CheckpointError, match="arrays are damaged"):
+    damage(largest, "truncated")  # not every bit matters
+    with pytest.raises(CheckpointError, match=r"of step 2 in .* cannot be read"):
         restore(tmp_path, begin())
     with Checkpointer(tmp_path, save_every=1) as checkpointer:
         saved = checkpointer.restore(begin(), PARAMS, 1)

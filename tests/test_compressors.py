@@ -42,7 +42,7 @@ class DenseWithoutLooks(gravac.Fixed):
         return step < 0
 
 
-@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+@pytest.mark.parametrize("how", choices(["shard_map", "vmap"], lambda x: x == "vmap"))
 @pytest.mark.parametrize("compressor", MEMBERS)
 def test_a_dense_step_that_does_not_look_leaves_the_compressor_as_it_was(
     compressor, how

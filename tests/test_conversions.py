@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from _harness import choices
 
 import gravac_jax as gravac
 
@@ -62,10 +63,7 @@ def test_no_more_lines_change_than_it_took(name):
 
 # Of FSDP's many collectives those of eight devices on two cores may wait for each other
 # until XLA's CPU backend ends the process.
-trained = pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.slow if x == "fsdp" else ()) for x in CHANGED],
-)
+trained = pytest.mark.parametrize("name", choices(CHANGED, lambda x: x == "pmap"))
 
 
 @trained

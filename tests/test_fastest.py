@@ -166,6 +166,7 @@ def on_special_network(name):
 pytestmark = pytest.mark.xdist_group("fastest")
 
 
+@pytest.mark.slow
 def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung():
     rungs, costs = on_random_networks()
     found = regret(rungs, costs)

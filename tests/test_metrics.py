@@ -280,7 +280,7 @@ def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_p
     ("module", "make"),
     [
         ("tensorboardX", lambda folder: metrics.TensorBoardWriter(folder)),
-        ("rich.progress", lambda _: metrics.LiveView(3)),
+        ("rich", lambda _: metrics.LiveView(3)),
     ],
 )
 def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, module, make):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from _harness import Scripted, agreed, make_mesh
+from _harness import Scripted, agreed, choices, make_mesh
 
 import gravac_jax as gravac
 
@@ -257,7 +257,9 @@ def test_numbers_whose_sums_are_infinite_skip_the_step():
     holds("default", 1, "any", [small, huge, huge, small])
 
 
-@pytest.mark.parametrize("name", ["leader", "low rank", "top k"])
+@pytest.mark.parametrize(
+    "name", choices(["leader", "low rank", "top k"], lambda x: x == "top k")
+)
 def test_squares_that_are_infinite_skip_the_step(name):
     leaves = LEAVES[CASES[name].leaves].items()
     replicas = CASES[name].replicas

@@ -273,6 +273,7 @@ def test_all_devices_take_one_rung():
     assert len({float(x.info.factor) for x in states}) > 1
 
 
+@pytest.mark.slow
 def test_fastest_learns_the_same_from_slices_and_from_whole_params():
     controller = gravac.Fastest(LADDER)
     _, sliced = run_sharded(controller)

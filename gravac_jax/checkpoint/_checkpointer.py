@@ -5,6 +5,7 @@ import operator
 import os
 import pathlib
 import signal
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator
@@ -287,7 +288,8 @@ class Checkpointer:
             yield
         except Exception as error:
             which = "" if step is None else f"step {step} in "
+            why = textwrap.shorten(str(error), 300)  # Orbax's may fill pages
             raise CheckpointError(
                 f"the checkpoint of {which}{self.directory} {what}:"
-                f" {type(error).__name__}: {error}"
+                f" {type(error).__name__}: {why}"
             ) from error
