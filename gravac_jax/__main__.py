@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tool = importlib.import_module(f"gravac_jax.{options.tool}")
     except ImportError as error:
-        raise SystemExit(f"gravac_jax {options.tool}: {error}") from error
+        why = f"{error}: pip install 'gravac_jax[tools]'"
+        raise SystemExit(f"gravac_jax {options.tool}: {why}") from error
     tool.main(options.arguments)
 
 

@@ -215,9 +215,8 @@ def _join_job(options: argparse.Namespace) -> None:
         devices = jax.devices()
     except Exception as error:
         raise SystemExit(
-            f"{_PROGRAM}: could not join a job: {error} (where JAX does not detect the"
-            " cluster, give --coordinator, --processes and --process; to start a job on"
-            " this machine, give -n N)"
+            f"{_PROGRAM}: could not join a job: {error} (give --coordinator,"
+            " --processes and --process; to start a job on this machine, give -n N)"
         ) from error
     if jax.process_index() == 0:
         sys.stderr.write(

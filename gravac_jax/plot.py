@@ -12,22 +12,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gravac_jax.metrics import read_jsonl
-
-try:
-    from matplotlib.axes import Axes
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-except ImportError as error:
-    raise ImportError(
-        f"gravac_jax.plot needs {error.name}: pip install 'gravac_jax[tools]'"
-    ) from error
 
 __all__ = ["Run", "draw", "main"]
 
@@ -37,7 +29,6 @@ _POINTS = 100  # of losses and seconds, each a median over a hundredth of the ru
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _LINESTYLES = ("-", "--", "-.", ":")
-_DENSE: dict[str, Any] = {"color": "0.75", "linewidth": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,40 +92,42 @@ def draw(runs: Sequence[Run]) -> Figure:
     panels = len(losses) + len(with_rungs) + 3
     figure = Figure((8, 1 + 1.8 * panels), layout="constrained")
     axes = iter(figure.subplots(panels, sharex=True))
+    for axis in figure.axes:
+        axis.set_prop_cycle(color=4 * _COLORS, linestyle=7 * _LINESTYLES)
     for name in losses:
         figures = [run.figures(name) for run in runs]
         _draw_medians(next(axes), re.sub("[_/]", " ", name), runs, figures)
     _draw_factors(next(axes), runs)
     for run in with_rungs:
         _draw_gains(next(axes), run)
-    _draw_bytes(next(axes), runs)
+    of_bytes = next(axes)
+    _draw_bytes(of_bytes, runs)
     seconds = [run.seconds_per_step() for run in runs]
     _draw_medians(next(axes), "seconds per step", runs, seconds)
     medians = f"losses and seconds: medians over 1/{_POINTS} of a run"
     figure.supxlabel(f"step ({medians})", size="medium")
     figure.align_ylabels()
-    lines = [Line2D([], [], label=_label(x), **_style(i)) for i, x in enumerate(runs)]
-    lines.append(Line2D([], [], label="bytes of dense steps", **_DENSE))
-    figure.legend(handles=lines, loc="outside upper center")
+    dense, *sent = of_bytes.lines
+    figure.legend(handles=[*sent, dense], loc="outside upper center")
     return figure
 
 
 def _draw_medians(
     axis: Axes, label: str, runs: Sequence[Run], figures: list[np.ndarray]
 ) -> None:
-    for i, (run, y) in enumerate(zip(runs, figures, strict=True)):
+    for run, y in zip(runs, figures, strict=True):
         known = np.flatnonzero(np.isfinite(y))
-        parts = np.array_split(known, min(len(known), _POINTS) or 1)
+        parts = np.array_split(known, _POINTS)
         steps = run.figures("step")
         points = [(np.median(steps[x]), np.median(y[x])) for x in parts if len(x)]
-        axis.plot(*np.reshape(points, (-1, 2)).T, **_style(i))
+        axis.plot(*np.reshape(points, (-1, 2)).T)
     axis.set_ylabel(label)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
-    for i, run in enumerate(runs):
-        axis.plot(run.figures("step"), run.figures("gravac/factor"), **_style(i))
+    for run in runs:
+        axis.plot(run.figures("step"), run.figures("gravac/factor"))
     axis.set(yscale="log", ylabel="factor")
     axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter("{x:g}")
@@ -155,18 +148,13 @@ def _draw_gains(axis: Axes, run: Run) -> None:
 
 def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:
     longest = max(runs, key=lambda run: run.lines[-1]["step"])
-    dense = longest.bytes_so_far("dense_wire")
-    axis.plot(longest.figures("step"), dense, **_DENSE)
-    for i, run in enumerate(runs):
-        axis.plot(run.figures("step"), run.bytes_so_far("wire"), **_style(i))
+    steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
+    axis.plot(steps, dense, "-", color="0.75", lw=4, label="bytes of dense steps")
+    for run in runs:
+        axis.plot(run.figures("step"), run.bytes_so_far("wire"), label=_label(run))
     axis.set(yscale="log", ylabel="bytes sent so far")
     axis.yaxis.set_major_formatter(EngFormatter("B"))
     axis.yaxis.set_minor_formatter("")
-
-
-def _style(i: int) -> dict[str, Any]:
-    color, linestyle = _COLORS[i % len(_COLORS)], _LINESTYLES[i % len(_LINESTYLES)]
-    return {"color": color, "linestyle": linestyle, "linewidth": 1.3}
 
 
 def _label(run: Run) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 
@@ -37,7 +36,7 @@ def model(tmp_path, monkeypatch):
     """The name of a user's module in the working directory."""
     (tmp_path / "model_of_the_user.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
     return "model_of_the_user"
 
 
@@ -144,7 +143,7 @@ def test_a_file_that_no_probe_wrote_is_refused(tmp_path, text):
     [
         ("", "one of the arguments --params --loss is required"),
         ("--params 100", "must be 16384 or more"),
-        ("--params 1e6 --mesh data", "as dcn=2,ici=8, got data"),
+        ("--params 1e6 --mesh data", "--mesh: invalid mesh_axes value: 'data'"),
         ("--params 1e6 --mesh a=3", "must have all 8 devices"),
         ("--params 1e6 --mesh a=1,b=8", "at least 2 along its first axis"),
         ("--params 1e6 --json no/probe.json", "there is no directory for this"),
@@ -169,13 +168,10 @@ def test_a_loss_that_cannot_be_trained_stops_the_probe(model, function, said):
         probe.main(["--loss", f"{model}:{function}"])
 
 
-def test_python_starts_it_by_either_name(monkeypatch, capsys):
+def test_it_is_one_of_the_tools(capsys):
     with pytest.raises(SystemExit, match="0"):
         tools.main(["probe", "--help"])
-    monkeypatch.setattr(sys, "argv", ["probe", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("gravac_jax.probe", run_name="__main__")
-    assert capsys.readouterr().out.count("--headroom") >= 4
+    assert capsys.readouterr().out.count("--headroom") >= 2
 
 
 def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):

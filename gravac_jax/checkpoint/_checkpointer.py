@@ -181,8 +181,7 @@ class Checkpointer:
             if self.steps and self.steps[-1] >= step:
                 raise CheckpointError(
                     f"step {step} cannot be saved: {self.directory} has checkpoints of"
-                    f" {self.steps}, and this run began without them. Restore one, or"
-                    f" save to another directory."
+                    f" {self.steps}. Restore one, or save to another directory."
                 )
         elif later := [x for x in self.steps if x > self._at]:
             warnings.warn(

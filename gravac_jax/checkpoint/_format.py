@@ -39,8 +39,7 @@ def to_named(tree: Any, params: Any) -> Named:
     """
     if len(_state.locals_of(tree)) != len(_state.transform_states(tree)):
         raise ValueError(
-            "nnx.split took the state of gravac.transform in `tree` apart: pass the"
-            " nnx.Optimizer itself."
+            "nnx.split took the state in `tree` apart: pass the nnx.Optimizer itself."
         )
     named: Named = {}
     for path, x in _paths.by_path(tree, is_transform_state).items():
@@ -49,10 +48,11 @@ def to_named(tree: Any, params: Any) -> Named:
     dotted = list(map(".".join, named))
     if twice := {name for name in dotted if not name or dotted.count(name) > 1}:
         raise ValueError(
-            f"each leaf of `tree` must have a name of its own, with dots between its"
-            f" parts, got {twice}. Rename leaves; put a single array into a dict."
+            f"leaves of `tree` have no name, or the same one with dots between its"
+            f" parts: {twice}. Rename them, or put a single array into a dict."
         )
-    return {path: x for path, x in named.items() if _paths.is_stored(x)}
+    # Orbax refuses arrays without entries.
+    return {path: x for path, x in named.items() if 0 not in _paths.shape_of(x)}
 
 
 def from_named(named: Named, tree: Any, params: Any) -> Any:
@@ -94,18 +94,16 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
 
     def value(path: Path, x: jax.Array) -> jax.Array:
         name = _stored_name(path)
-        new = joined[name][int(path[2])] if name in joined else named.get(name, x)
-        return _copy_like(new, x)
+        return joined[name][int(path[2])] if name in joined else named.get(name, x)
 
     filled = _paths.map_by_path(value, state)
-    if named.get(("replicas",)) in (None, plain["replicas",]):
-        return filled
-    # Some of what a controller knows is not true on other devices.
-    can_move = lambda x: hasattr(x, "moved")
-    move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
-    fresh = jax.tree.map(lambda x: _copy_like(x, x), state.controller)
-    moved = jax.tree.map(move, filled.controller, fresh, is_leaf=can_move)
-    return filled._replace(controller=moved)
+    if named.get(("replicas",)) not in (None, plain["replicas",]):
+        # Some of what a controller knows is not true on other devices.
+        can_move = lambda x: hasattr(x, "moved")
+        move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
+        args = filled.controller, state.controller
+        filled = filled._replace(controller=jax.tree.map(move, *args, is_leaf=can_move))
+    return jax.tree.map(_copy_like, filled, state)
 
 
 def _parts(
@@ -134,12 +132,8 @@ def _parts(
 
 def _stored_name(path: Path) -> Path:
     """Return the stored name of a leaf of a transform's state."""
-    match path:
-        case ("local", "memory", _, *field):
-            return ("memory", *field)
-        case ("local", *rest):
-            return tuple(rest)
-    return path
+    name = path[1:] if path[0] == "local" else path
+    return (name[0], *name[2:]) if name[0] == "memory" else name
 
 
 def _copy_like(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from gravac_jax import _collectives, _placement
 from gravac_jax._state import TransformState
@@ -66,10 +67,9 @@ class Layout:
         """On each device, cut the entries of all `arrays`, in a row, into shapes."""
 
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
-            rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
-            ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1].tolist()
-            pairs = zip(jnp.split(rows, ends, axis=1), shapes, strict=True)
-            return [x.reshape(x.shape[0], *shape) for x, shape in pairs]
+            like = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
+            _, unravel = ravel_pytree(like)
+            return jax.vmap(lambda rows: unravel(ravel_pytree(rows)[0]))(arrays)
 
         specs = {"in_specs": (in_specs,), "out_specs": out_specs}
         return jax.shard_map(body, mesh=self.mesh, check_vma=False, **specs)(arrays)
@@ -87,10 +87,9 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     steps, replica, pieces = map(only, (state.steps, state.local.replica, state.layout))
     if steps.ndim or not isinstance(replica, jax.Array):
         raise ValueError(
-            f"the state of gravac.transform must be as gravac.place makes it, got"
-            f" `steps` as {type(steps).__name__} of shape {steps.shape}. jax.pmap gives"
-            f" every leaf an axis of devices, and jax.device_get moves it to the host:"
-            f" run the step with gravac.data_parallel, and pass what it returns."
+            f"the state must be as gravac.place makes it, not of jax.pmap or on the"
+            f" host, got `steps` as {type(steps).__name__} of shape {steps.shape}. Pass"
+            f" what gravac.data_parallel returns."
         )
     mesh, axes = _mesh_and_axes(replica.sharding)
     sizes: dict[int, int] = {}
@@ -103,9 +102,7 @@ def layout_of(state: TransformState, params: Any) -> Layout:
         raise ValueError(
             f"`params` are not the params that the state was made for: on one device,"
             f" its compressed leaves have {expected[:8]} entries, and those of `params`"
-            f" {found[:8]}. Pass the params that tx.init was given, as they lie on the"
-            f" devices. If two models have an optimizer each, save each in a directory"
-            f" of its own."
+            f" {found[:8]}. Pass those of tx.init. Give each of two models a directory."
         )
     return Layout(mesh, jax.P(axes), leaves)
 

@@ -1,7 +1,6 @@
 """Trees as flat dicts: each leaf under the names on the way to it."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,19 +56,15 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
     A random key is stored as its bits. `x` may be Orbax's metadata.
     """
-    dtype = getattr(x, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.eval_shape(jax.random.key_data, x).shape
-    return tuple(getattr(x, "shape", ()))
+    return tuple(getattr(_as_stored(x), "shape", ()))
 
 
 def describe(x: Any) -> str:
     """Return the type and shape in which `x` is stored, such as `float32(2, 3)`."""
-    dtype = getattr(x, "dtype", type(x).__name__)
-    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return f"{'uint32' if is_key else dtype}{shape_of(x) or ''}"
+    dtype = getattr(_as_stored(x), "dtype", type(x).__name__)
+    return f"{dtype}{shape_of(x) or ''}"
 
 
-def is_stored(x: Any) -> bool:
-    """Return whether `x` is stored; Orbax refuses arrays without entries."""
-    return math.prod(shape_of(x)) > 0
+def _as_stored(x: Any) -> Any:
+    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
+    return jax.eval_shape(jax.random.key_data, x) if is_key else x

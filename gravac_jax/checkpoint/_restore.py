@@ -20,8 +20,6 @@ _PER_REPLICA = ("memory", "exchange")
 # The fields that mean something on one ladder and to one controller only.
 _DECISIONS = ("ladder", "rung", "past_rungs", "controller")
 
-_SHOWN = 3  # differences in an error
-
 
 def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
     """Return for each saved path the path in `tree`.
@@ -61,9 +59,8 @@ def plan(saved: Named, tree: Any, params: Any) -> Named:
     for place in [place for place in places if place not in known]:
         here = _paths.outside(here, [place])
         warnings.warn(
-            f"the checkpoint holds no state of gravac.transform for"
-            f" {'/'.join(place) or 'the optimizer'}: the run begins with empty"
-            f" residuals, and a controller that has seen nothing.",
+            "the checkpoint holds no state of gravac.transform: the run begins with"
+            " empty residuals, and a controller that has seen nothing.",
             stacklevel=3,
         )
     _require_same(_fixed(here, known), _fixed(saved, known))
@@ -97,8 +94,7 @@ def fill(loaded: Named, tree: Any, params: Any) -> Any:
         if below and below["version",] != _format.VERSION:
             raise ValueError(
                 f"the checkpoint has version {below['version',]}, and this gravac_jax"
-                f" reads version {_format.VERSION}. Restore it with the gravac_jax that"
-                f" saved it."
+                f" reads {_format.VERSION}. Restore with the gravac_jax that saved it."
             )
         ladder = [x for name, x in below.items() if name[0] == "ladder"]
         is_new_ladder = not np.array_equal(ladder, jax.tree.leaves(state.ladder))
@@ -151,18 +147,16 @@ def _fixed(named: Named, places: list[Path]) -> dict[Path, str]:
 def _require_same(here: dict[Path, str], saved: dict[Path, str]) -> None:
     """Refuse a checkpoint of something else, and name the first differences."""
     both = {path: (saved.get(path), here.get(path)) for path in [*here, *saved]}
-    lines = [
+    different = [
         f"{'/'.join(path)} is {theirs or 'missing'} in the checkpoint and"
         f" {mine or 'missing'} here"
         for path, (theirs, mine) in both.items()
         if theirs != mine
     ]
-    if lines:
-        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    if different:
         raise ValueError(
-            f"the checkpoint is of another model, optimizer, memory or exchange:"
-            f" {'; '.join(lines[:_SHOWN])}{more}. Restore with the model, optimizer and"
-            f" gravac.transform that saved it, or save to another directory. To change"
-            f" the memory, the exchange or `compress`, restore with the old ones, send"
+            f"the checkpoint is of another model, optimizer, memory or exchange."
+            f" Differences: {len(different)}, such as {'; '.join(different[:3])}."
+            f" Restore with what saved it. Then, to change the memory or exchange, send"
             f" the residuals with gravac.flush, and begin with gravac.init."
         )

@@ -77,12 +77,10 @@ class LiveView:
         self._task = self._progress.add_task(title, total=total_steps, pace="")
         self._losses: collections.deque[float] = collections.deque(maxlen=_LOSSES)
         self._sent = self._dense = 0.0  # bytes so far
-        self._figures: list[str] = []
-        self._alarms: list[str] = []
         self._printed_at = -math.inf
         self._live = live.Live(
+            self._progress,
             console=self._console,
-            get_renderable=self.frame,
             refresh_per_second=_REFRESH_HZ,
             transient=transient,
         )
@@ -91,18 +89,22 @@ class LiveView:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show the figures of a step."""
+        from rich.console import Group
+
         self._progress.update(self._task, completed=step + 1)
         if speed := self._progress.tasks[0].speed:  # steps per second
             self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
-        self._figures = self._describe(scalars)
-        self._alarms = [
-            x.format(scalars[k]) for k, x in _ALARMS.items() if scalars.get(k)
-        ]
+        figures = self._describe(scalars)
+        alarms = [x.format(scalars[k]) for k, x in _ALARMS.items() if scalars.get(k)]
+        self._live.update(Group(self._progress, "  ".join(figures), *alarms))
         now, is_last = time.monotonic(), step + 1 == self.total_steps
         is_time = is_last or now - self._printed_at >= self.every_seconds
         if is_time and not self._console.is_terminal:
             self._printed_at = now
-            self._console.print(self._line(step + 1), highlight=False, soft_wrap=True)
+            pace = self._progress.tasks[0].fields["pace"]
+            place = f"step {step + 1} of {self.total_steps}"
+            line = ", ".join(filter(None, [self.title, place, *figures, pace, *alarms]))
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
         """Show the newest figures now."""
@@ -115,15 +117,7 @@ class LiveView:
 
     def frame(self) -> "RenderableType":
         """Return what the terminal shows now."""
-        from rich.console import Group
-
-        return Group(self._progress, "  ".join(self._figures), *self._alarms)
-
-    def _line(self, steps: int) -> str:
-        place = f"step {steps} of {self.total_steps}"
-        pace = self._progress.tasks[0].fields["pace"]
-        parts = [self.title, place, *self._figures, pace, *self._alarms]
-        return ", ".join(filter(None, parts))
+        return self._live.get_renderable()
 
     def _describe(self, scalars: Mapping[str, float]) -> list[str]:
         from rich.filesize import decimal

@@ -14,15 +14,12 @@ class Writer(Protocol):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a step."""
-        ...
 
     def flush(self) -> None:
         """Return when all figures have arrived where they are written to."""
-        ...
 
     def close(self) -> None:
         """Release files and connections; nothing is written afterwards."""
-        ...
 
 
 class _Writers(contextlib.ExitStack):
@@ -31,11 +28,6 @@ class _Writers(contextlib.ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.writers: list[Writer] = []
-
-    def open(self, make: Callable[[], Writer]) -> None:
-        writer = make()
-        self.callback(writer.close)
-        self.writers.append(writer)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         for writer in self.writers:
@@ -68,14 +60,15 @@ def first_host(*makes: Callable[[], Writer]) -> _Writers:
       >>> [line["loss"] for line in metrics.read_jsonl(path)]
       [0.5]
     """
-    writers = _Writers()
+    opened = _Writers()
     try:
         for make in makes if jax.process_index() == 0 else ():
-            writers.open(make)
+            opened.writers.append(make())
+            opened.callback(opened.writers[-1].close)
     except BaseException:
-        writers.close()
+        opened.close()
         raise
-    return writers
+    return opened
 
 
 class Recorder:

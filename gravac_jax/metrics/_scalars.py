@@ -100,9 +100,7 @@ def snapshot(opt_state: Any, others: Mapping[str, Any]) -> Snapshot:
     if len(shot.table) != 1:
         raise ValueError(
             f"expected the StepInfo of one step, got one with {len(shot.table)} entries"
-            " in each field. For the steps of a jax.lax.scan call"
-            " metrics.scalars_of_steps(infos); of replicas stacked by jax.vmap take the"
-            " first: jax.tree.map(lambda x: x[0], info)."
+            " in each field. Give one of them, or call metrics.scalars_of_steps(infos)."
         )
     return shot
 
@@ -143,8 +141,7 @@ def _find(tree: Any) -> StepInfo:
     if len(infos) != 1:
         raise ValueError(
             f"expected one StepInfo, found {len(infos)} in a {type(tree).__name__}."
-            " Give the state of an optimizer with one gravac.transform in it, such as"
-            " optax.chain(gravac.transform(), optax.sgd(0.1))."
+            " Give the state of an optimizer with one gravac.transform in it."
         )
     (info,) = infos
     return info if isinstance(info, StepInfo) else StepInfo(**dict(info))

@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import math
-import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -57,28 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"
     model.add_argument("--loss", help=help)
     add = parser.add_argument
-    help = "time only dense steps and steps without an exchange; needs --loss"
-    add("--headroom", action="store_true", help=help)
+    add("--headroom", action="store_true", help="only time dense steps; needs --loss")
     names = list(_steps.EXCHANGES)
-    help = "exchanges to time; default: all"
-    add("--exchanges", nargs="+", choices=names, default=names, help=help)
-    help = "factors n / k to time, all above 1; default: 10 100 1000"
-    add("--factors", nargs="+", type=float, default=[10.0, 100.0, 1000.0], help=help)
-    help = "AXIS=SIZE,...: the mesh, compressed over its first axis; default: one axis"
-    add("--mesh", type=_axes, help=help)
-    help = "how long to time steps, at least; default: 30"
-    add("--seconds", type=float, default=30.0, help=help)
+    add("--exchanges", nargs="+", choices=names, default=names, help="default: all")
+    factors, help = [10.0, 100.0, 1000.0], "n / k, all above 1; default: 10 100 1000"
+    add("--factors", nargs="+", type=float, default=factors, help=help)
+    help = "the mesh, compressed over its first axis; default: one axis"
+    add("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=help)
+    add("--seconds", type=float, default=30.0, help="time to spend; default: 30")
     add("--json", type=Path, metavar="FILE", help="file to write all results to")
     return parser
 
 
-def _axes(text: str) -> dict[str, int]:
+def mesh_axes(text: str) -> dict[str, int]:
+    """Parse `AXIS=SIZE,...`; argparse shows this function's name in its error."""
     pairs = [part.split("=") for part in text.split(",")]
-    try:
-        return {name: int(size) for name, size in pairs}
-    except ValueError:
-        why = f"must be AXIS=SIZE,..., such as dcn=2,ici=8, got {text}"
-        raise argparse.ArgumentTypeError(why) from None
+    return {name: int(size) for name, size in pairs}
 
 
 def _mesh(parser: argparse.ArgumentParser, axes: dict[str, int]) -> jax.sharding.Mesh:
@@ -86,16 +79,13 @@ def _mesh(parser: argparse.ArgumentParser, axes: dict[str, int]) -> jax.sharding
     if math.prod(sizes) != devices or sizes[0] < 2:
         parser.error(
             f"the mesh {axes} must have all {devices} devices, and at least 2 along its"
-            " first axis, which exchange gradients. Run the probe where you train, as"
-            " python -m gravac_jax.launch -n 2 -m gravac_jax probe, or on virtual"
-            " devices, with JAX_NUM_CPU_DEVICES=2."
+            " first axis. Run the probe where you train, or in two processes, as"
+            " python -m gravac_jax.launch -n 2 -m gravac_jax probe."
         )
     return jax.make_mesh(sizes, tuple(axes))
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> _steps.Model:
-    # `python -m` looks for modules in the working directory, a launcher does not.
-    sys.path.insert(0, os.getcwd())
     try:
         make = pkgutil.resolve_name(name)
         inspect.signature(make).bind()

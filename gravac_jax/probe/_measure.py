@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import gravac_jax as gravac
 from gravac_jax.probe import _steps, _timing
 from gravac_jax.probe._results import Range, Results, Row
 from gravac_jax.probe._steps import DENSE
@@ -119,7 +120,8 @@ def network(
     median = lambda what: float(np.median(seconds[what]))
     wait = max(0.0, median(SMALL_ALL_REDUCE) - median(LAUNCH))
     transfer = median(LARGE_ALL_REDUCE) - median(SMALL_ALL_REDUCE)
-    byte_seconds = max(transfer / _steps.ring_bytes(entries, replicas), 1e-15)
+    traffic = gravac.DenseMean().traffic(entries, 1, replicas)
+    byte_seconds = max(transfer / traffic.wire_bytes, 1e-15)
     # Beside its bytes, a compressed step waits for two collectives: one exchanges the
     # evidence for the controller, one the entries.
     without = median(NO_EXCHANGE) + 2 * wait
@@ -128,7 +130,7 @@ def network(
         for x in rows
         if x.factor > 1
     ]
-    latency = wait / (2 * (replicas - 1))
+    latency = wait / traffic.messages
     wire = {"bytes_per_second": 1 / byte_seconds, "latency_seconds": latency}
     if selection:
         wire["selection_seconds"] = max(0.0, float(np.median(selection)))
@@ -139,8 +141,7 @@ def _program(
     mesh: jax.sharding.Mesh, function: Callable[[jax.Array], jax.Array], entries: int
 ) -> Callable[[], Any]:
     """Return a program that every device runs on its own `[entries]` float32."""
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    x = jax.jit(lambda: jnp.ones(entries, jnp.float32), out_shardings=everywhere)()
+    x = jnp.ones(entries, jnp.float32, device=jax.NamedSharding(mesh, jax.P()))
     specs: dict[str, Any] = {"in_specs": jax.P(), "out_specs": jax.P()}
     mapped = jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
     return functools.partial(jax.jit(mapped), x)

@@ -13,6 +13,11 @@ from gravac_jax.probe._steps import DENSE, DENSE_RUNG
 # A compressed step teaches less than a dense one, so it has to be faster by more than
 # this. The figure is arbitrary.
 MIN_SPEED_UP = 1.05
+_NOTES = (
+    "- Ranges: 90% confidence intervals of the median, the timing noise of this run.",
+    f"- A step pays if it is over {MIN_SPEED_UP:g} times as fast as a dense one.",
+    "- A compressed step teaches less. Only training can show how much less.",
+)
 _COLUMNS = "{:<10}  {:>6}  {:>8}  {:>11}  {:>21}  {:>9}"
 
 
@@ -122,8 +127,10 @@ def text(results: Results) -> str:
         )
     header = ("exchange", "factor", "MB sent", f"{thing} ms", "speed-up (90%)", "pays")
     lines += ["", _COLUMNS.format(*header), *map(_line, results.rows), ""]
-    lines += [verdict(results), "", *(f"- {x}" for x in _notes(results)), ""]
-    return "\n".join(lines)
+    lines += [verdict(results), "", *_NOTES]
+    if results.processes == 1 and results.devices.endswith("cpu"):
+        lines.append("- CPU devices of one process have no network between them.")
+    return "\n".join(lines) + "\n"
 
 
 def _line(row: Row) -> str:
@@ -136,17 +143,6 @@ def _line(row: Row) -> str:
         "1" if is_dense else str(row.speed_up),
         "" if is_dense else row.pays,
     ).rstrip()
-
-
-def _notes(results: Results) -> list[str]:
-    notes = [
-        "Ranges: 90% confidence intervals of the median, the timing noise of this run.",
-        f"A step pays if it is over {MIN_SPEED_UP:g} times as fast as a dense one.",
-        "A compressed step teaches less. Only training can show how much less.",
-    ]
-    if results.processes == 1 and results.devices.endswith("cpu"):
-        notes.append("CPU devices of one process have no network between them.")
-    return notes
 
 
 def write(path: Path, results: Results) -> None:

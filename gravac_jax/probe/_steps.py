@@ -82,11 +82,6 @@ def stand_in(params: int) -> Model:
     return Model(loss_fn, matrices, np.zeros(1), has_compute=False)
 
 
-def ring_bytes(entries: int, replicas: int) -> float:
-    """Return the bytes that one replica sends in a float32 ring all-reduce."""
-    return 4 * entries * 2 * (replicas - 1) / replicas
-
-
 class Trainer:
     """Compiles training steps of one model. All of them train the same params.
 
@@ -114,8 +109,9 @@ class Trainer:
     def dense(self) -> Step:
         """Return a step that averages float32 gradients in one all-reduce."""
         average = functools.partial(_mean, axes=self._mesh.axis_names)
-        wire_bytes = ring_bytes(self.entries, self._mesh.shape[self._axis])
-        return Step(DENSE, 1.0, wire_bytes, self._compile(average, ()))
+        replicas = self._mesh.shape[self._axis]
+        sent = gravac.DenseMean().traffic(self.entries, 1, replicas).wire_bytes
+        return Step(DENSE, 1.0, sent, self._compile(average, ()))
 
     def compressed(self, name: str, factors: tuple[float, ...]) -> list[Step]:
         """Return the steps of one exchange, beginning with the dense rung.
