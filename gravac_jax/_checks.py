@@ -76,7 +76,7 @@ def within(value: Any, name: str, low: float, high: float, why: str) -> None:
         )
 
 
-def count(value: Any, name: str, what: str) -> None:
+def positive_integer(value: Any, name: str, what: str) -> None:
     """Refuse anything but a positive whole number."""
     if not (_is_number(value, numbers.Integral) and value >= 1):
         raise ValueError(

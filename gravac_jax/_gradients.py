@@ -1,7 +1,7 @@
 """Gradients that are still local to their replica."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def value_and_grad(
       [1.0, 2.0]
     """
     _checks.axis(axis_name)
-    _checks.count(micro_batches, "micro_batches", "parts of the batch")
+    _checks.positive_integer(micro_batches, "micro_batches", "parts of the batch")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
@@ -87,15 +87,15 @@ def value_and_grad(
         local = functools.partial(_local, fun, argnums, has_aux, comm)
         if micro_batches == 1:
             return local(*cast, **kwargs)
-        return _over_micro_batches(
-            local,
-            cast,
-            kwargs,
-            whole=places,
-            micro_batches=micro_batches,
-            has_aux=has_aux,
-            comm=comm,
-        )
+        split_args = {i: x for i, x in enumerate(cast) if i not in places}
+        _step_checks.splits({**split_args, **kwargs}, micro_batches)
+
+        def part_of(part: Any) -> Any:
+            mine, named = part
+            return local(*(mine.get(i, x) for i, x in enumerate(cast)), **named)
+
+        batch = (split_args, kwargs)
+        return _over_micro_batches(part_of, batch, micro_batches, has_aux, comm)
 
     return wrapped
 
@@ -127,11 +127,8 @@ def _local(
 
 
 def _over_micro_batches(
-    value_and_grad: Callable[..., Any],
-    args: list[Any],
-    kwargs: dict[str, Any],
-    *,
-    whole: Collection[int],
+    value_and_grad: Callable[[Any], Any],
+    batch: Any,
     micro_batches: int,
     has_aux: bool,
     comm: Comm,
@@ -140,10 +137,7 @@ def _over_micro_batches(
 
     Args:
       value_and_grad: returns the value and the gradients of one part.
-      args: the arguments by position.
-      kwargs: the arguments by name.
-      whole: the positions of `args` that every part receives whole; all other arguments
-        are split along their first axis.
+      batch: arrays that are split along their first axis.
       micro_batches: the number of parts.
       has_aux: whether `value_and_grad` returns ((value, aux), gradients).
       comm: the replicas; nothing is exchanged with them.
@@ -152,17 +146,11 @@ def _over_micro_batches(
       What `value_and_grad` returns; the aux of all parts is stacked along a new first
       axis.
     """
-    split_args = {i: x for i, x in enumerate(args) if i not in whole}
-    _step_checks.splits({**split_args, **kwargs}, micro_batches)
-    parts = jax.tree.map(
-        lambda x: x.reshape(micro_batches, -1, *x.shape[1:]), (split_args, kwargs)
-    )
+    split = lambda x: x.reshape(micro_batches, -1, *x.shape[1:])
+    parts = jax.tree.map(split, batch)
 
     def part_of(part: Any) -> tuple[Any, Any]:
-        mine, named = part
-        value, grads = value_and_grad(
-            *(mine.get(i, x) for i, x in enumerate(args)), **named
-        )
+        value, grads = value_and_grad(part)
         value, aux = value if has_aux else (value, ())
         return (value, grads), aux
 

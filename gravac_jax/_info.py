@@ -23,9 +23,9 @@ class StepInfo(NamedTuple):
     """What the last step sent; the same on every replica.
 
     Read it from any optimizer state: `optax.tree.get(opt_state, "StepInfo")`. Bytes are
-    float32: exact below 2**24, and to seven digits above. A skipped step has factor
-    infinity, since it sent none of the gradient, and gain 0. With two axes the bytes
-    are those that one device sends over the slow axis.
+    float32: exact below 2**24, and to seven digits above. A silent or skipped step has
+    factor infinity, since it sent nothing of the compressed leaves, and gain 0. With
+    two axes the bytes are those that one device sends over the slow axis.
 
     Attributes:
       factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.
@@ -187,7 +187,7 @@ def after(
     gains: jax.Array,
     looks: jax.Array | bool,
 ) -> StepInfo:
-    """Return what a step at `rung` sent; `count` adds what went wrong."""
+    """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
     at_rung = lambda figures: jnp.asarray(figures)[rung]
     extra = lambda size: jnp.where(looks, jnp.float32(size), 0)
     factor = at_rung(table.factors)
@@ -204,7 +204,7 @@ def after(
     )
 
 
-def count(info: StepInfo, is_bad: jax.Array, apart: jax.Array) -> StepInfo:
+def count_faults(info: StepInfo, is_bad: jax.Array, apart: jax.Array) -> StepInfo:
     """Return `info` with its counters of bad steps and of replicas that differ."""
     is_apart = jnp.any(apart).astype(jnp.int32)
     return info._replace(

@@ -69,7 +69,7 @@ def data_parallel(
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
     devices = _placement.count_replicas(mesh, axes)
-    body = _averaged(train_step, axes)
+    body = _on_one_replica(train_step, axes)
     here = max(1, devices // jax.process_count())
 
     def run(state: Any, own: Any, batch: Any, shared: Any, sharded: Any) -> Any:
@@ -168,9 +168,9 @@ def simulate(
       >>> float(value)
       65536.0
     """
-    _checks.count(replicas, "replicas", "replicas")
+    _checks.positive_integer(replicas, "replicas", "replicas")
     _count_carried(carried)
-    body = _averaged(train_step, axis_name)
+    body = _on_one_replica(train_step, axis_name)
 
     split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
@@ -200,10 +200,12 @@ def simulate(
 
 def _count_carried(carried: int) -> None:
     if carried:
-        _checks.count(carried, "carried", "arguments of the step, or is 0 for none")
+        _checks.positive_integer(
+            carried, "carried", "arguments of the step, or is 0 for none"
+        )
 
 
-def _averaged(train_step: Step, axis_name: AxisName) -> Step:
+def _on_one_replica(train_step: Step, axis_name: AxisName) -> Step:
     """Wrap a step: split its results into state and metrics, and average these."""
     comm = Comm(axis_name)
 

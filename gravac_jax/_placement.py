@@ -48,7 +48,9 @@ def place(
       (2, 65536)
     """
     if not isinstance(mesh, jax.sharding.Mesh):
-        _checks.count(mesh, "mesh", "replicas, where it is no jax.sharding.Mesh")
+        _checks.positive_integer(
+            mesh, "mesh", "replicas, where it is no jax.sharding.Mesh"
+        )
         replicas, local, shared = mesh, None, None
     else:
         _checks.mesh_axis(mesh, axis_name)

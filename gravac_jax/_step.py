@@ -8,8 +8,9 @@
 
 Three things may happen to a step, and they are separate. A *bad* step has a gradient
 that is not finite on some replica: nothing is learned from it. A *silent* step sends
-nothing, because its rung lies beyond the ladder; a bad step is silent, too. A
-*delivery* is no step at all: it asks for what is held back (`_residuals.py`).
+nothing of the buckets, because its rung lies beyond the ladder; what replicas agree on
+still travels. A bad step is silent, too. A *delivery* is no step at all: it asks for
+what is held back (`_residuals.py`).
 
 GraVAC's Algorithm 1 decides before it exchanges. Here a step decides the rung of the
 next one, so that the decision costs no collective of its own.
@@ -178,7 +179,9 @@ class Components:
         if self.memory.masks and not self.exchange.sends_whole_entries:
             _checks.cannot_mask(self.memory, self.exchange)
         if self.check_every:
-            _checks.count(self.check_every, "check_every", "steps, or 0 for never")
+            _checks.positive_integer(
+                self.check_every, "check_every", "steps, or 0 for never"
+            )
 
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
@@ -334,8 +337,8 @@ class Components:
         for exchange, flat, before, own in zip(
             setting.exchanges, gradient.flat, local.memory, local.exchange, strict=True
         ):
-            # Of a bad step the memory feeds back nothing new. Not in a branch: XLA
-            # would copy the memory on its way in and out.
+            # In a bad step the memory adds no gradient. This is no branch, because XLA
+            # would copy the memory on its way in and out of one.
             fed = self.memory.compensate(flat, before)
             held = (self.memory.held(before, flat.size), before)
             compensated, memory = _arrays.where(~agreed.is_bad, fed, held)
@@ -363,7 +366,7 @@ class Components:
         state: TransformState,
         setting: Setting,
     ) -> Decision:
-        """Show the evidence to the controller; it learns nothing from a bad step."""
+        """Show the evidence to the controller, which picks the next rung."""
         tables, energies = setting.tables, sent.mean_energies
         evidence = Evidence(
             step=state.steps,
@@ -376,9 +379,7 @@ class Components:
             predicted_parts=_info.predicted_parts(tables, self.wire),
             measured_seconds=agreed.seconds / agreed.timed,  # NaN where not timed
         )
-        decided = self.controller.decide(evidence, state.controller)
-        unchanged = (state.rung, state.controller)
-        rung, controller = _arrays.where(agreed.is_bad, unchanged, decided)
+        rung, controller = self.controller.decide(evidence, state.controller)
         now = compression_gain.gain(evidence.energies, evidence.energy)
         is_taken = jnp.arange(now.size) == sent.rung
         is_known = (setting.looks | is_taken) & (sent.rung < now.size)
@@ -420,9 +421,16 @@ class Components:
         state: TransformState,
         setting: Setting,
     ) -> tuple[Any, TransformState]:
-        """Return the updates, and the state with what a human wants to know."""
+        """Return the updates, and the state with what a human wants to know.
+
+        Nothing is learned from a bad step: what it would have changed stays as it was.
+        """
         dense, dense_memory = self.memory.follow(agreed.dense, state.dense)
-        dense = jnp.where(agreed.is_bad, 0.0, dense)
+        learned = (dense, dense_memory, decision.rung, decision.controller)
+        before = (jnp.zeros_like(dense), state.dense, state.rung, state.controller)
+        dense, dense_memory, rung, controller = _arrays.where(
+            agreed.is_bad, before, learned
+        )
         local = local._replace(memory=sent.memory, exchange=sent.exchange)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         info = _info.after(
@@ -431,9 +439,9 @@ class Components:
         return setting.buckets.unpack(sent.means, dense), state._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
             local=_state.leave(local, state.local),
-            dense=_arrays.where(agreed.is_bad, state.dense, dense_memory),
-            rung=decision.rung,
-            controller=decision.controller,
+            dense=dense_memory,
+            rung=rung,
+            controller=controller,
             past_rungs=jnp.where(slot, sent.rung, state.past_rungs),
-            info=_info.count(info, agreed.is_bad, agreed.apart),
+            info=_info.count_faults(info, agreed.is_bad, agreed.apart),
         )

@@ -71,12 +71,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", type=_positive, help="start a job of N processes on this machine")
+    add("-n", type=_positive_number, help="start a job of N processes on this machine")
     grace = "with -n: seconds from SIGTERM to SIGKILL, by default 5"
-    add("--grace", type=_positive, default=5, help=grace)
-    add("--devices", type=_positive, help="number of CPU devices of each process")
+    add("--grace", type=_positive_number, default=5, help=grace)
+    add(
+        "--devices", type=_positive_number, help="number of CPU devices of each process"
+    )
     add("--coordinator", help="HOST:PORT where process 0 listens")
-    add("--processes", type=_positive, help="number of processes of the job")
+    add("--processes", type=_positive_number, help="number of processes of the job")
     add("--process", type=int, help="index of this process, from 0")
     add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate")
     add("--local-devices", type=_indices, help="GPUs of this process, such as 0,1")
@@ -99,7 +101,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _positive(text: str) -> int:
+def _positive_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
     return int(text)

@@ -77,7 +77,9 @@ class Accordion(DerivedLadder):
 
     def __post_init__(self) -> None:
         _checks.ladder(self.ladder)
-        _checks.count(self.interval, "interval", "steps between two decisions")
+        _checks.positive_integer(
+            self.interval, "interval", "steps between two decisions"
+        )
         why = "It is the relative change of the norm that makes a regime critical."
         _checks.above_zero(self.threshold, "threshold", why)
         if self.learning_rate is not None:

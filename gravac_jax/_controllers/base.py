@@ -63,8 +63,9 @@ class Controller(abc.ABC):
     """Chooses the rung of each step. Subclass it to write your own.
 
     Law:
-      The rung is on the ladder, as are all rungs in the state. The state keeps its
-      shapes and dtypes, and nothing in it depends on one replica alone.
+      The rung is on the ladder, or `len(ladder)` for a silent step, which sends nothing
+      of the buckets. The state keeps its shapes and dtypes, and nothing in it depends
+      on one replica alone.
 
     Attributes:
       ladder: the factors to choose from, rising.

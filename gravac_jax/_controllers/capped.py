@@ -114,7 +114,7 @@ def low_after_drops(
     """
     _checks.schedule(learning_rate, "learning_rate")
     _checks.factor(factor)
-    _checks.count(steps, "steps", "those that a drop is remembered")
+    _checks.positive_integer(steps, "steps", "those that a drop is remembered")
 
     def cap(step: Any) -> jax.Array:
         dropped = has_dropped(learning_rate, step, steps)

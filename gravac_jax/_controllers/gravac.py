@@ -105,7 +105,7 @@ class GraVAC(Controller):
         _checks.ladder(self.ladder)
         _checks.dense_first(self.ladder, "GraVAC")
         _checks.within(self.omega, "omega", 0, 1, "It is a relative difference.")
-        _checks.count(self.window, "window", "steps")
+        _checks.positive_integer(self.window, "window", "steps")
         _checks.one_of(self.gain, "gain", compression_gain.GAINS)
         if self.smoothing is not None:
             why = "It is the weight of the newest step; None means replicas / 100."

@@ -90,7 +90,9 @@ def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
       Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
     """
     if steps != 0:
-        _checks.count(steps, "steps", "those before the last stage, 0 for none")
+        _checks.positive_integer(
+            steps, "steps", "those before the last stage, 0 for none"
+        )
     ladder = _checks.listed(factors, "factors")
     _checks.ladder(ladder)
     stages = len(ladder) - 1

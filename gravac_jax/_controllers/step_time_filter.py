@@ -157,7 +157,7 @@ def observe(
     rest = _identity() - jnp.outer(gain, share)
     covariance = rest @ covariance @ rest.T + timing.noise * jnp.outer(gain, gain)
     moved = scale + gain * error * jnp.sqrt(variance)
-    scale, covariance = _positive(moved, covariance)
+    scale, covariance = _positive_scale(moved, covariance)
 
     surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
     is_alarm = jnp.abs(surprise) > ALARM
@@ -188,7 +188,9 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
     return jnp.maximum(timing.noise + weight * (seen - timing.noise), LEAST_NOISE**2)
 
 
-def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _positive_scale(
+    scale: jax.Array, covariance: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Move negative parts half the way to 0, and correlated parts with them."""
     for i in range(len(PARTS)):
         variance = covariance[i, i]

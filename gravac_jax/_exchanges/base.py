@@ -270,7 +270,7 @@ class Exchange(abc.ABC):
             residual=jnp.where(rungs.is_silent, bucket, residual),
             energies=kept.energies,
             energy=kept.energy,
-            mean_energies=_averaged(kept, rungs, comm),
+            mean_energies=_averaged_energies(kept, rungs, comm),
         )
         return exchanged, _arrays.where(rungs.is_silent, state, after)
 
@@ -298,7 +298,7 @@ class Exchange(abc.ABC):
         return Exchanged(mean, residual, energies, energy, mean_energies)
 
 
-def _averaged(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:
+def _averaged_energies(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:
     """Return the mean energies, by a collective of their own if none carried them."""
     if kept.mean_energies is not None:
         return kept.mean_energies

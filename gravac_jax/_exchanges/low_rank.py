@@ -267,7 +267,9 @@ def by_rank(
       (1.0, 10.0, 100.0)
     """
     for rank in _checks.listed(ranks, "ranks"):
-        _checks.count(rank, "ranks", "columns of thin matrices, each of them")
+        _checks.positive_integer(
+            rank, "ranks", "columns of thin matrices, each of them"
+        )
     plan = _buckets.plan(params, compress)
     _checks.compresses_something(sum(plan.sizes))
     matrices = [x for shapes in plan.shapes for x in _matrices(shapes)]

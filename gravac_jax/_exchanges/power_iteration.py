@@ -33,7 +33,7 @@ class PowerState(NamedTuple):
     remaining_shares: jax.Array
 
 
-class Sent(NamedTuple):
+class SentMatrices(NamedTuple):
     """What a rank sent, array by array.
 
     Attributes:
@@ -66,7 +66,7 @@ def send(
     is_low: list[bool],
     rank: int,
     collective: Collective,
-) -> Sent:
+) -> SentMatrices:
     """Send all arrays of a bucket, in two collectives.
 
     Args:
@@ -94,7 +94,7 @@ def send(
         own[i] = _multiply(left, right.T)
         means[i] = _multiply(left, mean.T)
         learned[i] = _learn(states[i], right, mean, energies[i])
-    return Sent(own, means, learned)
+    return SentMatrices(own, means, learned)
 
 
 def learn_from_whole(

@@ -32,7 +32,7 @@ class Rungs:
       counts: static, entries that each rung sends; `n` for a dense rung.
       n: static, entries of the bucket.
       taken: `[]` int32, the rung of this step, the same on every replica. A rung beyond
-        the ladder is silent: it sends nothing at all.
+        the ladder is silent: it sends nothing of the bucket.
       looks: whether the step estimates what other rungs would send, `[]` bool, the same
         on every replica; static True if all steps do.
 
@@ -150,35 +150,31 @@ def sent_energy(values: jax.Array, outlook: Outlook) -> SentEnergy:
 def energies_of_rungs(
     outlook: Outlook,
     marks: Marks,
-    counts: tuple[int, ...],
-    k: jax.Array,
+    rungs: Rungs,
     sent: SentEnergy,
     energy: jax.Array,
-    n: int,
     is_blind: bool = False,
 ) -> jax.Array:
     """Estimate the energy that each rung would have sent of the bucket.
 
-    The result is exact for `k` and for n, and within 2% for other counts on gradients.
+    The result is exact for the rung taken and for dense rungs, and within 2% for others
+    on gradients.
     Smaller counts are read from the payload, which holds what they would send (GraVAC's
     multi-level compression); larger ones add what the sample says about the rest.
 
     Args:
       outlook: from `sample_bucket`.
-      marks: the entries that were marked.
-      counts: static, entries that each rung sends.
-      k: `[]` int32, entries that the rung taken sends: `n` if dense, when the marks
-        only serve this estimate; 0 if silent.
+      marks: the entries that were marked; in a dense step only for this estimate.
+      rungs: what each rung sends, and which one is taken.
       sent: the energy of the marked entries.
       energy: `[]` float32, the energy of the bucket.
-      n: static, entries of the bucket.
       is_blind: static, whether entries were chosen without regard to their size, so
         that each rung sends its share of the energy.
 
     Returns:
       `[rungs]` float32.
     """
-    asked, sent_entries = jnp.asarray(counts, jnp.int32), marks.total
+    asked, sent_entries = jnp.asarray(rungs.counts, jnp.int32), marks.total
     within = sent.excess + asked.astype(jnp.float32) * outlook.thresholds
     is_left = ~entries.is_marked(marks, outlook.places)
     squares = jnp.where(is_left, outlook.squares, 0)
@@ -191,10 +187,10 @@ def energies_of_rungs(
     if is_blind:
         shares = asked / jnp.maximum(sent_entries, 1)
         within = sent.energy * shares.astype(jnp.float32)
-        rest = jnp.maximum(n - sent_entries, 1).astype(jnp.float32)
+        rest = jnp.maximum(rungs.n - sent_entries, 1).astype(jnp.float32)
         beyond = kept * missing / rest
     return jnp.select(
-        [asked == n, asked == k, asked < sent_entries],
+        [asked == rungs.n, asked == rungs.sent_count, asked < sent_entries],
         [
             jnp.broadcast_to(energy, asked.shape),
             jnp.broadcast_to(sent.energy, asked.shape),

@@ -90,14 +90,7 @@ def select(
     is_one_size = len(set(sparse)) == 1
     payload, sent = _by_size(collect, max(sparse), None if is_one_size else k)
     energies = energies_of_rungs(
-        outlook,
-        marks,
-        rungs.counts,
-        rungs.sent_count,
-        sent,
-        energy,
-        rungs.n,
-        compressor.is_blind,
+        outlook, marks, rungs, sent, energy, compressor.is_blind
     )
     kept = wire_format.kept(bucket, marks)
     return Selected(payload, kept, energies, energy), state

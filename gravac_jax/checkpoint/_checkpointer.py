@@ -86,9 +86,13 @@ class Checkpointer:
         save_every: int = 1000,
         keep: int | None = 3,
     ) -> None:
-        _checks.count(save_every, "save_every", "steps from one checkpoint to the next")
+        _checks.positive_integer(
+            save_every, "save_every", "steps from one checkpoint to the next"
+        )
         if keep is not None:
-            _checks.count(keep, "keep", "the checkpoints that are kept, or is None")
+            _checks.positive_integer(
+                keep, "keep", "the checkpoints that are kept, or is None"
+            )
         is_url = "://" in str(directory)
         self.directory = directory if is_url else pathlib.Path(directory).absolute()
         self.save_every = save_every
@@ -249,11 +253,12 @@ class Checkpointer:
             saved = by_path(metadata.metadata)
             data, checksums = _checksums.decode(metadata.custom_metadata, set(saved))
         here = _restore.paths_here(saved, tree)
-        plan = _restore.plan({here[k]: x for k, x in saved.items()}, tree, params)
-        wanted = {k: plan.get(here[k], ocp.PLACEHOLDER) for k in saved}
+        by_name = {here[k]: x for k, x in saved.items()}
+        shapes = _restore.shapes_to_read(by_name, tree, params)
+        wanted = {k: shapes.get(here[k], ocp.PLACEHOLDER) for k in saved}
         with self._errors("cannot be read", step):
             loaded = by_path(self._orbax.load(step, nested(wanted)))
-            loaded = {k: x for k, x in loaded.items() if here[k] in plan}
+            loaded = {k: x for k, x in loaded.items() if here[k] in shapes}
             _checksums.verify(loaded, checksums)
         self._at = step
         found = {here[k]: x for k, x in loaded.items()}

@@ -43,7 +43,7 @@ def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
     return {path: path for path in saved}
 
 
-def plan(saved: Named, tree: Any, params: Any) -> Named:
+def shapes_to_read(saved: Named, tree: Any, params: Any) -> Named:
     """Return what to read: by path, an abstract array with a sharding, or a number.
 
     Args:
@@ -81,9 +81,9 @@ def fill(loaded: Named, tree: Any, params: Any) -> Any:
     """Return `tree` with everything that was read, in memory of its own.
 
     Args:
-      loaded: the arrays for which `plan` asked, by path.
-      tree: as for `plan`. It stays as it is.
-      params: as for `plan`.
+      loaded: the arrays for which `shapes_to_read` asked, by path.
+      tree: as for `shapes_to_read`. It stays as it is.
+      params: as for `shapes_to_read`.
 
     Raises:
       ValueError: if another version of the format was saved.

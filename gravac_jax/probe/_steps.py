@@ -104,11 +104,11 @@ class Trainer:
 
     def without_exchange(self) -> Callable[[], Any]:
         """Return a step that sends nothing over the compressed axis."""
-        return self._compile(functools.partial(_mean, axes=self._fast_axes), ())
+        return self._compile(functools.partial(_dense_mean, axes=self._fast_axes), ())
 
     def dense(self) -> Step:
         """Return a step that averages float32 gradients in one all-reduce."""
-        average = functools.partial(_mean, axes=self._mesh.axis_names)
+        average = functools.partial(_dense_mean, axes=self._mesh.axis_names)
         replicas = self._mesh.shape[self._axis]
         sent = gravac.DenseMean().traffic(self.entries, 1, replicas).wire_bytes
         return Step(DENSE, 1.0, sent, self._compile(average, ()))
@@ -178,7 +178,9 @@ class Trainer:
         return run
 
 
-def _mean(grads: Any, state: Any, axes: tuple[str, ...] | None) -> tuple[Any, Any]:
+def _dense_mean(
+    grads: Any, state: Any, axes: tuple[str, ...] | None
+) -> tuple[Any, Any]:
     """Return the float32 mean of `grads`, as one all-reduce, and the same `state`."""
     if axes is None:
         return grads, state
