@@ -199,7 +199,9 @@ def guard(
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> transform = gravac.transform(axis_name=None, compress=True)
+      >>> transform = gravac.transform(
+      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ... )
       >>> sgd = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1))
       >>> tx = gravac.guard(optax.chain(transform, sgd))
       >>> params = {"w": jnp.ones(3)}

@@ -52,7 +52,8 @@ class StepInfo(NamedTuple):
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> updates, opt_state = tx.update(params, tx.init(params))
       >>> info = optax.tree.get(opt_state, "StepInfo")

@@ -155,7 +155,8 @@ def simulate(
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
+      >>> exchange = gravac.transform(controller=gravac.Fixed(factor=100))
+      >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> def train_step(params, opt_state, batch):
       ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
       ...     value, grads = gravac.value_and_grad(loss)(params, batch)

@@ -42,3 +42,12 @@ def write_cifar100(folder: Path, count: int = 40) -> Path:
     (folder / "train.bin").write_bytes(records(count, (20, 100), 1).tobytes())
     (folder / "test.bin").write_bytes(records(count, (20, 100)).tobytes())
     return folder
+
+
+def write_all(folder: Path) -> Path:
+    """Every data set in a folder of its own below this one, and a text of bytes."""
+    write_ptb(folder / "ptb")
+    write_cifar10(folder / "cifar-10-batches-bin")
+    write_cifar100(folder / "cifar-100-binary", 80)
+    (folder / "input.txt").write_bytes(b"the quick brown fox jumps over. " * 400)
+    return folder

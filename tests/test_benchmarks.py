@@ -3,8 +3,6 @@
 import importlib
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import controllers.run
@@ -18,7 +16,6 @@ from controllers import traces
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
-PROGRAM = Path(__file__).parents[1] / "examples" / "benchmarks"
 CONFIGURATION = {"steps": 10, "methods": ("a", "b")}
 
 
@@ -55,14 +52,6 @@ def test_a_journal_of_another_configuration_is_refused_and_kept(book):
     assert book.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["", "no json\n", "[1]\n", '{"a": 1}\n'])
-def test_a_file_that_is_no_record_is_refused(tmp_path, text):
-    path = tmp_path / "x"
-    path.write_text(text)
-    with pytest.raises(SystemExit, match="is no record"):
-        journal.read(path)
-
-
 def test_the_bound_is_students():
     # By hand: mean 2, deviation 1, error 1 / sqrt(3), t(0.95, 2) = 2.919986.
     assert upper_bound([1.0, 2.0, 3.0]) == pytest.approx(2 + 2.919986 / math.sqrt(3))
@@ -95,13 +84,6 @@ def test_the_network_is_slower_in_the_second_third(tmp_path):
     dense = [float(table(i)[0]) for i in range(9)]
     assert dense[:3] == dense[6:]
     assert min(dense[3:6]) > 2 * max(dense[:3])
-
-
-def test_a_benchmark_that_there_is_not_is_refused_with_those_that_there_are():
-    command = [sys.executable, str(PROGRAM), "speed"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no benchmark 'speed'; there are: adaptivity, " in done.stderr
 
 
 @pytest.fixture

@@ -76,10 +76,6 @@ OTHERS = {
         {"params": PARAMS | {"new": np.zeros(3, np.float32)}},
         r"0/new is missing in the checkpoint and float32\(3,\) here",
     ),
-    "a leaf less": (
-        {"params": {"w": PARAMS["w"]}},
-        r"0/b is float32\(16,\) in the checkpoint and missing here",
-    ),
     "another dtype": (
         {"params": jax.tree.map(lambda x: x.astype(np.float16), PARAMS)},
         r"0/b is float32\(16,\) in the checkpoint and float16\(16,\) here",
@@ -143,7 +139,6 @@ def refused():
         "an array": (jnp.ones(3), params, "put a single array into a dict"),
         "True": (named(True), params, "holds a bool at bad"),
         "text": (named("text"), params, "holds a str at bad"),
-        "complex": (named(jnp.zeros(2, jnp.complex64)), params, "complex64 at bad"),
         "int4": (named(jnp.zeros(3, jnp.int4)), params, "int4 at bad"),
         "too large": (named(2**64), params, "holds a int at bad"),
     }
@@ -179,17 +174,12 @@ def test_steps_that_count_nothing_are_refused(tmp_path, step):
     with pytest.raises((TypeError, ValueError)):
         save(tmp_path, begin(), step=step)
     save(tmp_path, begin())
-    with pytest.raises(CheckpointError, match=f"no checkpoint of step {step}"):
+    message = rf"no checkpoint of step {step}.*of \[1\]"
+    with pytest.raises(CheckpointError, match=message):
         restore(tmp_path, begin(), step)
 
 
 # Several runs in one directory.
-
-
-def test_a_step_that_does_not_exist_is_named(tmp_path):
-    save(tmp_path, begin(), step=3)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2.*of \[3\]"):
-        restore(tmp_path, begin(), step=2)
 
 
 def test_a_run_that_goes_back_deletes_later_checkpoints_with_a_warning(tmp_path):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from common import journal
-from common.network import Network
 from end_to_end import report
 from end_to_end import run as end_to_end
 from pytorch import run as pytorch
@@ -69,13 +68,6 @@ def test_a_controller_costs_what_its_steps_take_beside_static_ones(own_seconds):
         assert timed.own_seconds(link, "default") == pytest.approx(own_seconds)
         assert timed.own_seconds(link, "fixed10") == 0
         assert timed.own_seconds(link, "gravac") == 0
-
-
-@pytest.mark.parametrize("missing", ["dense", "fixed"])
-def test_a_record_without_what_others_are_compared_with_is_refused(missing):
-    lines = [x for x in record() if not x["method"].startswith(missing)]
-    with pytest.raises(SystemExit, match="no dense or no static steps of 2 hosts"):
-        Timed(lines, 2)
 
 
 def run(name, steps, seed=0, mbit=None, rung=0, rungs=1):
@@ -208,25 +200,3 @@ def test_pytorch_is_timed_on_the_networks_of_the_record():
         2: {Link(100.0): 100.0, Link(1000.0): 1000.0},
         4: {Link(ratio=0.1): 70.0},
     }
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("processes")  # one test of them at a time
-@pytest.mark.parametrize("task", ["lstm-bytes", "resnet-cifar10"])
-def test_pytorch_runs_every_method_once(tmp_path, task):
-    pytest.importorskip("torch")
-    if reason := Network.unavailable():
-        pytest.skip(reason)
-    shapes = {"task": task, "rows": None}
-    timed = journal.Journal(tmp_path / "steps.jsonl", shapes)
-    timed.append(line(100.0, "dense", 0.1))
-    setting = pytorch.Setting(steps=4, turns=2)
-    args = pytorch.Args(timed.path, tmp_path / "out.jsonl", setting=setting)
-    pytorch.main(args)
-    _, lines = journal.read(args.out)
-    assert [x["method"] for x in lines] == list(setting.methods)
-    for x in lines:
-        assert 0 < x["compute_seconds"][1] < x["step_seconds"][1]
-    before = args.out.read_text()
-    pytorch.main(args)
-    assert args.out.read_text() == before

@@ -1,6 +1,5 @@
 """The examples run, at toy size."""
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +46,6 @@ def test_the_quickstart_compares_adaptive_with_dense_and_draws(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_the_quickstart_compares_static_factors_on_request(tmp_path, text):
-    options = ("--controller", "fixed", "--ladder", "1", "50", "--compare")
-    output = run(*TOY, "--data", text, *options, "--replicas", "2", cwd=tmp_path)
-    names = ("fixed", "dense", "factor 10", "factor 100")
-    starts = [output.index(f"\n {name} ") for name in names]
-    assert all(a < b for a, b in itertools.pairwise(starts))
-
-
-@pytest.mark.slow
 def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
     options = (*TOY, "--data", text, "--ladder", "1", "10", "100")
     alone = run(*options, "--replicas", "2", "--out", "alone.png", cwd=tmp_path)
@@ -86,46 +76,3 @@ def test_fsdp_trains_on_two_slices(tmp_path, text):
     assert float(adaptive[2]) > float(dense[2]) == 1
     assert float(adaptive[3]) < float(dense[3])  # bytes
     assert adaptive[4] == dense[4] == "852"  # kB: a quarter of the matrices
-
-
-@pytest.mark.slow
-def test_the_quickstart_refuses_replicas_that_a_job_does_not_have(tmp_path):
-    launch = ["-m", "gravac_jax.launch", "-n", "1", "--devices", "2"]
-    command = [sys.executable, *launch, str(EXAMPLES / "quickstart.py")]
-    done = subprocess.run(
-        [*command, "--replicas", "4"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "--replicas 4 in a job of 2 devices" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_quickstart_ends_cleanly_on_ctrl_c(tmp_path, text):
-    script = f"""
-import os, signal, sys; sys.path.insert(0, {str(EXAMPLES)!r})
-import quickstart
-batches = quickstart.draw
-def interrupted(*arguments, **options):
-    for i, batch in enumerate(batches(*arguments, **options)):
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        yield batch
-quickstart.draw = interrupted
-from pathlib import Path
-few = dict(steps=50, batch=2, length=16, ladder=(1, 10), replicas=2)
-config = quickstart.Config(**few, data=Path({text!r}))
-runs = quickstart.main(config)
-assert [len(run.loss) for run in runs] == [6], runs
-"""
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "stopped at step 6" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "runs/quickstart.png").exists()

@@ -75,12 +75,6 @@ def script(tmp_path):
 # Jobs of any commands.
 
 
-def test_wait_returns_when_all_processes_have_exited_with_status_0():
-    with Job([shell("exit 0"), shell("sleep 0.1")]) as job:
-        job.wait()
-    assert job.statuses == [0, 0]
-
-
 def test_a_failing_process_is_named_and_the_others_are_ended():
     with Job([FOREVER, shell("exit 3"), FOREVER]) as job:
         with pytest.raises(ProcessDiedError) as error:
@@ -132,6 +126,7 @@ def test_output_lines_of_all_processes_but_the_first_are_marked(capfd):
     write = f"import sys; sys.stdout.write('\\n' * {many}); sys.stderr.write('x\\nend')"
     with Job([shell("echo out; echo error >&2"), (sys.executable, "-c", write)]) as job:
         job.wait()
+    assert job.statuses == [0, 0]
     output, errors = capfd.readouterr()
     assert sorted(output.splitlines()) == [*["[1] "] * many, "out"]
     assert sorted(errors.splitlines()) == ["[1] end", "[1] x", "error"]
@@ -157,12 +152,8 @@ def test_a_job_does_not_outlive_the_process_that_created_it(tmp_path):
     ("options", "complaint"),
     {
         "": "arguments are required: script",
-        "-n 0 SCRIPT": "-n: must be a positive integer, got 0",
         "-n 2 --coordinator a:1 --local-devices 0 SCRIPT": "leave out --coordinator, "
         "--local-devices, or -n",
-        "--coordinator a SCRIPT": "--coordinator must be HOST:PORT, got a",
-        "--local-devices 0,x SCRIPT": "--local-devices: must be indices such as 0,1",
-        "--process -1 SCRIPT": "--process must count from 0",
         "--process 4 --processes 4 SCRIPT": "to --processes - 1, got 4",
         "-n 2 missing.py": "there is no script missing.py",
     }.items(),
@@ -236,20 +227,18 @@ def test_the_tasks_of_a_slurm_step_find_each_other(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("failure", "status", "line"),
-    [
-        ("raise ValueError('one of us')", 1, "ValueError: one of us"),
-        ("print('no data', file=sys.stderr); sys.exit(3)", 3, "no data"),
-        ("sys.exit('no data')", 1, "no data"),
-    ],
-)
-def test_a_script_that_fails_in_one_process_ends_the_job(failure, status, line, script):
-    text = f"import sys, time, jax\nif jax.process_index() == 1:\n    {failure}\n"
-    own, _, errors = finish(*LAUNCH, "-n", "2", script(text + "time.sleep(1000)"))
-    assert own == 1
-    assert f"[1] {line}\n" in errors
-    named = rf"process 1 of 2 \(pid \d+\) exited with status {status}; the others"
+def test_a_script_that_fails_in_one_process_ends_the_job(script):
+    text = """
+import sys, time, jax
+if jax.process_index() == 1:
+    print("no data", file=sys.stderr)
+    sys.exit(3)
+time.sleep(1000)
+"""
+    status, _, errors = finish(*LAUNCH, "-n", "2", script(text))
+    assert status == 1
+    assert "[1] no data\n" in errors
+    named = r"process 1 of 2 \(pid \d+\) exited with status 3; the others"
     assert re.search(named, errors.splitlines()[-1])
 
 

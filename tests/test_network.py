@@ -92,18 +92,6 @@ def queues(links):
     return [json.loads(subprocess.check_output(x.split()))[0] for x in shows]
 
 
-def test_a_process_outside_has_no_network_to_attach_to(monkeypatch):
-    monkeypatch.delenv(network.HANDLE, raising=False)
-    with pytest.raises(NetworkError, match="was not launched by a Network"):
-        network.attach()
-
-
-@pytest.mark.parametrize("hosts", [0, 201])
-def test_a_number_of_hosts_that_has_no_addresses_is_refused(hosts):
-    with pytest.raises(ValueError, match="hosts must be between 1 and 200"):
-        Network(hosts)
-
-
 @pytest.mark.parametrize("bandwidth_mbit", [0, -1.0, float("nan")])
 def test_a_bandwidth_that_is_none_is_refused(bandwidth_mbit):
     links = Links("a network", hosts=(1,), switch=2)
@@ -115,13 +103,6 @@ def test_who_is_not_root_is_told_so(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(NetworkError, match="needs root"), Network(hosts=2):
         pass
-
-
-def test_tools_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(NetworkError, match="needs unshare and nsenter and"):
-        Network(hosts=2).__enter__()
 
 
 @pytest.mark.slow
@@ -139,36 +120,6 @@ def test_bandwidth_is_changed_from_outside_and_from_within(net_of, script):
         assert bytes_per_second() == [2_562_500] * 4
         net.links.set_bandwidth(None)
         assert [x["kind"] for x in queues(net.links)] == ["noqueue"] * 4
-
-
-@pytest.mark.slow
-def test_a_command_runs_in_this_directory_under_its_own_address(
-    net_of, script, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    job = """
-import socket
-name = socket.gethostname()
-open(socket.gethostbyname(name), "w").close()
-"""
-    with net_of(hosts=3) as net:
-        net.run([[sys.executable, script(job)]] * 3).wait(SECONDS)
-    assert {f"10.77.0.{i}" for i in (1, 2, 3)} <= {x.name for x in tmp_path.iterdir()}
-
-
-@pytest.mark.slow
-def test_nothing_is_left_when_a_network_is_left(net_of):
-    before = machine()
-    with net_of(hosts=2, bandwidth_mbit=100) as net:
-        namespaces = namespaces_of(net.links)
-        job = net.run([["sleep", "1000"]] * 2)
-        pids = [*net.links.hosts, net.links.switch, *job.pids]
-        assert len(namespaces) == 3
-        assert wait_until(lambda: len(users(namespaces)) == len(pids))
-        assert all(map(is_alive, pids))
-    assert not any(map(is_alive, pids))
-    assert users(namespaces) == []
-    assert machine() == before
 
 
 @pytest.mark.slow
@@ -231,19 +182,18 @@ def test_nothing_is_left_when_who_made_the_network_is_killed(net_of, script, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_that_is_killed_ends_the_job_and_is_named(
-    net_of, script, tmp_path, process
-):
+def test_a_process_that_is_killed_ends_the_job_and_is_named(net_of, script, tmp_path):
     before = machine()
     with net_of(hosts=2, bandwidth_mbit=100) as net:
         namespaces = namespaces_of(net.links)
         job = net.launch([script(ENDLESS), str(tmp_path)])
         assert wait_until(lambda: is_training(tmp_path), SECONDS)
-        os.kill(job.pids[process], signal.SIGKILL)
-        with pytest.raises(ProcessDiedError, match=rf"process {process} .* SIGKILL"):
+        pids = [*net.links.hosts, net.links.switch, *job.pids]
+        os.kill(job.pids[1], signal.SIGKILL)
+        with pytest.raises(ProcessDiedError, match=r"process 1 .* SIGKILL"):
             job.wait(timeout_seconds=30)
         assert not any(map(is_alive, job.pids))
+    assert not any(map(is_alive, pids))
     assert wait_until(lambda: users(namespaces) == [])
     assert machine() == before
 
@@ -292,7 +242,6 @@ mean = {"exchange": gravac.DenseMean(), "memory": gravac.NoMemory()}
 mean16 = {**mean, "exchange": gravac.DenseMean("bfloat16")}
 cases = {
     "dense, 1 MB": (transform(1, **mean), 250_000),
-    "dense, 100 kB": (transform(1, **mean), 25_000),
     "factor 1, with a residual": (transform(1), 250_000),
     "factor 10, 200 kB": (transform(10), 250_000),
     "factor 100, 100 kB": (transform(100), 1_250_000),

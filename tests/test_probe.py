@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import __main__ as tools
 from gravac_jax import probe
 from gravac_jax.probe import _measure, _results, _timing
 from gravac_jax.probe._results import Range, Results, Row
@@ -26,8 +25,6 @@ def infinite():
     return lambda params, x: jnp.inf * params["w"].sum(), params, batch
 def two():
     return 1, 2
-def broken():
-    raise ValueError("no data here")
 """
 
 
@@ -143,13 +140,10 @@ def test_a_file_that_no_probe_wrote_is_refused(tmp_path, text):
     [
         ("", "one of the arguments --params --loss is required"),
         ("--params 100", "must be 16384 or more"),
-        ("--params 1e6 --mesh data", "--mesh: invalid mesh_axes value: 'data'"),
         ("--params 1e6 --mesh a=3", "must have all 8 devices"),
-        ("--params 1e6 --mesh a=1,b=8", "at least 2 along its first axis"),
         ("--params 1e6 --json no/probe.json", "there is no directory for this"),
         ("--params 1e6 --headroom", "give --loss"),
         ("--loss no_module:loss", "got no_module:loss .*No module named"),
-        ("--loss {}", "is not a callable"),
         ("--loss {}:two", r"must return \(loss_fn, params, batch\), got \(1, 2\)"),
     ],
 )
@@ -160,12 +154,10 @@ def test_wrong_arguments_are_refused(model, capsys, argv, said):
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
 
 
-@pytest.mark.parametrize(
-    ("function", "said"), [("broken", "no data here"), ("infinite", "not finite")]
-)
-def test_a_loss_that_cannot_be_trained_stops_the_probe(model, function, said):
-    with pytest.raises(ValueError, match=said):
-        probe.main(["--loss", f"{model}:{function}"])
+def test_a_loss_that_is_not_finite_stops_the_probe(model):
+    argv = f"--loss {model}:infinite --exchanges all-gather --factors 10"
+    with pytest.raises(ValueError, match="not finite"):
+        probe.main(argv.split())
 
 
 def test_it_is_one_of_the_tools(capsys):
@@ -191,6 +183,7 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     assert probe.read(path).compute_seconds == report["wire"]["compute_seconds"]
 
 
+@pytest.mark.slow
 def test_headroom_times_no_exchange(model, tmp_path):
     path = tmp_path / "probe.json"
     argv = f"--loss {model}:loss --headroom --seconds 0.1 --json {path}"

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tyro
 from common import hosts
 from common.network import Network
 from common.report import WIDTH
@@ -52,14 +51,10 @@ def collectives(compiled):
     return {(name, dtype) for dtype, name in re.findall(pattern, compiled.as_text())}
 
 
-def test_32_bits_travel_in_one_all_reduce():
-    compiled, _ = averaged(all_reduce(jnp.float32))
+def test_32_bits_travel_in_one_all_reduce_whose_result_is_the_mean():
+    compiled, grads = averaged(all_reduce(jnp.float32))
     assert collectives(compiled) == {("all-reduce", "f32")}
     assert compiled.as_text().count(" all-reduce(") == 1
-
-
-def test_the_mean_in_32_bits_is_the_mean():
-    compiled, grads = averaged(all_reduce(jnp.float32))
     for name, mean in compiled(grads).items():
         expected = np.asarray(grads[name]).astype(np.float64).mean(0)
         largest = abs(np.asarray(grads[name])).sum(0)
@@ -143,38 +138,6 @@ def test_a_table_says_how_much_faster_and_how_much_of_what_is_possible(printed):
     assert row(text, "fixed10")[8:10] == ["6.000", "6.100"]
 
 
-def test_every_network_has_a_table_of_its_own(printed):
-    slow = line("dense", 2.0, bandwidth_mbit=None, interface_bytes=None)
-    text = printed(line("dense", 1.0), slow)
-    assert text.count("of 10.00") == text.count("of 20.00") == 1
-    assert "4 hosts, no limit" in text
-    assert "4 hosts, 100 Mbit/s (a network of some kind)" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--methods", "fixed10"], '--methods must have "dense"'),
-        (["--methods", "dense", "topk"], "no method is called 'topk'"),
-        (["--hosts", "1", "2"], "--hosts must be from 2 to 200"),
-        (["--bandwidths-mbit", "0"], "--bandwidths-mbit and --ratios must be above 0"),
-        (["--steps", "3"], "--turns must be from 1 to --steps, got 5"),
-        (["--rows", "9999"], "fewer than one batch"),
-        (["--task", "chess"], "no task 'chess'"),
-        (["--data-dir", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_what_cannot_be_timed_is_refused_in_one_line(
-    tmp_path, text, options, complaint
-):
-    defaults = ["--data-dir", str(text), "--out", str(tmp_path / "out.jsonl")]
-    args = tyro.cli(run.Args, args=[*defaults, *options])
-    with pytest.raises(SystemExit, match=re.escape(complaint)) as refusal:
-        run.main(args)
-    assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "out.jsonl").exists()
-
-
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "input.txt"
@@ -200,12 +163,9 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
     _, *lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     whole, sparse = lines
     for x in lines:
-        assert (x["hosts"], x["bandwidth_mbit"], x["steps"]) == (2, 1000.0, 4)
-        assert "namespaces" in x["network"]
         for name in ("step", "compute", "slowest_compute", "wait"):
             low, middle, high = x[f"{name}_seconds"]
             assert 0 < low <= middle <= high
-        assert len(x["selection_seconds"]) == len(x["exchange_seconds"]) == 3
     assert (whole["method"], whole["factor"]) == ("dense", 1.0)
     assert whole["selection_seconds"] == [0.0, 0.0, 0.0]
     assert whole["wire_bytes"] == 4 * whole["params"]

@@ -30,26 +30,6 @@ def test_cifar100_is_labelled_by_its_fine_classes(tmp_path):
     assert [as_record(x) for x in train] == written[:36]
 
 
-@pytest.mark.parametrize(
-    ("write", "layout"), [(write_cifar10, CIFAR10), (write_cifar100, CIFAR100)]
-)
-def test_the_images_of_one_folder_are_found_from_the_one_above(tmp_path, write, layout):
-    write(tmp_path / layout.folder)
-    assert len(read_cifar(tmp_path, layout)[0][0]) == 36
-
-
-def test_missing_files_are_named_and_the_archive_to_get(tmp_path):
-    folder = write_cifar10(tmp_path / CIFAR10.folder)
-    (folder / "data_batch_3.bin").unlink()
-    (folder / "test_batch.bin").unlink()
-    with pytest.raises(DataError) as error:
-        read_cifar(tmp_path, CIFAR10)
-    message = str(error.value)
-    assert message.startswith("data_batch_3.bin, test_batch.bin not found in ")
-    assert "cifar-10-binary.tar.gz" in message
-    assert str(folder) in message
-
-
 def test_a_truncated_file_is_refused_with_both_sizes(tmp_path):
     path = write_cifar10(tmp_path) / "data_batch_2.bin"
     path.write_bytes(path.read_bytes()[:-100])

@@ -48,14 +48,6 @@ def epoch(drawn, number):
     return np.concatenate([batch["x"] for batch in part]).tolist()
 
 
-def test_a_batch_stacks_every_leaf_of_its_examples():
-    batch = next(make())
-    shapes = {name: x.shape for name, x in batch.items()}
-    assert shapes == {"x": (8,), "square": (8, 3), "noise": (8, 2)}
-    np.testing.assert_array_equal(batch["square"][:, 0], batch["x"] ** 2)
-    assert batch["x"].dtype == np.int32
-
-
 def test_every_epoch_shows_each_example_once_in_another_order_and_drops_others():
     drawn = take(make(), 4 * PER_EPOCH)
     orders = [epoch(drawn, number) for number in range(4)]
@@ -63,12 +55,6 @@ def test_every_epoch_shows_each_example_once_in_another_order_and_drops_others()
     assert all(order != sorted(order) for order in orders)
     assert all(one != two for one, two in itertools.combinations(orders, 2))
     assert len({frozenset(order) for order in orders}) > 1
-
-
-def test_an_example_is_varied_otherwise_in_every_epoch():
-    drawn = take(make(), 4 * PER_EPOCH)
-    noises = np.concatenate([batch["noise"] for batch in drawn])
-    assert len({row.tobytes() for row in noises}) == len(noises)
 
 
 def test_the_seed_decides_everything():
@@ -88,18 +74,6 @@ def test_processes_together_see_what_one_process_sees(parts):
     assert_same(together, take(make(), 12))
 
 
-def test_a_process_reads_no_example_of_another():
-    read = []
-
-    class Watched(Squares):
-        def __getitem__(self, index):
-            read.append(index)
-            return super().__getitem__(index)
-
-    drawn = take(make(Watched(), local=range(1, 2)), 12)
-    assert read == np.concatenate([batch["x"] for batch in drawn]).tolist()
-
-
 @pytest.mark.parametrize("cut", range(0, 12, 3))
 def test_cut_anywhere_a_resumed_iterator_goes_on_with_the_same_batches(cut):
     whole = take(make(), 14)
@@ -109,22 +83,6 @@ def test_cut_anywhere_a_resumed_iterator_goes_on_with_the_same_batches(cut):
     take(resumed, 2)
     resumed.set_state(first.get_state())
     assert_same(take(resumed, 14 - cut), whole[cut:])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rows": 0}, "`rows` must be at least 1, got 0"),
-        ({"replicas": 0}, "`replicas` must be at least 1, got 0"),
-        ({"rows": 12}, r"45 examples, fewer than one batch of 48 \(12 rows x 4 rep"),
-        ({"local": range(3, 5)}, r"`local` must be a part of range\(4\).*range\(3, 5"),
-        ({"seed": -1}, "`seed` must be from 0 to 4294967295, got -1"),
-    ],
-)
-def test_batches_that_cannot_be_made_are_refused(changed, message):
-    arguments = {"rows": ROWS, "replicas": REPLICAS, "seed": 0} | changed
-    with pytest.raises(ValueError, match=message):
-        batches(Squares(), **arguments)
 
 
 def test_evaluation_goes_once_through_the_source_in_order_and_drops_the_rest():
@@ -186,19 +144,6 @@ def test_text_goes_on_from_where_it_was_cut(cut):
     take(first, cut)
     resumed.set_state(first.get_state())
     assert_same(take(resumed, 8 - cut), whole[cut:])
-
-
-def test_a_text_that_is_too_short_for_its_tracks_is_refused():
-    message = r"100 tokens; 2 rows x 3 replicas need at least 102 for a"
-    with pytest.raises(ValueError, match=message):
-        read(length=16)
-
-
-def test_an_evaluation_that_cannot_be_made_is_refused_at_once():
-    with pytest.raises(ValueError, match="`rows` must be at least 1"):
-        evaluation(Squares(), rows=0)
-    with pytest.raises(ValueError, match="45 examples, fewer than one batch of 46"):
-        evaluation(Squares(), rows=46)
 
 
 def test_its_documentation_says_what_happens():

@@ -38,30 +38,10 @@ def test_an_example_is_a_window_of_int32_tokens(tmp_path):
     assert len(training) == 2400 // 7
 
 
-def test_the_words_of_one_folder_are_found_from_the_one_above(tmp_path):
-    here = read_ptb(write_ptb(tmp_path / "ptb"), length=5)
-    above = read_ptb(tmp_path, length=5)
-    assert [tokens(x) for x in here[0]] == [tokens(x) for x in above[0]]
-
-
 def test_an_unknown_word_without_a_stand_in_is_refused(tmp_path):
     write(tmp_path, " a b \n", " a zebra \n", " a b \n")
     with pytest.raises(DataError, match=r"valid\.txt holds 'zebra'.*no.*<unk>"):
         read_ptb(tmp_path, length=1)
-
-
-def test_a_missing_file_of_words_is_named(tmp_path):
-    (write_ptb(tmp_path / "ptb") / "ptb.valid.txt").unlink()
-    with pytest.raises(DataError) as error:
-        read_ptb(tmp_path, length=5)
-    assert str(error.value).startswith("ptb.valid.txt not found in ")
-    assert str(tmp_path / "ptb") in str(error.value)
-
-
-def test_a_folder_that_is_none_is_said_to_be_none(tmp_path):
-    for read in (read_ptb, read_bytes):
-        with pytest.raises(DataError, match="nowhere is no folder"):
-            read(tmp_path / "nowhere", 5)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +72,6 @@ def test_bytes_are_split_by_position_into_windows_that_share_none(tmp_path):
     assert parts[0][0]["tokens"].dtype == np.int32
 
 
-@pytest.mark.parametrize("place", ["input.txt", "tinyshakespeare/input.txt"])
-def test_bytes_are_found_from_their_folder_and_from_the_one_above(tmp_path, place):
-    path = tmp_path / place
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(TEXT)
-    assert len(read_bytes(tmp_path, length=6)[0][0]) == 128
-
-
 def test_bytes_too_few_for_a_window_of_each_part_are_refused_with_the_figure(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(TEXT[:139])
@@ -107,10 +79,3 @@ def test_bytes_too_few_for_a_window_of_each_part_are_refused_with_the_figure(tmp
         read_bytes(path, length=6)
     path.write_bytes(TEXT[:140])
     assert [len(part) for part in read_bytes(path, length=6)[0]] == [18, 1, 1]
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path):
-    path = tmp_path / "picture.png"
-    path.write_bytes(TEXT + b"\0")
-    with pytest.raises(DataError, match="not text"):
-        read_bytes(path, length=6)

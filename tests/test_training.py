@@ -127,7 +127,10 @@ RUNS = {f.__name__: f for f in (sharded, pmapped)}
 
 
 @pytest.mark.parametrize(
-    "case", choices(itertools.product(LOOPS, RUNS), lambda x: x[0] == "plain", "-".join)
+    "case",
+    choices(
+        itertools.product(LOOPS, RUNS), lambda x: x == ("plain", "sharded"), "-".join
+    ),
 )
 def test_every_loop_trains(case):
     loop, run = case
@@ -153,7 +156,7 @@ def test_every_optimizer_trains(case):
     "loop", choices(("plain", "nnx_objects"), lambda x: x == "plain")
 )
 def test_a_loop_with_step_times_compiles_once_whatever_the_factor(loop):
-    controller = gravac.GraVAC(epsilon=0.0, ladder=(1, 2, 4, 8), window=2)
+    controller = gravac.GraVAC(epsilon=0.0, ladder=(1, 2, 4), window=2)
     transform = gravac.transform(compress=True, controller=controller)
     state, train_step = LOOPS[loop](optax.chain(transform, optax.sgd(1e-3)))
     step = gravac.data_parallel(train_step, make_mesh())

@@ -89,7 +89,8 @@ class Recorder:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> update, opt_state = jax.jit(tx.update, donate_argnums=1), tx.init(params)
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"

@@ -39,7 +39,8 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> updates, opt_state = tx.update(params, tx.init(params))
       >>> figures = metrics.scalars(opt_state, loss=jnp.float32(0.5))
@@ -69,7 +70,8 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> tx = optax.chain(gravac.transform(axis_name=None), optax.sgd(0.1))
+      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> def step(opt_state, grads):
       ...     updates, opt_state = tx.update(grads, opt_state)
