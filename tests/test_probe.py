@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
+from gravac_jax import __main__ as tools
 from gravac_jax import probe
 from gravac_jax.probe import _measure, _results, _timing
 from gravac_jax.probe._results import Range, Results, Row
