@@ -70,8 +70,8 @@ def still_local(path: str, missing: Sequence[str]) -> None:
         f" compress. Remove any jax.lax.pmean of gradients, and take them with"
         f" gravac.value_and_grad(loss, axis_name): under shard_map jax.grad and"
         f" nnx.grad add them up by themselves for replicated params."
-        f" optax.MultiSteps and optax.apply_if_finite around the transform lead here"
-        f" too: put them around what comes after it."
+        f" optax.MultiSteps and optax.apply_if_finite around the transform raise this"
+        f" error, too: put them around what comes after it."
     )
 
 
@@ -135,8 +135,8 @@ def splits(arguments: dict[Any, Any], micro_batches: int) -> None:
                     f"micro_batches={micro_batches} does not divide the first axis of"
                     f" argument {name!r} ({path}), of shape {shape}. Arguments that are"
                     f" not differentiated are the batch, and split along it: choose a"
-                    f" divisor of its rows, close over what has none, and give random"
-                    f" keys as one for each row."
+                    f" divisor of its rows. Close over arguments without rows. Give one"
+                    f" random key for each row."
                 )
 
 

@@ -80,7 +80,7 @@ def test_alone_is_a_mean_of_one():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_two_axes_are_one_long_one(check_vma):
+def test_two_axes_act_as_one_axis_of_their_product(check_vma):
     comm = Comm(("slow", "fast"))
     mesh = jax.make_mesh((2, 2), comm.axis_name, devices=jax.devices()[:N])
 

@@ -39,7 +39,7 @@ def test_rounding_cannot_lift_a_gain_above_1():
     assert compression_gain.gain(jnp.nextafter(total, jnp.float32(4)), total) == 1
 
 
-def test_nothing_to_send_is_all_sent():
+def test_the_gain_of_an_empty_gradient_is_1():
     gains = compression_gain.gain(jnp.zeros(3), jnp.zeros(()))
     assert gains.tolist() == [1.0, 1.0, 1.0]
 

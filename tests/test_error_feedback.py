@@ -223,6 +223,6 @@ def test_one_momentum_is_allowed(memory, other):
     gravac.init(optimizer(memory, other), PARAMS, MESH)
 
 
-def test_the_momentum_of_another_optimizer_is_none_of_ours():
+def test_another_optimizer_in_the_tree_may_have_momentum():
     one, other = optimizer(gravac.Momentum(), optax.sgd(0.1)), optax.sgd(0.1, 0.9)
     gravac.place((one.init(PARAMS), other.init(PARAMS)), MESH)

@@ -102,7 +102,7 @@ def test_cuts_are_where_sorting_has_them_whatever_the_hints(case):
     low=HINTS.map(np.int32),
     high=HINTS.map(np.int32),
 )
-def test_any_integers_and_hints_will_do(bits, ks, low, high):
+def test_it_finds_the_kth_of_any_integers_from_any_hint(bits, ks, low, high):
     check(bits, ks, kth(bits, ks, low, high))
 
 

@@ -146,6 +146,6 @@ def test_text_goes_on_from_where_it_was_cut(cut):
     assert_same(take(resumed, 8 - cut), whole[cut:])
 
 
-def test_its_documentation_says_what_happens():
+def test_the_examples_of_its_docstrings_run():
     result = doctest.testmod(pipeline)
     assert (result.attempted, result.failed) == (8, 0)

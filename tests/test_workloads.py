@@ -214,7 +214,7 @@ def test_the_results_of_methods_are_recorded_once(
     assert capsys.readouterr().out.endswith(f"{table}\n")
 
 
-def test_entries_may_be_as_wide_as_the_paper_s():
+def test_wide_before_a_name_gives_entries_of_8_bytes():
     found = methods.arguments("widesampled10")
     assert found["exchange"] == gravac.AllGather(
         gravac.SampledTopK(), values="float32", indices="int32"

@@ -59,12 +59,12 @@ class Capped(DerivedLadder):
 
     @property
     def samples_gradient(self) -> bool:
-        """Whether the other controller needs them."""
+        """Whether the other controller needs `Evidence.gradient_energies`."""
         return self.controller.samples_gradient
 
     @property
     def look_every(self) -> int:
-        """As often as the other controller."""
+        """Number of steps between two looks: that of the other controller."""
         return self.controller.look_every
 
     def _capped(self, rung: jax.Array, step: jax.Array) -> jax.Array:

@@ -119,12 +119,12 @@ class Fastest(Controller):
 
     @property
     def samples_gradient(self) -> bool:
-        """True: it needs the progress of rungs that are not in use."""
+        """Whether it needs `Evidence.gradient_energies`: always, for unused rungs."""
         return True
 
     @property
     def look_every(self) -> int:
-        """8: so seldom that looking costs dense steps little."""
+        """Number of steps between two looks; 8 makes looking cheap in dense steps."""
         return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:

@@ -114,7 +114,7 @@ class Momentum(ErrorFeedback):
 
     @property
     def masks(self) -> bool:
-        """Whether it masks."""
+        """Whether it needs to know which entries were sent: only if it masks."""
         return self.masking
 
     def init(self, n: int) -> MomentumState:

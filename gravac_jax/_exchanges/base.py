@@ -262,7 +262,8 @@ class Exchange(abc.ABC):
         mean, told = jax.lax.switch(rung, [*branches, silent])
 
         kept, after = self.conclude(bucket, state, local, told, rungs)
-        # Computed from the energies, it waits until nothing reads the bucket any more.
+        # The residual overwrites the bucket in place. A condition computed from the
+        # energies makes XLA do that last, when nothing reads the bucket any more.
         is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
         residual = jnp.where(is_empty, 0, kept.residual)
         exchanged = Exchanged(

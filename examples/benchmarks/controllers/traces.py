@@ -26,7 +26,7 @@ CONTROLLERS = {
     "dense": gravac.Fixed(1),
     "factor 40": gravac.Fixed(40),
 }
-STYLES = ("C1--", "C0-", "k:", "C2-.")  # of these
+STYLES = ("C1--", "C0-", "k:", "C2-.")  # one for each controller
 
 
 @dataclasses.dataclass(frozen=True)
