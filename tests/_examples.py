@@ -48,6 +48,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.LeaderIndices: [{"compressor": gravac.TopK()}],
     gravac.DenseMean: [{}, {"values": "bfloat16"}],
     gravac.LowRank: [{}, {"values": "bfloat16"}],
+    gravac.Quantized: [{"row_entries": 32}],
     gravac.Adam: [{}, {"b1": 0.5, "b2": 0.9}],
     # Halves are exact.
     gravac.Momentum: [

@@ -220,6 +220,8 @@ TOLERANCES = {"float32": 2.0**-16, "bfloat16": 2.0**-6}
 
 def tolerance(exchange: Any) -> float:
     """Return how far an exchange's mean may be off; 0 if it adds up exactly."""
+    if isinstance(exchange, gravac.Quantized):
+        return TOLERANCES["float32"]
     is_low_rank = isinstance(exchange, gravac.LowRank)
     return TOLERANCES[exchange.values] if is_low_rank else 0.0
 

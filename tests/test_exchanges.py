@@ -125,6 +125,7 @@ PARTS = {
     gravac.AllGather: SELECTING | {"values": VALUES, "indices": INDICES},
     gravac.LeaderIndices: SELECTING,
     gravac.LowRank: {"values": ["float32", "bfloat16"]},
+    gravac.Quantized: {"row_entries": [32, 64]},
     gravac.SharedRandomK: {},
     gravac.DenseMean: {"values": ["float32", "bfloat16"]},
 }

@@ -11,8 +11,9 @@ import gravac_jax as gravac
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
     Accordion Adam AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
-    Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory RandomK RedSync
-    Residual SampledTopK Scheduled SharedRandomK StepClock Threshold TopK WireCost
+    Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
+    RandomK RedSync Residual SampledTopK Scheduled SharedRandomK StepClock Threshold
+    TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "

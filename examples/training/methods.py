@@ -9,12 +9,12 @@ Other families differ from `fixed`, in one part each:
 
 - in their compressor: `topk10`, `sampled10` (Deep Gradient Compression's), `redsync10`,
   `randomk10`;
-- in their exchange: `leader10`, `random10`, `lowrank10`, and `lowrankshort10` with
-  bfloat16 values;
+- in their exchange: `leader10`, `random10`, `lowrank10`, `lowrankshort10` with bfloat16
+  values, and `quantized32` with one bit an entry;
 - in their memory: `momentum10` has momentum correction and a local clip in place of an
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
-  besides, `dgc10` masking and warm-up; `adam10` and `lowrankadam10` (in bfloat16) have
-  Adam and a local clip.
+  besides, `dgc10` masking and warm-up; `adam10`, `lowrankadam10` (in bfloat16) and
+  `quantizedadam32` have Adam and a local clip.
 
 `local` before the name of a family takes gradients at each replica's own params, and
 clips before the exchange. `wide` before the name of an all-gather gives it entries of 8
@@ -59,11 +59,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "random": {"exchange": gravac.SharedRandomK()},
     "lowrank": {"exchange": gravac.LowRank()},
     "lowrankshort": {"exchange": SHORT_LOW_RANK},
+    "quantized": {"exchange": gravac.Quantized()},
     "momentum": MOMENTUM,
     "literal": MASKED,
     "dgc": MASKED,
     "adam": ADAM,
     "lowrankadam": ADAM | {"exchange": SHORT_LOW_RANK},
+    "quantizedadam": ADAM | {"exchange": gravac.Quantized()},
 }
 
 

@@ -11,6 +11,7 @@ from gravac_jax._exchanges.dense import DenseMean
 from gravac_jax._exchanges.leader import LeaderIndices
 from gravac_jax._exchanges.low_rank import LowRank
 from gravac_jax._exchanges.low_rank import by_rank as by_rank
+from gravac_jax._exchanges.quantized import Quantized
 from gravac_jax._exchanges.random_k import SharedRandomK
 
 EXCHANGES: tuple[type[Exchange], ...] = (
@@ -18,5 +19,6 @@ EXCHANGES: tuple[type[Exchange], ...] = (
     DenseMean,
     LeaderIndices,
     LowRank,
+    Quantized,
     SharedRandomK,
 )

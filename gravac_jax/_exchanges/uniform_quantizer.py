@@ -1,0 +1,97 @@
+"""Entries in a few bits each: levels of equal distance, and a scale for every row.
+
+A row of numbers x becomes codes, the nearest of 2^bits levels, and one scale::
+
+    q = floor(x / (distance mean|x|)) + 1/2, clipped to +-(2^bits - 1) / 2
+    scale = sum(x q) / sum(q^2),    decoded = scale q
+
+The distances are those that lose least of a Gaussian (Max, Quantizing for minimum
+distortion, 1960). The scale is the one that loses least of the row at hand, whatever
+its distribution: what is sent is then orthogonal to what is lost, and never more than
+the row. With one bit it is sign(x) mean|x|.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _arrays
+
+WORD_BITS = 32
+WIDTHS = (8, 4, 2, 1)  # bits
+# Distances between levels for a Gaussian of root mean square 1, whose mean magnitude is
+# sqrt(2 / pi).
+_DISTANCES = dict(zip(WIDTHS, (0.0308, 0.3352, 0.9957, 1.5958), strict=True))
+_MEAN_MAGNITUDE = np.sqrt(2 / np.pi)
+
+
+class Coded(NamedTuple):
+    """Rows in a few bits.
+
+    Attributes:
+      codes: `[rows, entries]` uint8, below 2^bits.
+      scales: `[rows]` float32.
+      energy: `[]` float32, the energy of what the codes stand for.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    energy: jax.Array
+
+
+def encode(x: jax.Array, is_entry: jax.Array, bits: jax.Array) -> Coded:
+    """Return rows in `bits` bits an entry.
+
+    Args:
+      x: `[rows, entries]` float32.
+      is_entry: `[rows, entries]` bool; the others are padding, and 0.
+      bits: `[]` int32, one of `WIDTHS`; the same program serves all.
+    """
+    entries = jnp.maximum(jnp.sum(is_entry, axis=1), 1).astype(jnp.float32)
+    magnitude = jnp.sum(jnp.abs(x), axis=1) / entries
+    widths = jnp.asarray(WIDTHS)
+    distances = jnp.asarray(list(_DISTANCES.values()), jnp.float32) / _MEAN_MAGNITUDE
+    distance = magnitude * jnp.sum(jnp.where(widths == bits, distances, 0))
+    # XLA may flush smaller distances to zero; such a row waits in the residual.
+    is_large = distance >= _arrays.SMALLEST_NORMAL
+    divisor = jnp.where(is_large, distance, 1)
+    half = jnp.left_shift(1, bits - 1).astype(jnp.float32)
+    levels = jnp.clip(jnp.floor(x / divisor[:, None]), -half, half - 1)
+    q = levels + 0.5
+    matched = jnp.sum(x * q, axis=1)
+    norms = jnp.sum(jnp.where(is_entry, jnp.square(q), 0), axis=1)
+    scales = jnp.where(is_large, matched / jnp.maximum(norms, 0.25), 0)
+    return Coded((levels + half).astype(jnp.uint8), scales, jnp.sum(scales * matched))
+
+
+def decode(codes: jax.Array, scales: jax.Array, bits: jax.Array | int) -> jax.Array:
+    """Return what codes stand for: `[rows, entries]` float32."""
+    middle = jnp.left_shift(1, bits - 1).astype(jnp.float32) - 0.5
+    return scales[:, None] * (codes.astype(jnp.float32) - middle)
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Return codes as `[rows, bits, entries / 32]` uint32; `bits` is static.
+
+    Codes that share a word are entries / 32 apart, so that packing adds up whole
+    vectors on every device.
+    """
+    rows, entries = codes.shape
+    shape = (rows, bits, WORD_BITS // bits, entries // WORD_BITS)
+    planes = codes.reshape(shape).astype(jnp.uint32) << _shifts(bits)
+    return jnp.sum(planes, axis=2, dtype=jnp.uint32)
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """Undo `pack`, as `[rows, entries]` uint32."""
+    rows = words.shape[0]
+    codes = (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
+    return codes.reshape(rows, -1)
+
+
+def _shifts(bits: int) -> jax.Array:
+    """Return how far each code is shifted in its word, `[1, 1, codes, 1]`."""
+    shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.uint32)
+    return shifts.reshape(1, 1, -1, 1)

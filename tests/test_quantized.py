@@ -1,0 +1,123 @@
+"""Quantized: levels, scales, packed words, and widths along a ladder."""
+
+import _oracles
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from _harness import assert_same
+
+import gravac_jax as gravac
+from gravac_jax import Comm
+from gravac_jax._exchanges import uniform_quantizer
+from gravac_jax._exchanges.uniform_quantizer import WIDTHS
+
+RNG = np.random.default_rng(0)
+LADDER = (1.0, 4.0, 8.0, 16.0, 32.0)
+every_width = pytest.mark.parametrize("bits", WIDTHS)
+
+
+@every_width
+def test_words_hold_the_codes(bits):
+    codes = RNG.integers(0, 2**bits, (5, 96)).astype(np.uint8)
+    words = uniform_quantizer.pack(codes, bits)
+    assert (words.size, words.dtype) == (codes.size * bits // 32, np.uint32)
+    assert_same(uniform_quantizer.unpack(words, bits), codes.astype(np.uint32))
+
+
+# Evenly spread over the probabilities of a Gaussian.
+GAUSSIAN = scipy.stats.norm.ppf((np.arange(2**18) + 0.5) / 2**18)
+
+
+def lost(bits, share=1.0):
+    """Return what levels lose of a Gaussian, `share` times the best distance apart."""
+    distance, top = share * _oracles.DISTANCES[bits], 2 ** (bits - 1)
+    q = np.clip(np.floor(GAUSSIAN / distance), -top, top - 1) + 0.5
+    return np.mean((GAUSSIAN - distance * q) ** 2)
+
+
+@every_width
+def test_no_other_distance_loses_less_of_a_gaussian(bits):
+    assert lost(bits) < min(lost(bits, 0.95), lost(bits, 1.05))
+
+
+def exchanged(bucket, rung, exchange=None):
+    exchange = exchange or gravac.Quantized()
+    run = jax.jit(
+        lambda x, rung: exchange.exchange(
+            x, (), rung, ladder=LADDER, key=jax.random.key(0), comm=Comm(None)
+        )[0]
+    )
+    return run(bucket, rung)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("shape", ["gaussian", "one entry counts", "mostly zero"])
+def test_what_is_sent_is_orthogonal_to_what_is_kept(shape, scale):
+    x = RNG.standard_normal(10_000)
+    if shape == "one entry counts":
+        x[17] = 1e4
+    if shape == "mostly zero":
+        x[RNG.random(x.size) < 0.9] = 0
+    bucket = (x * scale).astype(np.float32)
+    for rung in range(1, len(LADDER)):
+        kept = np.asarray(exchanged(bucket, rung).residual, np.float64)
+        sent = bucket - kept
+        whole = np.square(bucket.astype(np.float64)).sum()
+        assert abs(sent @ kept) < 1e-5 * whole
+        assert 0 < np.square(sent).sum() < whole
+
+
+def test_gains_of_a_gaussian_are_those_of_its_best_levels():
+    bucket = RNG.standard_normal(2**18).astype(np.float32)
+    received = exchanged(bucket, 4)
+    gains = np.asarray(received.energies / received.energy)
+    expected = [0, *(lost(bits) for bits in WIDTHS)]
+    np.testing.assert_allclose(1 - gains, expected, rtol=0.05, atol=1e-6)
+
+
+def test_a_row_of_zeros_sends_zeros():
+    bucket = np.zeros(5000, np.float32)
+    bucket[4999] = 3
+    received = exchanged(bucket, 4)
+    assert not received.mean[:4096].any()
+    assert float(received.mean[4999]) == pytest.approx(3 / 904)
+
+
+def test_a_factor_allows_as_many_bits_as_it_pays_for():
+    exchange = gravac.Quantized()
+    factors = (2, 4, 5, 8, 16, 31, 32, 1000)
+    assert [exchange.bits(x) for x in factors] == [8, 8, 4, 4, 2, 1, 1, 1]
+
+
+def test_many_replicas_make_wide_rungs_dense():
+    exchange, n = gravac.Quantized(), 10**6
+    for replicas, dense in [(2, 1), (8, 2), (16, 3), (64, 5)]:
+        entries = exchange.entries(n, LADDER, replicas)
+        assert entries.count(n) == dense, replicas
+
+
+def test_rows_fill_whole_words():
+    with pytest.raises(ValueError, match="multiple of 32, got 100"):
+        gravac.Quantized(row_entries=100)
+
+
+def test_training_at_one_bit_follows_the_mean():
+    """Over a run, what was sent and what is kept is what came in."""
+    gradients = RNG.standard_normal((30, 4, 300)).astype(np.float32)
+    tx = gravac.transform(
+        compress=True, exchange=gravac.Quantized(96), controller=gravac.Fixed(32)
+    )
+
+    def run(own):
+        update = lambda state, x: tx.update(x, state)[::-1]
+        return jax.lax.scan(update, tx.init(own[0]), own)
+
+    run = jax.jit(jax.vmap(run, axis_name="data", in_axes=1, out_axes=0))
+    states, updates = run(jnp.asarray(gradients))
+    kept = np.asarray(states.local.memory[0].residual, np.float64)
+    sent = np.asarray(updates[0], np.float64).sum(0) * 4
+    came = gradients.astype(np.float64).sum((0, 1))
+    np.testing.assert_allclose(sent + kept.sum(0), came, rtol=0, atol=1e-3)
+    assert_same(updates, np.stack([updates[0]] * 4))
