@@ -218,7 +218,7 @@ WRONG_VALUES = [
         ),
     ),
     misuse(
-        "micro_batches=3 ... shape () ... close over",
+        "micro_batches=3 ... shape () ... Close over",
         lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(1.0, 2.0),
     ),
     misuse("sharded ... dense_axis_name='ici'", lambda: gravac.transform(sharded=True)),
