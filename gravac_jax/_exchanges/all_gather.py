@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks, _collectives
-from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
-from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
 from gravac_jax._selection import Threshold, select_entries, wire_format
 from gravac_jax._selection.compressor import Compressor
 from gravac_jax._selection.entries import Payload, mean_of_payloads
@@ -24,7 +24,7 @@ class _Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather(Exchange):
+class AllGather(GatheringExchange):
     """All-gathers what a compressor selects, and adds it up in replica order.
 
     The bucket is compressed once, for the rung that was decided. What smaller factors
@@ -87,16 +87,6 @@ class AllGather(Exchange):
         traffic = _collectives.all_gather_traffic(k, payload_bytes, replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
-    def energies_traffic(
-        self, n: int, factor: float, rungs: int, replicas: int
-    ) -> Traffic:
-        """Return 4 bytes an energy; only a dense step needs messages of their own."""
-        if self.traffic(n, factor, replicas).entries == n:
-            return super().energies_traffic(n, factor, rungs, replicas)
-        energies_bytes = FLOAT32_BYTES * (rungs + 1)
-        traffic = _collectives.all_gather_traffic(0, energies_bytes, replicas)
-        return traffic._replace(messages=0)
-
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
     ) -> _Local:
@@ -109,28 +99,22 @@ class AllGather(Exchange):
             )
         )
 
+    def own_energies(self, local: _Local) -> jax.Array:
+        """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
+        return jnp.append(local.selected.energies, local.selected.energy)
+
     def send(
         self, bucket: jax.Array, local: _Local, k: int, comm: Comm
     ) -> tuple[jax.Array, jax.Array]:
         """Gather all payloads; the energies travel with them, in one collective."""
         selected, wire_format = local.selected, self._wire_format(bucket.size)
-        own = _own_energies(selected)
+        own = self.own_energies(local)
         payload = Payload(*(x[:k] for x in selected.payload))
         buffers = comm.gather(wire_format.encode(payload, own))
         decode = lambda buffer: wire_format.decode(buffer, k)
         mean = mean_of_payloads(buffers, decode, comm.zeros(bucket))
         read = functools.partial(wire_format.figures, m=own.size)
         return mean, jnp.mean(jax.vmap(read)(buffers), axis=0)
-
-    def told_dense(
-        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """Average the energies; XLA merges this with the mean of the bucket."""
-        return comm.mean(_own_energies(local.selected))
-
-    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> jax.Array:
-        """Return zeros."""
-        return comm.zeros(_own_energies(local.selected))
 
     def conclude(
         self,
@@ -144,7 +128,3 @@ class AllGather(Exchange):
         selected = local.selected
         kept = Kept(selected.kept, selected.energies, selected.energy, told)
         return kept, local.compressor
-
-
-def _own_energies(selected: Selected) -> jax.Array:
-    return jnp.append(selected.energies, selected.energy)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _collectives
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._selection.rungs import Rungs, shares_of_rungs
 
 
@@ -297,6 +297,34 @@ class Exchange(abc.ABC):
         lost = jnp.zeros_like(bucket) if sent is bucket else bucket - sent
         residual = jnp.where(rungs.is_silent, bucket, lost)
         return Exchanged(mean, residual, energies, energy, mean_energies)
+
+
+class GatheringExchange(Exchange):
+    """An exchange whose energies travel with the payloads of its all-gather."""
+
+    @abc.abstractmethod
+    def own_energies(self, local: Any) -> jax.Array:
+        """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """Return 4 bytes an energy; only a dense step needs messages of their own."""
+        if self.traffic(n, factor, replicas).entries == n:
+            return super().energies_traffic(n, factor, rungs, replicas)
+        energies_bytes = FLOAT32_BYTES * (rungs + 1)
+        traffic = _collectives.all_gather_traffic(0, energies_bytes, replicas)
+        return traffic._replace(messages=0)
+
+    def told_dense(
+        self, bucket: jax.Array, local: Any, mean: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Average the energies; XLA merges this with the mean of the bucket."""
+        return comm.mean(self.own_energies(local))
+
+    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> jax.Array:
+        """Return energies of zero."""
+        return comm.zeros(self.own_energies(local))
 
 
 def _averaged_energies(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import uniform_quantizer
-from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
+from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
 from gravac_jax._exchanges.uniform_quantizer import WIDTHS, WORD_BITS, Coded
 from gravac_jax._selection.rungs import Rungs
 
@@ -22,7 +22,7 @@ class _Local(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(Exchange):
+class Quantized(GatheringExchange):
     """All-gathers all entries in 8, 4, 2 or 1 bits, with a scale for every row.
 
     A rung of factor 4 sends 8 bits an entry in place of 32, factor 8 sends 4 bits,
@@ -96,16 +96,6 @@ class Quantized(Exchange):
         traffic = _collectives.all_gather_traffic(words, payload_bytes, replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
-    def energies_traffic(
-        self, n: int, factor: float, rungs: int, replicas: int
-    ) -> Traffic:
-        """Return 4 bytes an energy; only a dense step needs messages of their own."""
-        if self.traffic(n, factor, replicas).entries == n:
-            return super().energies_traffic(n, factor, rungs, replicas)
-        energies_bytes = FLOAT32_BYTES * (rungs + 1)
-        traffic = _collectives.all_gather_traffic(0, energies_bytes, replicas)
-        return traffic._replace(messages=0)
-
     def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the bucket in rows, padded by zeros, and which are its entries."""
         shape = (self._rows(bucket.size), self.row_entries)
@@ -153,6 +143,10 @@ class Quantized(Exchange):
         kept = bucket - sent.reshape(-1)[:n]
         return _Local(coded, kept, jnp.append(energies, energy))
 
+    def own_energies(self, local: _Local) -> jax.Array:
+        """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
+        return local.own
+
     def send(
         self, bucket: jax.Array, local: _Local, k: int, comm: Comm
     ) -> tuple[jax.Array, jax.Array]:
@@ -172,16 +166,6 @@ class Quantized(Exchange):
         sent, energies = jax.vmap(decode)(gathered)
         mean = jnp.sum(sent, axis=0).reshape(-1)[: bucket.size] / comm.replicas
         return mean, jnp.mean(energies, axis=0)
-
-    def told_dense(
-        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """Average the energies; XLA merges this with the mean of the bucket."""
-        return comm.mean(local.own)
-
-    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> jax.Array:
-        """Return zeros."""
-        return comm.zeros(local.own)
 
     def conclude(
         self,

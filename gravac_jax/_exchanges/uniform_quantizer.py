@@ -20,10 +20,10 @@ import numpy as np
 from gravac_jax import _arrays
 
 WORD_BITS = 32
-WIDTHS = (8, 4, 2, 1)  # bits
-# Distances between levels for a Gaussian of root mean square 1, whose mean magnitude is
-# sqrt(2 / pi).
-_DISTANCES = dict(zip(WIDTHS, (0.0308, 0.3352, 0.9957, 1.5958), strict=True))
+# Bits, and the distance between levels for a Gaussian of root mean square 1, whose mean
+# magnitude is sqrt(2 / pi).
+_DISTANCES = {8: 0.0308, 4: 0.3352, 2: 0.9957, 1: 1.5958}
+WIDTHS = tuple(_DISTANCES)
 _MEAN_MAGNITUDE = np.sqrt(2 / np.pi)
 
 
