@@ -22,6 +22,17 @@ AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 # additions rounds by at most 2**-24 of a partial sum, which sum |x| bounds.
 SUM_ROUNDING = N * 2.0**-24
 
+# A small model: a leaf that goes dense, and one that is compressed.
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+
+
+def gaussian_gradients(steps):
+    """Return gradients of `PARAMS`, `[steps, N, ...]`; the same at every call."""
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.standard_normal((steps, N, *x.shape)).astype(np.float32)
+    return {name: draw(x) for name, x in PARAMS.items()}
+
 
 def choices(every, is_quick, name=str):
     """Return parameters of a test; those that are not quick are for the slow run."""

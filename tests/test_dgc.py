@@ -15,12 +15,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from _harness import COMPRESS, PARAMS
 
 import gravac_jax as gravac
 
 STEPS = 100
-PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
-COMPRESS = {"b": False, "w": True}
 M, DECAY, RATE = 0.5, 0.25, 0.125
 
 

@@ -6,18 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, assert_same, at
+from _harness import COMPRESS, PARAMS, N, assert_same, at
 
 import gravac_jax as gravac
 
 STEPS = 12
-PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
-COMPRESS = {"b": False, "w": True}
-RNG = np.random.default_rng(0)
-GRADIENTS = {
-    name: RNG.standard_normal((STEPS, N, *x.shape)).astype(np.float32)
-    for name, x in PARAMS.items()
-}
+GRADIENTS = _harness.gaussian_gradients(STEPS)
 
 
 def updates_of(tx):
