@@ -115,7 +115,7 @@ def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
         ends.append(time.perf_counter())
         info = optax.tree.get(opt_state, "StepInfo")
         wire_bytes, factor = wire_bytes + float(info.wire_bytes), float(info.factor)
-    residual = optax.tree.get(opt_state, "residual")
+    residual = opt_state[0].local.memory[0].residual
     return Run(
         name=name,
         loss=float(np.mean(losses[-20:])),

@@ -30,11 +30,11 @@ from gravac_jax._controllers.base import Evidence as Evidence
 from gravac_jax._controllers.cost_model import WireCost as WireCost
 from gravac_jax._controllers.ladders import exponential as exponential
 from gravac_jax._controllers.ladders import geometric as geometric
-from gravac_jax._error_feedback import Adam as Adam
 from gravac_jax._error_feedback import Memory as Memory
 from gravac_jax._error_feedback import Momentum as Momentum
 from gravac_jax._error_feedback import NoMemory as NoMemory
 from gravac_jax._error_feedback import Residual as Residual
+from gravac_jax._error_feedback import Steps as Steps
 from gravac_jax._exchanges import AllGather as AllGather
 from gravac_jax._exchanges import DenseMean as DenseMean
 from gravac_jax._exchanges import Exchange as Exchange

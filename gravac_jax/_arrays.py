@@ -83,12 +83,19 @@ def is_bad(parts: Sequence[jax.Array], limit: float = math.inf) -> jax.Array:
 
     The result is `[]` float32.
     """
-    # The energy is computed anyway and mostly answers; looking at every entry costs
-    # another pass over memory.
-    is_good = total(map(energy, parts)) < limit**2
-    every = lambda x: jnp.all(jnp.abs(x) < limit)
-    look = lambda _: functools.reduce(operator.and_, map(every, parts))
-    return 1 - only_if(~is_good, look, is_good).astype(jnp.float32)
+
+    def look(parts: Sequence[jax.Array]) -> jax.Array:
+        every = [jnp.all(jnp.abs(x) < limit) for x in parts]
+        return functools.reduce(operator.and_, every)
+
+    def look_if_large(parts: Sequence[jax.Array]) -> jax.Array:
+        # The energy is computed anyway and mostly answers; on CPUs looking at every
+        # entry costs another pass over memory.
+        is_good = total(map(energy, parts)) < limit**2
+        return only_if(~is_good, lambda _: look(parts), is_good)
+
+    is_good = jax.lax.platform_dependent(parts, cpu=look_if_large, default=look)
+    return 1 - is_good.astype(jnp.float32)
 
 
 def where(condition: jax.Array, x: Any, y: Any) -> Any:

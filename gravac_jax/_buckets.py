@@ -118,39 +118,54 @@ class Buckets:
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """The leaf, among all, and the size of each piece that is compressed."""
-        chosen = [i for i, is_one in enumerate(self.is_compressed) if is_one]
+        """The leaf and the size of each piece: those of buckets, then dense leaves."""
+        order = range(len(self.leaves))
+        chosen, others = self._chosen(order, True), self._chosen(order, False)
         pieces = itertools.chain.from_iterable(self.pieces)
-        return tuple((chosen[x.leaf], x.entries) for x in pieces)
+        buckets = [(chosen[x.leaf], x.entries) for x in pieces]
+        return (*buckets, *((i, self.leaves[i].size) for i in others))
 
     @property
     def dense_size(self) -> int:
         """Entries of all leaves that go dense."""
         return sum(x.size for x in self._chosen(self.leaves, False))
 
-    def pack(self, tree: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Return the buckets (`[n]` float32 each) and the dense vector of `tree`."""
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        """The size of each part of `pack`, `[n]` float32 each.
+
+        The last, of dense leaves, has one entry of 0 where there are none: XLA does not
+        shard an array without entries, and states should not differ in structure.
+        """
+        return (*self.sizes, max(1, self.dense_size))
+
+    def pack(self, tree: Any) -> tuple[jax.Array, ...]:
+        """Return the parts of `tree`: buckets, then dense leaves, `[n]` float32."""
         leaves = jax.tree.leaves(tree)
         flat = [jnp.ravel(x) for x in self._chosen(leaves, True)]
         cut = lambda x: jax.lax.slice(flat[x.leaf], (x.start,), (x.stop,))
         buckets = tuple(_arrays.ravel(list(map(cut, bucket))) for bucket in self.pieces)
-        return buckets, _arrays.ravel(self._chosen(leaves, False))
+        dense = self._chosen(leaves, False) if self.dense_size else [jnp.zeros(1)]
+        return (*buckets, _arrays.ravel(dense))
 
-    def unpack(self, buckets: tuple[jax.Array, ...], dense: jax.Array) -> Any:
+    def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
         """Undo `pack`: return the leaves in their own dtypes."""
+        *buckets, dense = parts
         specs = self._chosen(self.leaves, True)
-        parts = [[jnp.zeros(0, x.dtype)] for x in specs]
+        cuts = [[jnp.zeros(0, x.dtype)] for x in specs]
         for bucket, pieces in zip(buckets, self.pieces, strict=True):
             like = [
                 jax.ShapeDtypeStruct((x.entries,), specs[x.leaf].dtype) for x in pieces
             ]
-            for piece, part in zip(pieces, _arrays.unravel(bucket, like), strict=True):
-                parts[piece.leaf].append(part)
+            for piece, x in zip(pieces, _arrays.unravel(bucket, like), strict=True):
+                cuts[piece.leaf].append(x)
         compressed = [
-            jnp.concatenate(part).reshape(spec.shape)
-            for part, spec in zip(parts, specs, strict=True)
+            jnp.concatenate(cut).reshape(spec.shape)
+            for cut, spec in zip(cuts, specs, strict=True)
         ]
-        rest = _arrays.unravel(dense, self._chosen(self.leaves, False))
+        rest = _arrays.unravel(
+            _arrays.ravel(list(dense)), self._chosen(self.leaves, False)
+        )
         by_kind = {True: iter(compressed), False: iter(rest)}
         leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)

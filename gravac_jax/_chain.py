@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from gravac_jax._error_feedback.momentum import MomentumState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
 
 # Their steps are not linear in the updates.
@@ -30,12 +31,12 @@ _REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
 # They keep gradients, or decide by them, before the optimizer inside sees them.
 _WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
-# What a memory keeps, and the state of Optax that keeps the same.
-_TWICE = {
-    "velocity": optax.TraceState,
-    "first_moment": optax.TraceState,
-    "second_moment": optax.ScaleByAdamState,
-}
+# What a memory keeps, and states of Optax that would keep the same after it. An Adam
+# after momentum is one without a first moment of its own, as far as can be seen.
+_TWICE = (
+    ((MomentumState, optax.TraceState), optax.TraceState),
+    (_NORMALIZED, (optax.TraceState, *_NORMALIZED)),
+)
 
 
 def the_transform(state: Any, caller: str) -> TransformState:
@@ -56,24 +57,25 @@ def check_linear(state: Any) -> None:
             f"gravac.local_params needs an optimizer that is linear in the updates,"
             f" found a {type(x).__name__}: it would make a whole step of what is held"
             f" back. Let each replica run its own optimizer before the exchange:"
-            f" optax.chain(gravac.transform(memory=gravac.Adam()),"
-            f" optax.scale_by_learning_rate(1e-3))."
+            f" gravac.adamw(1e-3), or memory=gravac.Steps(optax.scale_by_adam()) and"
+            f" only optax.scale_by_learning_rate(1e-3) after the transform."
         )
 
 
 def check_momentum(state: Any) -> None:
-    """Refuse an optimizer that keeps what the memory of its transform keeps."""
-    for name, kind in _TWICE.items():
-        mine = [x for ours in transform_states(state) for x in ours.local.memory]
-        owners = [type(x).__name__ for x in mine if hasattr(x, name)]
-        if owners and _instances(state, kind):
+    """Refuse an optimizer with a momentum beside the one in its transform's memory."""
+    memories = [x for ours in transform_states(state) for x in ours.local.memory]
+    for kept, same in _TWICE:
+        mine, others = _instances(memories, kept), _instances(state, same)
+        if mine and others:
             raise ValueError(
-                f"the optimizer after gravac.transform keeps a {name.replace('_', ' ')}"
-                f" of its own, and so does its memory,"
-                f" {owners[0].removesuffix('State')}: gradients would be averaged over"
+                f"the optimizer after gravac.transform keeps a momentum of its own, in"
+                f" its {type(others[0]).__name__}, and so does the transform's memory,"
+                f" in its {type(mine[0]).__name__}: gradients would be averaged over"
                 f" time twice. Keep one: optax.chain(gravac.transform(momentum=0.9),"
                 f" optax.sgd(0.1)), without `momentum` in optax.sgd; after"
-                f" gravac.Adam() only optax.scale_by_learning_rate(...)."
+                f" gravac.Steps(optax.scale_by_adam()) only"
+                f" optax.scale_by_learning_rate(...)."
             )
 
 
@@ -114,6 +116,10 @@ def _check_order(chain: tuple[Any, ...]) -> None:
 
 
 def _instances(tree: Any, kind: Any) -> list[Any]:
-    """Return every instance of a class, or of several classes, in `tree`."""
-    is_one = lambda x: isinstance(x, kind)
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+    """Return every instance of a class, or of several classes, in `tree`.
+
+    The optimizer inside a transform's memory is not one of the chain's.
+    """
+    is_leaf = lambda x: isinstance(x, kind) or is_transform_state(x)
+    found = jax.tree.leaves(tree, is_leaf=is_leaf)
+    return [x for x in found if isinstance(x, kind)]

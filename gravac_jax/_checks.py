@@ -219,6 +219,15 @@ def cannot_mask(memory: Any, exchange: Any) -> None:
     )
 
 
+def delay(value: Any) -> None:
+    """Refuse a delay that is not 0 or 1 steps."""
+    if not _is_number(value, numbers.Integral) or value not in (0, 1):
+        raise ValueError(
+            f"`delay` must be 0 (a step exchanges its own gradient) or 1 (that of the"
+            f" step before), got {value!r}."
+        )
+
+
 def schedule(value: Any, name: str = "schedule") -> None:
     """Refuse a value that is not a function of the step."""
     if not callable(value):
@@ -230,12 +239,12 @@ def schedule(value: Any, name: str = "schedule") -> None:
         )
 
 
-def adam_is_the_memory(others: dict[str, Any]) -> None:
-    """Refuse another memory for `gravac.adamw`."""
+def no_memory_beside(others: dict[str, Any], recipe: str, optimizer: str) -> None:
+    """Refuse another memory for a recipe whose memory runs an optimizer."""
     for name in ("memory", "momentum"):
         if others.get(name) is not None:
             raise TypeError(
-                f"gravac.adamw has Adam for its memory, got {name}={others[name]!r}"
+                f"{recipe} has {optimizer} for its memory, got {name}={others[name]!r}"
                 f" beside. For another memory use gravac.transform({name}=...)."
             )
 

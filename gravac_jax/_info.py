@@ -105,7 +105,8 @@ def tables(
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
     # Every step averages the dense leaves, a count, an energy and the rung, and for
     # each rung a time and how many replicas measured it.
-    agreed = _collectives.mean_traffic(m + 3 + 2 * rungs, replicas)
+    dense_entries = buckets.part_sizes[-1]
+    agreed = _collectives.mean_traffic(dense_entries + 3 + 2 * rungs, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:
@@ -205,11 +206,13 @@ def after(
     )
 
 
-def count_faults(info: StepInfo, is_bad: jax.Array, apart: jax.Array) -> StepInfo:
+def count_faults(
+    info: StepInfo, is_bad: jax.Array, is_skipped: jax.Array, apart: jax.Array
+) -> StepInfo:
     """Return `info` with its counters of bad steps and of replicas that differ."""
     is_apart = jnp.any(apart).astype(jnp.int32)
     return info._replace(
-        is_finite=~is_bad,
+        is_finite=~is_skipped,
         skipped_steps=info.skipped_steps + is_bad.astype(jnp.int32),
         disagreements=info.disagreements + is_apart,
     )

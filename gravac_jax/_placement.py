@@ -44,7 +44,7 @@ def place(
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> params, opt_state = gravac.place((params, tx.init(params)), mesh)
-      >>> optax.tree.get(opt_state, "residual").shape
+      >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
     if not isinstance(mesh, jax.sharding.Mesh):
@@ -143,7 +143,7 @@ def init(
       >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> opt_state = gravac.init(tx, {"w": jnp.ones((256, 256))}, mesh)
-      >>> optax.tree.get(opt_state, "residual").shape
+      >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
     if dense_axis_name is None:
@@ -228,7 +228,7 @@ def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> opt_state = tx.init({"w": jnp.ones((256, 256))})
       >>> specs = gravac.state_specs(opt_state)
-      >>> optax.tree.get(specs, "residual"), optax.tree.get(specs, "steps")
+      >>> specs[0].local.memory[0].residual, specs[0].steps
       (P('data',), P())
     """
     _checks.axis(axis_name)

@@ -8,7 +8,7 @@ from gravac_jax import _checks
 from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import STAGES, Fixed, warm_up
-from gravac_jax._error_feedback import Adam, Momentum
+from gravac_jax._error_feedback import Momentum, Steps
 from gravac_jax._exchanges import LowRank
 from gravac_jax._selection import SampledTopK
 from gravac_jax._transform import transform
@@ -103,8 +103,8 @@ def adamw(
     Weight decay is decoupled and acts on the shared params at every step.
 
     Args:
-      learning_rate: a number, or a schedule of Optax. With N replicas the steps of
-        compressed leaves are shorter, by up to sqrt(N): see `gravac.Adam`.
+      learning_rate: a number, or a schedule of Optax. With N replicas steps are shorter
+        than AdamW's, by up to sqrt(N): see `gravac.Steps`.
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
@@ -116,7 +116,7 @@ def adamw(
         here: `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.Adam(...), ...),
+      `optax.chain(gravac.transform(memory=gravac.Steps(optax.scale_by_adam(...)), ...),
       optax.add_decayed_weights(weight_decay, mask),
       optax.scale_by_learning_rate(learning_rate))`.
 
@@ -128,7 +128,7 @@ def adamw(
       With one replica that sends everything it is `optax.adamw`.
 
     Cost:
-      The costs of `gravac.Adam` and of `gravac.local_params`.
+      The costs of `gravac.Steps` and of `gravac.local_params`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,9 +142,13 @@ def adamw(
       >>> updates["w"].shape
       (256, 256)
     """
-    _checks.adam_is_the_memory(others)
+    _checks.no_memory_beside(others, "gravac.adamw", "Adam")
+    _checks.decay(b1, "b1")
+    _checks.decay(b2, "b2")
+    why = "It is added to a root mean square that may be 0."
+    _checks.above_zero(eps, "eps", why)
     components: dict[str, Any] = {
-        "memory": Adam(b1, b2, eps),
+        "memory": Steps(optax.scale_by_adam(b1, b2, eps)),
         "exchange": LowRank(values="bfloat16"),
         "controller": Fixed(12.5),
     }

@@ -1,7 +1,7 @@
 """Use what is held back: deliver it to all replicas, or go on at own params.
 
-Both ask the transform for a *delivery*, which is no step: no gradient is exchanged, and
-nothing is decided or counted.
+Both ask the transform for a *delivery* (`Components.deliver`), which is no step: no
+gradient is exchanged, and nothing is decided or counted.
 """
 
 from typing import Any, Literal
@@ -10,51 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _state
-from gravac_jax._buckets import Buckets
-from gravac_jax._collectives import Comm
-from gravac_jax._error_feedback.base import Memory
-from gravac_jax._state import LocalState, TransformState
+from gravac_jax import _chain
 
 Delivery = Literal["mean", "own", "nothing"]
-
-
-def deliver(
-    delivery: Delivery,
-    memory: Memory,
-    local: LocalState,
-    state: TransformState,
-    buckets: Buckets,
-    comm: Comm,
-) -> tuple[Any, TransformState]:
-    """Return what is held back as updates, and the state after the delivery.
-
-    Args:
-      delivery: "mean" sends what is held back to all replicas and empties the memory.
-        "own" returns this replica's part and "nothing" returns zeros; both leave the
-        state as it is.
-      memory: knows what is held back.
-      local: this replica's state, in its local form.
-      state: the state as it came.
-      buckets: the leaves that it belongs to.
-      comm: the other replicas.
-    """
-    held = tuple(map(memory.held, local.memory, buckets.sizes))
-    if delivery == "mean":
-        emptied = tuple(
-            memory.retain(jnp.zeros_like(x), x, s)
-            for x, s in zip(held, local.memory, strict=True)
-        )
-        local, held = local._replace(memory=emptied), comm.mean(held)
-    elif delivery == "nothing":
-        held = tuple(map(jnp.zeros_like, held))
-    # gravac.guard must not mistake a delivery for a bad step.
-    is_finite = jnp.ones_like(state.info.is_finite)
-    dense = jnp.zeros(buckets.dense_size)
-    return buckets.unpack(held, dense), state._replace(
-        local=_state.leave(local, state.local),
-        info=state.info._replace(is_finite=is_finite),
-    )
 
 
 def flush(
@@ -173,6 +131,10 @@ def local_params(
     _chain.the_transform(opt_state, "gravac.local_params")
     _chain.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)
+    # XLA might compute own params and the next shared ones in one kernel. With a delay,
+    # the loss would then wait for the exchange.
+    apart = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)
+    params, opt_state = apart(params), apart(opt_state)
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     look = lambda delivery: tx.update(

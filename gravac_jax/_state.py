@@ -13,6 +13,18 @@ from gravac_jax._info import StepInfo
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
 
 
+class Told(NamedTuple):
+    """What a replica tells the others about its own gradient.
+
+    Attributes:
+      bad: `[]` float32, 1 if nothing can be learned from it.
+      gradient_energy: `[]` float32, the energy of its buckets.
+    """
+
+    bad: jax.Array
+    gradient_energy: jax.Array
+
+
 class LocalState(NamedTuple):
     """The part of the state that differs from replica to replica.
 
@@ -21,11 +33,13 @@ class LocalState(NamedTuple):
 
     Attributes:
       replica: `[]` int32, which replica this is; -1 before the first step.
-      memory: the memory's states, one a bucket.
+      told: with a delay, what the next step tells about this one's gradient.
+      memory: the memory's states, one a bucket, and one of the leaves that go dense.
       exchange: the exchange's states, one a bucket.
     """
 
     replica: jax.Array
+    told: Any
     memory: Any
     exchange: Any
 
@@ -36,11 +50,10 @@ class TransformState(NamedTuple):
     Attributes:
       steps: `[]` int32, updates so far, including skipped ones.
       ladder: `[rungs]` float32, the factors.
-      layout: `[pieces, 2]` int32, for each piece of a bucket, in order, the index of
-        its leaf among all leaves and the number of its entries. `update` refuses a
-        state with another number of pieces.
+      layout: `[pieces, 2]` int32, for each piece of a bucket, in order, and then each
+        leaf that goes dense, the index of the leaf and the number of entries. `update`
+        refuses a state with another number of pieces.
       local: what differs between replicas.
-      dense: the memory's state for the leaves that go dense.
       rung: `[]` int32, the rung of the next step.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
@@ -52,7 +65,6 @@ class TransformState(NamedTuple):
     ladder: jax.Array
     layout: jax.Array
     local: LocalState
-    dense: Any
     rung: jax.Array
     controller: Any
     past_rungs: jax.Array

@@ -1,16 +1,23 @@
 """One step of the transform, in the order in which it happens.
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
-2. `agree` on what all replicas must know: whether a gradient is bad, and the rung.
-3. `exchange` the buckets: error feedback, then the branch of the rung.
-4. `decide` the rung of the next step from what this one showed.
-5. `report` what was sent.
+2. `feed` it to the memory, which adds what was held back.
+3. `agree` on what all replicas must know: whether a gradient is bad, and the rung.
+4. `exchange` the buckets, in the branch of the rung.
+5. `decide` the rung of the next step from what this one showed.
+6. `report` what was sent.
+
+With a delay of one step, the memory is fed last: the exchange sends what the last step
+left in the memory, so that it depends on nothing that this step computes, and the
+network works while the devices do. What is on its way lies in the memory, as does
+everything else that a replica holds back. Nothing else in a step differs.
 
 Three things may happen to a step, and they are separate. A *bad* step has a gradient
-that is not finite on some replica: nothing is learned from it. A *silent* step sends
-nothing of the buckets, because its rung lies beyond the ladder; what replicas agree on
-still travels. A bad step is silent, too. A *delivery* is no step at all: it asks for
-what is held back (`_residuals.py`).
+that is not finite on some replica: nothing is learned from it, on any of them. With a
+delay the others hear of it one step late, so that this replica alone learns nothing. A
+*silent* step sends nothing of the buckets, because its rung lies beyond the ladder;
+what replicas agree on still travels. A *delivery* is no step at all: it asks for what
+is held back (`_residuals.py`).
 
 GraVAC's Algorithm 1 decides before it exchanges. Here a step decides the rung of the
 next one, so that the decision costs no collective of its own.
@@ -40,10 +47,11 @@ from gravac_jax._collectives import Axes, AxisName, Comm
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._controllers.cost_model import WireCost
+from gravac_jax._error_feedback import NoMemory
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._info import Tables
-from gravac_jax._state import LocalState, TransformState
+from gravac_jax._state import LocalState, Told, TransformState
 
 # Bound of an entry of an unclipped gradient, so that sums of squares stay finite.
 LIMIT = 2.0**50
@@ -53,23 +61,34 @@ class Gradient(NamedTuple):
     """This replica's own gradient.
 
     Attributes:
-      flat: the buckets, `[n]` float32 each.
-      dense: `[m]` float32, the leaves that go dense.
+      parts: the buckets, then the leaves that go dense: `[n]` float32 each.
       bad: `[]` float32, 1 if an entry is not finite or, unclipped, beyond `LIMIT`.
     """
 
-    flat: tuple[jax.Array, ...]
-    dense: jax.Array
+    parts: tuple[jax.Array, ...]
     bad: jax.Array
+
+
+class Fed(NamedTuple):
+    """What the memory made of the gradient.
+
+    Attributes:
+      parts: the buckets, then the leaves that go dense: the gradient and what was held
+        back, `[n]` float32 each.
+      memory: the states that `Memory.retain` takes, one a part.
+    """
+
+    parts: tuple[jax.Array, ...]
+    memory: tuple[Any, ...]
 
 
 class Agreed(NamedTuple):
     """What every step averages over replicas, in one collective, whatever its rung.
 
     Attributes:
-      dense: `[m]` float32, the mean gradient of the leaves that go dense.
+      dense: `[m]` float32, the mean of the leaves that go dense.
       bad: `[]` float32, above 0 if some replica's gradient is bad.
-      gradient_energy: `[]` float32, the mean energy of the buckets.
+      gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
       rung: `[]` float32, the rung in the first replica's state.
       seconds: `[rungs]` float32, the measured step time at its rung, else 0.
       timed: `[rungs]` float32, the share of replicas that measured it.
@@ -85,11 +104,6 @@ class Agreed(NamedTuple):
     timed: jax.Array
     apart: jax.Array
 
-    @property
-    def is_bad(self) -> jax.Array:
-        """Whether some replica's gradient is bad, `[]` bool."""
-        return self.bad != 0
-
 
 class Sent(NamedTuple):
     """What the exchange of all buckets left.
@@ -97,15 +111,13 @@ class Sent(NamedTuple):
     Attributes:
       rung: `[]` int32, the rung that was taken; beyond the ladder if silent.
       means: the mean of what was sent, `[n]` float32 a bucket.
-      memory: the new states of the memory, one a bucket.
-      exchange: the new states of the exchange, one a bucket.
+      local: this replica's new state.
       mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
     """
 
     rung: jax.Array
     means: tuple[jax.Array, ...]
-    memory: tuple[Any, ...]
-    exchange: tuple[Any, ...]
+    local: LocalState
     mean_energies: jax.Array
 
 
@@ -160,6 +172,7 @@ class Components:
     memory: Memory
     controller: Controller
     compress: Any
+    delay: int
     wire: WireCost
     seed: int
     check_every: int
@@ -176,6 +189,12 @@ class Components:
         _checks.component(self.controller, Controller, "controller", example)
         _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
         _checks.ladder(self.controller.ladder)
+        _checks.delay(self.delay)
+        if self.delay and isinstance(self.memory, NoMemory):
+            raise ValueError(
+                "`delay` needs a memory: what is on its way waits there, and NoMemory()"
+                " forgets it. Use memory=gravac.Residual(), the default."
+            )
         if self.memory.masks and not self.exchange.sends_whole_entries:
             _checks.cannot_mask(self.memory, self.exchange)
         if self.check_every:
@@ -194,6 +213,7 @@ class Components:
     def _initial(self, buckets: Buckets) -> TransformState:
         sizes, ladder = buckets.sizes, self.controller.ladder
         exchanges = zip(self._shaped(buckets), sizes, strict=True)
+        nothing = jnp.zeros((), jnp.float32)
         rung, controller = self.controller.init()
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
@@ -201,10 +221,10 @@ class Components:
             layout=jnp.asarray(buckets.layout, jnp.int32).reshape(-1, 2),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
-                memory=tuple(self.memory.init(n) for n in sizes),
+                told=_state.Told(nothing, jnp.copy(nothing)) if self.delay else (),
+                memory=tuple(map(self.memory.init, buckets.part_sizes)),
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
-            dense=self.memory.init_dense(buckets.dense_size),
             rung=rung,
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
@@ -225,22 +245,31 @@ class Components:
         deliver: _residuals.Delivery | None = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
-        """Take one step, from local gradients to their mean and the next rung."""
+        """Take one step, from local gradients to the update and the next rung."""
         del ignored
         axes, buckets, local = self._enter(updates, state, params, deliver is not None)
         if deliver is not None:
-            slow = axes.slow
-            return _residuals.deliver(deliver, self.memory, local, state, buckets, slow)
+            held, local = self.deliver(deliver, local, buckets, axes)
+            # gravac.guard must not mistake a delivery for a bad step.
+            info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
+            local = _state.leave(local, state.local)
+            return buckets.unpack(held), state._replace(local=local, info=info)
         setting = self._setting(axes, buckets, state)
 
         gradient = self._prepare(updates, params, setting)
         times = _state.credit(
             state, len(self.controller.ladder), step_seconds, measured_step
         )
-        agreed = self._agree(gradient, times, state, params, axes)
-        sent = self._exchange(gradient, agreed, local, setting)
+        if self.delay:
+            told, fed = local.told, self._held(local, buckets)
+        else:
+            told, fed = _tell(gradient), self._feed(gradient, local)
+        agreed = self._agree(told, fed.parts[-1], times, state, params, axes)
+        sent = self._exchange(fed, agreed, local, setting)
         decision = self._decide(gradient, agreed, sent, state, setting)
-        return self._report(agreed, sent, decision, local, state, setting)
+        if self.delay:
+            sent = sent._replace(local=self._keep(gradient, sent.local, axes))
+        return self._report(agreed, sent, decision, state, setting)
 
     def _enter(
         self, updates: Any, state: Any, params: Any, is_delivery: bool
@@ -275,29 +304,82 @@ class Components:
 
     def _prepare(self, updates: Any, params: Any, setting: Setting) -> Gradient:
         """Fuse, average over the fast axis, clip, and add weight decay."""
-        fast, buckets = setting.axes.fast, setting.buckets
-        flat, dense = buckets.pack(updates)
+        axes, buckets = setting.axes, setting.buckets
+        parts = buckets.pack(updates)
         if self.is_sharded:
             # The transpose of gathering a slice sums over the fast axis.
-            flat = tuple(x / fast.replicas for x in flat)
+            *flat, dense = parts
+            parts = (*(x / axes.fast.replicas for x in flat), axes.fast.mean(dense))
         else:
-            flat = fast.mean(flat)
+            parts = axes.fast.mean(parts)
         if isinstance(self.clip, NoClip):
-            bad = _arrays.is_bad((*flat, dense), LIMIT)
+            bad = _arrays.is_bad(parts, LIMIT)
         else:
-            bad = _arrays.is_bad((*flat, dense))
-            dense = fast.mean(dense)
-            norm = functools.partial(global_norm, flat, dense, setting.axes.slices)
-            parts = self.clip.clip((*flat, dense), norm, setting.axes.slow.replicas)
-            flat, dense = parts[:-1], parts[-1]
+            bad = _arrays.is_bad(parts)
+            norm = functools.partial(global_norm, parts[:-1], parts[-1], axes.slices)
+            parts = self.clip.clip(parts, norm, axes.slow.replicas)
         if self.weight_decay:
             decay = lambda x, p: x + self.weight_decay * p
-            flat, dense = jax.tree.map(decay, (flat, dense), buckets.pack(params))
-        return Gradient(flat, dense, bad)
+            parts = jax.tree.map(decay, parts, buckets.pack(params))
+        return Gradient(parts, bad)
+
+    def deliver(
+        self,
+        delivery: _residuals.Delivery,
+        local: LocalState,
+        buckets: Buckets,
+        axes: Axes,
+    ) -> tuple[tuple[jax.Array, ...], LocalState]:
+        """Return what is held back of each part, and the state after the delivery.
+
+        Args:
+          delivery: "mean" sends what is held back to all replicas and empties the
+            memory. "own" returns this replica's part and "nothing" returns zeros; both
+            leave the state as it is.
+          local: this replica's state, in its local form.
+          buckets: the leaves that it belongs to.
+          axes: the other replicas.
+        """
+        held = self._held(local, buckets).parts
+        emptied = [
+            self.memory.retain(jnp.zeros_like(x), x, state)
+            for x, state in zip(held, local.memory, strict=True)
+        ]
+        # Only a delay holds dense leaves back, on all devices of a replica alike.
+        *flat, dense = held
+        dense = axes.slices.mean(dense) if self.delay else jnp.zeros(dense.shape)
+        if delivery == "mean":
+            local = local._replace(memory=tuple(emptied))
+            return (*axes.slow.mean(flat), axes.slow.mean(dense)), local
+        if delivery == "nothing":
+            flat, dense = jax.tree.map(jnp.zeros_like, (flat, dense))
+        return (*flat, dense), local
+
+    def _feed(self, gradient: Gradient, local: LocalState) -> Fed:
+        """Add the gradient to what the memory holds back."""
+        pairs = zip(gradient.parts, local.memory, strict=True)
+        parts, memory = zip(*(self.memory.compensate(*x) for x in pairs), strict=True)
+        return Fed(parts, memory)
+
+    def _held(self, local: LocalState, buckets: Buckets) -> Fed:
+        """Return what the memory holds back, to which no gradient was added."""
+        pairs = zip(local.memory, buckets.part_sizes, strict=True)
+        return Fed(tuple(self.memory.held(*x) for x in pairs), local.memory)
+
+    def _keep(self, gradient: Gradient, local: LocalState, axes: Axes) -> LocalState:
+        """Add the gradient to the memory, for the next step to send."""
+        is_bad = axes.slices.mean(gradient.bad) != 0
+        fed = self._feed(gradient, local)
+        pairs = zip(fed.parts, fed.memory, strict=True)
+        kept = tuple(self.memory.retain(x, x, state) for x, state in pairs)
+        # This is no branch, because XLA would copy the memory in and out of one.
+        memory = _arrays.where(is_bad, local.memory, kept)
+        return local._replace(memory=memory, told=_tell(gradient))
 
     def _agree(
         self,
-        gradient: Gradient,
+        told: Told,
+        dense: jax.Array,
         times: tuple[jax.Array, jax.Array],
         state: TransformState,
         params: Any,
@@ -317,9 +399,9 @@ class Components:
             )
         return axes.both.mean(
             Agreed(
-                dense=gradient.dense,
-                bad=gradient.bad,
-                gradient_energy=_arrays.total(map(_arrays.energy, gradient.flat)),
+                dense=dense,
+                bad=told.bad,
+                gradient_energy=told.gradient_energy,
                 rung=axes.both.of_first(state.rung),
                 seconds=seconds,
                 timed=timed,
@@ -327,36 +409,53 @@ class Components:
             )
         )
 
+    def _skips(self, agreed: Agreed) -> jax.Array:
+        """Return whether nothing at all is learned in this step, `[]` bool."""
+        # With a delay, what is sent was fed to the memory because it is good.
+        return jnp.zeros((), bool) if self.delay else agreed.bad != 0
+
     def _exchange(
-        self, gradient: Gradient, agreed: Agreed, local: LocalState, setting: Setting
+        self, fed: Fed, agreed: Agreed, local: LocalState, setting: Setting
     ) -> Sent:
-        """Feed errors back and exchange, bucket by bucket."""
-        silent = len(self.controller.ladder)
-        rung = jnp.where(agreed.is_bad, silent, jnp.int32(agreed.rung + 0.5))
-        means, memories, states, mean_energies = [], [], [], []
-        for exchange, flat, before, own in zip(
-            setting.exchanges, gradient.flat, local.memory, local.exchange, strict=True
+        """Exchange bucket by bucket, and let the memory keep the rest."""
+        controller, is_skipped = self.controller, self._skips(agreed)
+        # This is no branch, because XLA would copy the memory in and out of one.
+        fed = _arrays.where(is_skipped, self._held(local, setting.buckets), fed)
+        silent = jnp.int32(len(controller.ladder))
+        rung = jnp.int32(0) if controller.is_fixed else jnp.int32(agreed.rung + 0.5)
+        rung_or_silent = jnp.where(is_skipped, silent, rung)
+        means, residuals, states, mean_energies = [], [], [], []
+        *flat, dense = fed.parts
+        for exchange, compensated, before in zip(
+            setting.exchanges, flat, local.exchange, strict=True
         ):
-            # In a bad step the memory adds no gradient. This is no branch, because XLA
-            # would copy the memory on its way in and out of one.
-            fed = self.memory.compensate(flat, before)
-            held = (self.memory.held(before, flat.size), before)
-            compensated, memory = _arrays.where(~agreed.is_bad, fed, held)
-            exchanged, own = exchange.exchange(
+            exchanged, after = exchange.exchange(
                 compensated,
-                own,
-                rung,
-                ladder=self.controller.ladder,
+                before,
+                rung if controller.is_fixed else rung_or_silent,
+                ladder=controller.ladder,
                 key=setting.key,
                 comm=setting.axes.slow,
                 looks=setting.looks,
             )
-            means.append(exchanged.mean)
-            memories.append(self.memory.retain(exchanged.residual, compensated, memory))
-            states.append(own)
+            mean, residual = exchanged.mean, exchanged.residual
+            if controller.is_fixed:
+                # One that never changes needs no branch: a GPU's host would have to
+                # read the rung. So what a skipped step receives is dropped here.
+                unsent = (jnp.zeros_like(mean), compensated, before)
+                mean, residual, after = _arrays.where(
+                    is_skipped, unsent, (mean, residual, after)
+                )
+            means.append(mean)
+            residuals.append(residual)
+            states.append(after)
             mean_energies.append(exchanged.mean_energies)
+        residuals.append(jnp.zeros_like(dense))  # it went whole
+        kept = zip(residuals, fed.parts, fed.memory, strict=True)
+        memory = tuple(self.memory.retain(*x) for x in kept)
+        local = local._replace(memory=memory, exchange=tuple(states))
         total = setting.axes.slices.mean(_arrays.total(mean_energies))
-        return Sent(rung, tuple(means), tuple(memories), tuple(states), total)
+        return Sent(rung_or_silent, tuple(means), local, total)
 
     def _decide(
         self,
@@ -399,11 +498,11 @@ class Components:
 
         def sample() -> jax.Array:
             # Every rung sends the dense leaves, which all devices of a replica hold.
-            dense = _arrays.energy(axes.fast.mean(gradient.dense))
-            always = dense / axes.slices.replicas
+            *flat, dense = gradient.parts
+            always = _arrays.energy(dense) / axes.slices.replicas
             shares = [
                 exchange.shares(x, ladder, setting.key, axes.slow) * _arrays.energy(x)
-                for exchange, x in zip(setting.exchanges, gradient.flat, strict=True)
+                for exchange, x in zip(setting.exchanges, flat, strict=True)
             ]
             return axes.both.mean(always + _arrays.total(shares))
 
@@ -417,7 +516,6 @@ class Components:
         agreed: Agreed,
         sent: Sent,
         decision: Decision,
-        local: LocalState,
         state: TransformState,
         setting: Setting,
     ) -> tuple[Any, TransformState]:
@@ -425,23 +523,25 @@ class Components:
 
         Nothing is learned from a bad step: what it would have changed stays as it was.
         """
-        dense, dense_memory = self.memory.follow(agreed.dense, state.dense)
-        learned = (dense, dense_memory, decision.rung, decision.controller)
-        before = (jnp.zeros_like(dense), state.dense, state.rung, state.controller)
-        dense, dense_memory, rung, controller = _arrays.where(
-            agreed.is_bad, before, learned
-        )
-        local = local._replace(memory=sent.memory, exchange=sent.exchange)
+        is_skipped = self._skips(agreed)
+        learned = (agreed.dense, decision.rung, decision.controller)
+        before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
+        dense, rung, controller = _arrays.where(is_skipped, before, learned)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         info = _info.after(
             state.info, setting.tables, sent.rung, decision.gains, setting.looks
         )
-        return setting.buckets.unpack(sent.means, dense), state._replace(
+        return setting.buckets.unpack((*sent.means, dense)), state._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            local=_state.leave(local, state.local),
-            dense=dense_memory,
+            local=_state.leave(sent.local, state.local),
             rung=rung,
             controller=controller,
             past_rungs=jnp.where(slot, sent.rung, state.past_rungs),
-            info=_info.count_faults(info, agreed.is_bad, agreed.apart),
+            info=_info.count_faults(info, agreed.bad != 0, is_skipped, agreed.apart),
         )
+
+
+def _tell(gradient: Gradient) -> Told:
+    """Return what the other replicas must know of this replica's gradient."""
+    energy = _arrays.total(map(_arrays.energy, gradient.parts[:-1]))
+    return Told(gradient.bad, jnp.where(gradient.bad != 0, 0, energy))

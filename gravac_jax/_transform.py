@@ -41,6 +41,7 @@ def transform(
     controller: Controller | None = None,
     compress: bool | _buckets.Predicate | Any = None,
     sharded: bool | Any = False,
+    delay: int = 0,
     wire: WireCost | None = None,
     seed: int = 0,
     check_every: int = 0,
@@ -85,6 +86,11 @@ def transform(
         pytree of bools. Each device compresses the slices that it owns, and all other
         leaves go dense. Gradients of slices must be those of the sum of all devices'
         losses, as `gravac.value_and_grad` returns them; the mean is taken here.
+      delay: 1 to exchange in each step what the step before left to send, so that the
+        network works while the devices do. The exchange depends on nothing that its own
+        step computes, and XLA may run both at once. Take gradients at
+        `gravac.local_params`, which have what is on its way; otherwise momentum SGD may
+        diverge. `gravac.flush` delivers the last of it.
       wire: predicts step times until measured ones arrive. Default: `WireCost()`.
       seed: seed of the random keys that randomized compressors draw from.
       check_every: steps between comparisons of the params of all replicas (`update`
@@ -114,7 +120,8 @@ def transform(
       Without them the update at factor 1 is `jax.lax.pmean` of the gradients, unless
       the exchange rounds. If a gradient of any replica is not finite, or without a clip
       has an entry of 2**50 or more, the update is zero and the state stays as it was,
-      apart from its counters, on all replicas.
+      apart from its counters, on all replicas. With a delay, that replica alone learns
+      nothing from it, and the counters follow one step later.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -166,6 +173,7 @@ def transform(
         memory=Residual() if memory is None else memory,
         controller=Fastest() if controller is None else controller,
         compress=compress,
+        delay=delay,
         wire=WireCost() if wire is None else wire,
         seed=seed,
         check_every=check_every,

@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import Any
 
+import _oracles
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,7 +50,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.DenseMean: [{}, {"values": "bfloat16"}],
     gravac.LowRank: [{}, {"values": "bfloat16"}],
     gravac.Quantized: [{"row_entries": 32}],
-    gravac.Adam: [{}, {"b1": 0.5, "b2": 0.9}],
+    gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
     gravac.Momentum: [
         {"decay": 0.5, "nesterov": nesterov, "masking": masking}

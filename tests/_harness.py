@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
+from gravac_jax._state import transform_states
 
 N = 4  # replicas; a power of two, so that a mean of integers is exact
 HARNESSES = ("shard_map", "shard_map unchecked", "pmap", "vmap")
@@ -32,6 +33,12 @@ def gaussian_gradients(steps):
     rng = np.random.default_rng(0)
     draw = lambda x: rng.standard_normal((steps, N, *x.shape)).astype(np.float32)
     return {name: draw(x) for name, x in PARAMS.items()}
+
+
+def residual(tree):
+    """Return what the one transform in `tree` holds back of its first bucket."""
+    (state,) = transform_states(tree)
+    return state.local.memory[0].residual
 
 
 def choices(every, is_quick, name=str):

@@ -465,23 +465,10 @@ def remembers_like_its_oracle(
         oracle.keep(_as_kept_by(oracle, x, residual))
 
 
-def treats_dense_leaves_alike(
-    memory: Any, gradients: np.ndarray, is_sent: np.ndarray
-) -> None:
-    """If every step sends everything, compressed and dense leaves get the same."""
-    everything = np.ones_like(is_sent)
-    compensated, _, _ = remembered(memory, gradients, everything)
-    state, follow = memory.init_dense(gradients.shape[1]), jax.jit(memory.follow)
-    for gradient, x in zip(gradients, compensated, strict=True):
-        followed, state = follow(gradient, state)
-        np.testing.assert_allclose(followed, x, rtol=2.0**-20)
-
-
 MEMORY_LAWS = (
     telescopes,
     sleeps_through_a_skipped_step,
     keeps_its_form,
-    treats_dense_leaves_alike,
     remembers_like_its_oracle,
 )
 

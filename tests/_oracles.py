@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import gravac_jax as gravac
 
@@ -250,6 +251,12 @@ def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
     return q * (row @ q) / (q @ q)
 
 
+def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
+    """Return a vector as its rows of this length in few bits give it back."""
+    rows = [x[start : start + length] for start in range(0, x.size, length)]
+    return np.concatenate([rounded_row(row, bits) for row in rows])
+
+
 def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """Return the mean of all entries in few bits, row by row in float64."""
     replicas, n = buckets.shape
@@ -260,10 +267,7 @@ def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchang
     if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
         return dense_mean(None, buckets, factor)
     exact = buckets.astype(np.float64)
-    sent = np.zeros_like(exact)
-    for replica, start in itertools.product(range(replicas), range(0, n, length)):
-        row = slice(start, start + length)
-        sent[replica, row] = rounded_row(exact[replica, row], bits)
+    sent = np.stack([rounded_rows(x, bits, length) for x in exact])
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
 
@@ -339,28 +343,60 @@ class Masks(Rememberer):
         self.residual = residual
 
 
-class Divides(Rememberer):
-    """Adam of one replica's gradients, in float64."""
+class OwnAdam:
+    """Adam's steps in float64."""
+
+    def __init__(self, b1: float, b2: float, eps: float = 1e-8) -> None:
+        self.b1, self.b2, self.eps = b1, b2, eps
+        self.mean, self.square, self.steps = 0.0, 0.0, 0
+
+    def step(self, gradient: np.ndarray) -> Any:
+        self.steps += 1
+        self.mean = self.b1 * self.mean + (1 - self.b1) * gradient
+        self.square = self.b2 * self.square + (1 - self.b2) * gradient**2
+        root = np.sqrt(self.square / (1 - self.b2**self.steps)) + self.eps
+        return self.mean / (1 - self.b1**self.steps) / root
+
+
+class OwnMomentum:
+    """Steps of SGD with momentum in float64."""
+
+    def __init__(self, rate: float, decay: float) -> None:
+        self.rate, self.decay, self.velocity = rate, decay, 0.0
+
+    def step(self, gradient: np.ndarray) -> Any:
+        self.velocity = self.decay * self.velocity + gradient
+        return -self.rate * self.velocity
+
+
+SLOW_ADAM = optax.scale_by_adam(0.8, 0.9, 1.0)
+# The same objects at every call, so that a test compiles each of them once.
+OPTIMIZERS: dict[optax.GradientTransformation, Callable[[], Any]] = {
+    optax.scale_by_adam(): lambda: OwnAdam(0.9, 0.999),
+    optax.scale_by_adam(0.5, 0.9): lambda: OwnAdam(0.5, 0.9),
+    SLOW_ADAM: lambda: OwnAdam(0.8, 0.9, 1.0),
+    optax.sgd(0.5, momentum=0.5): lambda: OwnMomentum(0.5, 0.5),
+}
+
+
+class RunsOptimizer(Rememberer):
+    """Steps of an optimizer of its own."""
 
     rtol = 1e-5
 
     def __init__(self, memory: Any, n: int) -> None:
         super().__init__(memory, n)
-        self.mean, self.square, self.steps = np.zeros(n), np.zeros(n), 0
+        self.optimizer = OPTIMIZERS[memory.optimizer]()
 
     def add(self, gradient: np.ndarray) -> np.ndarray:
-        b1, b2, self.steps = self.memory.b1, self.memory.b2, self.steps + 1
-        self.mean = b1 * self.mean + (1 - b1) * gradient.astype(np.float64)
-        self.square = b2 * self.square + (1 - b2) * gradient.astype(np.float64) ** 2
-        root = np.sqrt(self.square / (1 - b2**self.steps)) + self.memory.eps
-        return self.mean / (1 - b1**self.steps) / root
+        return self.optimizer.step(gradient.astype(np.float64))
 
 
 MEMORIES: dict[type, type[Rememberer]] = {
-    gravac.Adam: Divides,
     gravac.Momentum: Masks,
     gravac.NoMemory: Forgets,
     gravac.Residual: Rememberer,
+    gravac.Steps: RunsOptimizer,
 }
 
 

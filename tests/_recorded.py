@@ -31,11 +31,11 @@ def buckets() -> list[np.ndarray]:
 
     @jax.jit
     def step(params, opt_state, residual, batch):
-        (gradient,), dense = plan.pack(jax.grad(loss_of)(params, batch))
+        gradient, dense = plan.pack(jax.grad(loss_of)(params, batch))
         bucket = gradient + residual
         payload, _ = top.compress(bucket, (), k=k, key=jax.random.key(0))
         residual = entries.drop(bucket, payload.indices)
-        sent = plan.unpack((bucket - residual,), dense)
+        sent = plan.unpack((bucket - residual, dense))
         updates, opt_state = tx.update(sent, opt_state)
         return optax.apply_updates(params, updates), opt_state, residual, bucket
 

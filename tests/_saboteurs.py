@@ -246,12 +246,6 @@ class RemembersInHalfPrecision(gravac.Residual):
         return gradient + state.residual.astype(jnp.float32), state
 
 
-@caught_by(_laws.treats_dense_leaves_alike)
-class LeavesDenseLeavesBehind(gravac.Momentum):
-    def follow(self, mean, state):
-        return mean, state
-
-
 @caught_by(_laws.remembers_like_its_oracle, _laws.sleeps_through_a_skipped_step)
 class MasksWhatItKept(gravac.Momentum):
     def retain(self, residual, compensated, state):

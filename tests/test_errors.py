@@ -338,7 +338,7 @@ WRONG_VALUES = [
         ]
     ],
     *[
-        misuse("linear in the updates ... gravac.Adam", partial(own_params, after))
+        misuse("linear in the updates ... gravac.adamw", partial(own_params, after))
         for after in (
             optax.adam(1e-3),
             optax.rmsprop(1e-3),

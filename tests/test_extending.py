@@ -83,12 +83,6 @@ class TwoStepMean(gravac.Memory):
     def retain(self, residual, compensated, state):
         return state._replace(residual=residual)
 
-    def init_dense(self, n):
-        return jnp.zeros(n)
-
-    def follow(self, mean, state):
-        return (mean + state) / 2, mean
-
 
 class Patience(NamedTuple):
     """How many steps in a row the gain was good."""

@@ -34,7 +34,8 @@ def tables(compress=True, exchange=None, replicas=N):
 @jax.jit
 def report(before, rung, gains, is_bad=False, apart=0.0):
     info = _info.after(before, tables(), rung, gains, True)
-    return _info.count_faults(info, jnp.asarray(is_bad), jnp.asarray(apart))
+    is_bad = jnp.asarray(is_bad)
+    return _info.count_faults(info, is_bad, is_bad, jnp.asarray(apart))
 
 
 def reports(*rungs, gains=(1.0, 0.5, 0.25)):

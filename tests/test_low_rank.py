@@ -158,8 +158,7 @@ def test_over_a_run_sent_plus_kept_is_what_came():
     draw = lambda x: rng.standard_normal((steps, N, *x.shape)).astype(np.float32)
     gradients = jax.tree.map(draw, PARAMS)
     updates, states = _harness.trajectory(tx, PARAMS, "shard_map")(gradients)
-    (memory,) = states.local.memory
-    kept = memory.residual[-1].mean(0)
+    kept = states.local.memory[0].residual[-1].mean(0)
     flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
     sent = flat(jax.tree.map(lambda x: x.astype(np.float64).sum(0), updates))
     came = flat(jax.tree.map(lambda x: x.astype(np.float64).sum(0).mean(0), gradients))

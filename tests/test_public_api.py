@@ -10,17 +10,17 @@ import gravac_jax as gravac
 
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
-    Accordion Adam AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
+    Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
     Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
-    RandomK RedSync Residual SampledTopK Scheduled SharedRandomK StepClock Threshold
-    TopK WireCost
+    RandomK RedSync Residual SampledTopK Scheduled SharedRandomK
+    StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "
 FUNCTIONS = """
     adamw by_rank checksum data_parallel dgc exponential flush geometric guard init
-    local_params low_after_drops matrices place resync simulate state_specs transform
-    value_and_grad warm_up
+    local_params low_after_drops matrices place resync simulate state_specs 
+    transform value_and_grad warm_up
 """
 CLASSES = sorted((RECORDS + BASES + COMPONENTS).split())
 PUBLIC = sorted(CLASSES + FUNCTIONS.split())

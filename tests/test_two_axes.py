@@ -3,6 +3,7 @@
 import re
 
 import _examples
+import _harness
 import _laws
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ def compensated_and_kept(states):
     kept = np.zeros((SLOW, FAST, N // FAST), np.float32)
     for i, state in enumerate(states):
         compensated = kept + GRADIENTS["w"][i].mean(1).reshape(kept.shape)
-        kept = np.asarray(optax.tree.get(state, "residual")).reshape(kept.shape)
+        kept = np.asarray(_harness.residual(state)).reshape(kept.shape)
         yield compensated, kept
 
 
@@ -165,7 +166,7 @@ def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
     for i, delta in enumerate(deltas):
         for name, x in GRADIENTS.items():
             np.testing.assert_array_equal(delta[name], x[i].mean((0, 1)))
-    assert not np.any(optax.tree.get(states[-1], "residual"))
+    assert not np.any(_harness.residual(states[-1]))
 
 
 @on_every_checked_mesh
@@ -261,7 +262,7 @@ def test_a_flush_takes_slices_to_the_mean_of_own_params(check_vma):
     np.testing.assert_allclose(own_mean["w"], flushed["w"], rtol=1e-6, atol=1e-4)
     mean = -0.5 * GRADIENTS["w"][0].mean((0, 1))
     np.testing.assert_allclose(flushed["w"], mean, rtol=1e-6, atol=1e-4)
-    assert not np.any(optax.tree.get(after, "residual"))
+    assert not np.any(_harness.residual(after))
 
 
 def test_all_devices_take_one_rung():
@@ -294,7 +295,7 @@ def test_fastest_learns_the_same_from_slices_and_from_whole_params():
 )
 def test_a_device_holds_the_residual_of_what_it_compresses(specs, compress, size):
     *_, state = begin(transform(**compress), specs)
-    residual = optax.tree.get(state, "residual")
+    residual = _harness.residual(state)
     assert {x.data.size for x in residual.addressable_shards} == {size}
 
 
@@ -341,6 +342,8 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
             (f"f32[{ROWS // FAST},{COLUMNS}]", "reduce-scatter", "{0,1,2,3},{4,5,6,7}"),
             (f"f32[{evidence}]", "all-reduce", "{0,1,2,3,4,5,6,7}"),
             (f"f32[{energies}]", "all-reduce", "{0,1,2,3},{4,5,6,7}"),
+            # Each replica's own mean of the leaf that goes dense.
+            (f"f32[{COLUMNS}]", "all-reduce", "{0,1,2,3},{4,5,6,7}"),
         ]
     )
 
@@ -371,7 +374,8 @@ def test_a_state_that_is_not_placed_is_refused(check_vma):
 def test_slices_of_several_buckets_have_a_state_for_each(monkeypatch):
     monkeypatch.setattr(entries, "MAX_ENTRIES", N // FAST // 2)
     *_, state = begin(transform(sharded=IS_MATRIX), SPECS)
-    shapes = [x.residual.shape for x in state.local.memory]
+    *shapes, dense = [x.residual.shape for x in state.local.memory]
+    assert dense == (SLOW * FAST, COLUMNS)
     assert shapes == [(SLOW * FAST, N // FAST // 2)] * 2
 
 

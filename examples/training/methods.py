@@ -48,7 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 MOMENTUM = {"memory": gravac.Momentum(0.9, nesterov=True), "clip": CLIP}
 MASKED = MOMENTUM | {"memory": gravac.Momentum(0.9, nesterov=True, masking=True)}
-ADAM = {"memory": gravac.Adam(), "clip": CLIP}
+ADAM = {"memory": gravac.Steps(optax.scale_by_adam()), "clip": CLIP}
 FAMILIES: dict[str, dict[str, Any]] = {
     "fixed": {},
     "topk": {"compressor": gravac.TopK()},
@@ -133,7 +133,7 @@ def after(
       optimizer: The optimizer, but for its learning rate.
       clip: The largest global norm of the averaged gradient; None for no clip.
     """
-    if isinstance(chosen.get("memory"), gravac.Momentum | gravac.Adam):
+    if isinstance(chosen.get("memory"), gravac.Momentum | gravac.Steps):
         return ()
     if clip is None or "clip" in chosen:
         return (optimizer,)

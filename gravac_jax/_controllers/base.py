@@ -87,6 +87,11 @@ class Controller(abc.ABC):
     ladder: tuple[float, ...]
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether it never leaves its first rung, so that steps need no branches."""
+        return False
+
+    @property
     def samples_gradient(self) -> bool:
         """Whether it needs `Evidence.gradient_energies`, which cost a sample."""
         return False

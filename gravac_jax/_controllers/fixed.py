@@ -36,6 +36,11 @@ class Fixed(DerivedLadder):
         """The one factor."""
         return (self.factor,)
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it never leaves its first rung: yes."""
+        return True
+
     def init(self) -> tuple[jax.Array, Any]:
         """Return the only rung, and no state."""
         return jnp.zeros((), jnp.int32), ()

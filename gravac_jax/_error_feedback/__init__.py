@@ -4,10 +4,10 @@ A new memory is a file here, a line in `MEMORIES`, a name in the package's front
 and an oracle in the tests.
 """
 
-from gravac_jax._error_feedback.adam import Adam
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._error_feedback.momentum import Momentum
 from gravac_jax._error_feedback.none import NoMemory
 from gravac_jax._error_feedback.residual import Residual
+from gravac_jax._error_feedback.steps import Steps
 
-MEMORIES: tuple[type[Memory], ...] = (Adam, Momentum, NoMemory, Residual)
+MEMORIES: tuple[type[Memory], ...] = (Momentum, NoMemory, Residual, Steps)

@@ -83,20 +83,3 @@ class Memory(abc.ABC):
         Returns:
           The new state.
         """
-
-    def init_dense(self, n: int) -> Any:
-        """Return the state for `n` entries that go dense, the same on all replicas."""
-        del n
-        return ()
-
-    def follow(self, mean: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """Treat entries that go dense as `compensate` treats the others.
-
-        Args:
-          mean: `[n]` float32, the mean of their gradients over replicas.
-          state: from `init_dense` or the last step.
-
-        Returns:
-          `[n]` float32, by default the mean itself, and the new state.
-        """
-        return mean, state

@@ -22,16 +22,6 @@ class MomentumState(NamedTuple):
     residual: jax.Array
 
 
-class DenseMomentumState(NamedTuple):
-    """The state of `Momentum` for leaves that go dense.
-
-    Attributes:
-      dense_velocity: `[m]` float32, the momentum of their mean gradients.
-    """
-
-    dense_velocity: jax.Array
-
-
 def masked(
     velocity: jax.Array, residual: jax.Array, compensated: jax.Array
 ) -> jax.Array:
@@ -75,7 +65,7 @@ class Momentum(ErrorFeedback):
       `optax.trace(m, nesterov)` after `jax.lax.pmean`.
 
     Cost:
-      8 bytes of state per compressed parameter and replica, 4 per other parameter.
+      8 bytes of state per parameter and replica.
 
     Args:
       decay: m, the share of the velocity that is kept.
@@ -121,21 +111,15 @@ class Momentum(ErrorFeedback):
         """Return no velocity and an empty residual."""
         return MomentumState(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.float32))
 
-    def _accelerate(
-        self, gradient: jax.Array, velocity: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return what a gradient adds, and the new velocity."""
-        if self.nesterov:
-            velocity = self.decay * (velocity + gradient)
-            return velocity + gradient, velocity
-        velocity = self.decay * velocity + gradient
-        return velocity, velocity
-
     def compensate(
         self, gradient: jax.Array, state: MomentumState
     ) -> tuple[jax.Array, MomentumState]:
         """Return the residual plus the gradient with its momentum."""
-        added, velocity = self._accelerate(gradient, state.velocity)
+        if self.nesterov:
+            velocity = self.decay * (state.velocity + gradient)
+            added = velocity + gradient
+        else:
+            velocity = added = self.decay * state.velocity + gradient
         return state.residual + added, state._replace(velocity=velocity)
 
     def retain(
@@ -146,14 +130,3 @@ class Momentum(ErrorFeedback):
         if self.masking:
             velocity = masked(velocity, residual, compensated)
         return MomentumState(velocity, residual)
-
-    def init_dense(self, n: int) -> DenseMomentumState:
-        """Return no velocity."""
-        return DenseMomentumState(jnp.zeros(n, jnp.float32))
-
-    def follow(
-        self, mean: jax.Array, state: DenseMomentumState
-    ) -> tuple[jax.Array, DenseMomentumState]:
-        """Apply the same momentum to the mean."""
-        added, velocity = self._accelerate(mean, state.dense_velocity)
-        return added, DenseMomentumState(velocity)

@@ -45,7 +45,7 @@ class Residual(ErrorFeedback):
       exactly for integers and otherwise within 2**-23 of the sum of |compensated|.
 
     Cost:
-      4 bytes of state per compressed parameter and replica.
+      4 bytes of state per parameter and replica.
 
     Example:
       >>> import jax.numpy as jnp

@@ -75,7 +75,7 @@ class Checkpointer:
       ...     state = begin(4)
       ...     saved = checkpointer.save(1, state, params)
       ...     step, (_, opt_state), _ = checkpointer.restore(begin(2), params)
-      >>> saved, step, optax.tree.get(opt_state, "residual").shape
+      >>> saved, step, opt_state[0].local.memory[0].residual.shape
       (True, 1, (2, 65536))
     """
 

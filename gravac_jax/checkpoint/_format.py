@@ -1,14 +1,15 @@
-"""The format of checkpoints, version 1: training state as named arrays.
+"""The format of checkpoints, version 2: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
-    version                        1
+    version                        2
     replicas                       N
     steps, rung, controller/...    the fields that are the same on all replicas
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
-    memory/fed_steps               `[N, ...]`, what the memory keeps beside vectors
+    memory/optimizer/count         `[N, ...]`, what the memory keeps beside vectors
+    told/bad                       `[N]`, with a delay
     exchange/0/threshold           `[N, ...]`, the state of the exchange of bucket 0
 """
 
@@ -23,7 +24,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 1
+VERSION = 2
 
 
 def to_named(tree: Any, params: Any) -> Named:

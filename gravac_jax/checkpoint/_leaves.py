@@ -67,9 +67,15 @@ class Layout:
         """On each device, cut the entries of all `arrays`, in a row, into shapes."""
 
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
-            like = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
-            _, unravel = ravel_pytree(like)
-            return jax.vmap(lambda rows: unravel(ravel_pytree(rows)[0]))(arrays)
+            like, unravel = ravel_pytree([jnp.zeros(shape) for shape in shapes])
+
+            def regroup(rows: list[jax.Array]) -> list[jax.Array]:
+                flat, _ = ravel_pytree(rows)
+                # The vectors may end with an entry that belongs to no leaf, a zero.
+                padded = jnp.pad(flat, (0, max(0, like.size - flat.size)))
+                return unravel(padded[: like.size])
+
+            return jax.vmap(regroup)(arrays)
 
         specs = {"in_specs": (in_specs,), "out_specs": out_specs}
         return jax.shard_map(body, mesh=self.mesh, check_vma=False, **specs)(arrays)

@@ -15,7 +15,7 @@ from gravac_jax._state import TransformState, is_transform_state
 from gravac_jax.checkpoint import _format, _paths, _replicas
 from gravac_jax.checkpoint._paths import Named, Path
 
-_PER_REPLICA = ("memory", "exchange")
+_PER_REPLICA = ("told", "memory", "exchange")
 
 # The fields that mean something on one ladder and to one controller only.
 _DECISIONS = ("ladder", "rung", "past_rungs", "controller")
@@ -109,8 +109,9 @@ def fill(loaded: Named, tree: Any, params: Any) -> Any:
             if name[0] in _DECISIONS and is_new_ladder:
                 del named[path]
             elif name[0] in _PER_REPLICA:
-                # Only in a memory does a mean of replicas mean something.
-                named[path] = _replicas.redistribute(x, here[path], name[0] == "memory")
+                # In the state of an exchange a mean of replicas means nothing.
+                is_averaged = name[0] != "exchange"
+                named[path] = _replicas.redistribute(x, here[path], is_averaged)
     return _format.from_named(named, tree, params)
 
 
