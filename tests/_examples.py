@@ -50,6 +50,10 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.DenseMean: [{}, {"values": "bfloat16"}],
     gravac.LowRank: [{}, {"values": "bfloat16"}],
     gravac.Quantized: [{"row_entries": 32}],
+    gravac.QuantizedAllReduce: [
+        {"row_entries": 32},
+        {"row_entries": 32, "mean_bits": 4},
+    ],
     gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
     gravac.Momentum: [

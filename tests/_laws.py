@@ -233,7 +233,12 @@ def rounds_the_mean(exchange: Any) -> bool:
 
 def is_ordered(exchange: Any) -> bool:
     """Return whether it matters to an exchange which replica is which."""
-    return isinstance(exchange, gravac.LeaderIndices)
+    return isinstance(exchange, gravac.LeaderIndices | gravac.QuantizedAllReduce)
+
+
+def keeps_for_others(exchange: Any) -> bool:
+    """Return whether a residual has what the rounding of the mean has dropped."""
+    return isinstance(exchange, gravac.QuantizedAllReduce)
 
 
 def assert_near(exchange: Any, received: Any, expected: Any, scale: Any = 1) -> None:
@@ -287,7 +292,8 @@ def knows_what_it_sent(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
         assert received.energies.shape == (len(buckets), len(ladder))
         whole = np.square(buckets).sum(1)
         sent = np.square(buckets - received.residual).sum(1)
-        assert_near(exchange, received.energies[:, rung], sent, whole)
+        if not keeps_for_others(exchange):
+            assert_near(exchange, received.energies[:, rung], sent, whole)
         assert_near(exchange, received.energy, whole, whole)
 
 

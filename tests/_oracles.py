@@ -271,12 +271,36 @@ def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchang
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
 
+def quantized_all_reduce(
+    exchange: Any, buckets: np.ndarray, factor: float
+) -> Exchanged:
+    """Return the mean of all entries in few bits, rounded again by its owners."""
+    replicas, n = buckets.shape
+    length = exchange.row_entries
+    bits = max((b for b in DISTANCES if b * factor <= 32), default=1)
+    mean_bits = exchange.mean_bits or bits
+    part = -(-n // length // replicas) * length  # entries that a replica owns
+    row_bytes = (bits + mean_bits) * length // 8 + 8
+    wire_bytes = (replicas - 1) * part // length * row_bytes
+    if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
+        return dense_mean(None, buckets, factor)
+    exact = buckets.astype(np.float64)
+    sent = np.stack([rounded_rows(x, bits, length) for x in exact])
+    mean = rounded_rows(sent.mean(0), mean_bits, length)
+    residuals = exact - sent
+    for owner in range(replicas):
+        own = slice(owner * part, (owner + 1) * part)
+        residuals[owner, own] += replicas * (sent.mean(0) - mean)[own]
+    return Exchanged(mean, residuals, (sent**2).sum(1))
+
+
 EXCHANGES = {
     gravac.DenseMean: dense_mean,
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
     gravac.LowRank: low_rank_mean,
     gravac.Quantized: quantized_mean,
+    gravac.QuantizedAllReduce: quantized_all_reduce,
     gravac.SharedRandomK: random_mean,
 }
 

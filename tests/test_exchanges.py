@@ -126,6 +126,7 @@ PARTS = {
     gravac.LeaderIndices: SELECTING,
     gravac.LowRank: {"values": ["float32", "bfloat16"]},
     gravac.Quantized: {"row_entries": [32, 64]},
+    gravac.QuantizedAllReduce: {"row_entries": [32], "mean_bits": [None, 4]},
     gravac.SharedRandomK: {},
     gravac.DenseMean: {"values": ["float32", "bfloat16"]},
 }

@@ -12,7 +12,7 @@ import gravac_jax as gravac
 COMPONENTS = """
     Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
     Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
-    RandomK RedSync Residual SampledTopK Scheduled SharedRandomK
+    QuantizedAllReduce RandomK RedSync Residual SampledTopK Scheduled SharedRandomK
     StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "

@@ -12,6 +12,7 @@ from gravac_jax._exchanges.leader import LeaderIndices
 from gravac_jax._exchanges.low_rank import LowRank
 from gravac_jax._exchanges.low_rank import by_rank as by_rank
 from gravac_jax._exchanges.quantized import Quantized
+from gravac_jax._exchanges.quantized_all_reduce import QuantizedAllReduce
 from gravac_jax._exchanges.random_k import SharedRandomK
 
 EXCHANGES: tuple[type[Exchange], ...] = (
@@ -20,5 +21,6 @@ EXCHANGES: tuple[type[Exchange], ...] = (
     LeaderIndices,
     LowRank,
     Quantized,
+    QuantizedAllReduce,
     SharedRandomK,
 )

@@ -318,11 +318,11 @@ class GatheringExchange(Exchange):
 
     def told_dense(
         self, bucket: jax.Array, local: Any, mean: jax.Array, comm: Comm
-    ) -> jax.Array:
+    ) -> Any:
         """Average the energies; XLA merges this with the mean of the bucket."""
         return comm.mean(self.own_energies(local))
 
-    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> jax.Array:
+    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> Any:
         """Return energies of zero."""
         return comm.zeros(self.own_energies(local))
 

@@ -15,7 +15,9 @@ from gravac_jax._exchanges.uniform_quantizer import WIDTHS, WORD_BITS, Coded
 from gravac_jax._selection.rungs import Rungs
 
 
-class _Local(NamedTuple):
+class Local(NamedTuple):
+    """What a replica makes of its own bucket."""
+
     coded: Coded  # in the bits of the rung that is taken
     kept: jax.Array  # [n], what rounding to these bits drops
     own: jax.Array  # [rungs + 1], energies that rungs would send; the bucket's
@@ -124,7 +126,7 @@ class Quantized(GatheringExchange):
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
-    ) -> _Local:
+    ) -> Local:
         """Round every entry to the bits of the rung that is taken."""
         n, plane_words = bucket.size, self._plane_words(bucket.size)
         bits = jnp.maximum(rungs.sparse_count // plane_words, 1)
@@ -141,15 +143,15 @@ class Quantized(GatheringExchange):
             )
             energies = jnp.where(rungs.is_taken, energies, looked)
         kept = bucket - sent.reshape(-1)[:n]
-        return _Local(coded, kept, jnp.append(energies, energy))
+        return Local(coded, kept, jnp.append(energies, energy))
 
-    def own_energies(self, local: _Local) -> jax.Array:
+    def own_energies(self, local: Local) -> jax.Array:
         """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
         return local.own
 
     def send(
-        self, bucket: jax.Array, local: _Local, k: int, comm: Comm
-    ) -> tuple[jax.Array, jax.Array]:
+        self, bucket: jax.Array, local: Local, k: int, comm: Comm
+    ) -> tuple[jax.Array, Any]:
         """Gather all words and scales; the energies travel with them."""
         bits = k // self._plane_words(bucket.size)
         words = uniform_quantizer.pack(local.coded.codes, bits)
@@ -171,7 +173,7 @@ class Quantized(GatheringExchange):
         self,
         bucket: jax.Array,
         state: Any,
-        local: _Local,
+        local: Local,
         told: jax.Array,
         rungs: Rungs,
     ) -> tuple[Kept, Any]:
