@@ -68,6 +68,7 @@ from gravac_jax._selection.compressor import Choice as Choice
 from gravac_jax._selection.compressor import Wanted as Wanted
 from gravac_jax._selection.rungs import Rungs as Rungs
 from gravac_jax._step_clock import StepClock as StepClock
+from gravac_jax._train_step import train_step as train_step
 from gravac_jax._transform import transform as transform
 
 __version__ = "0.1.0"

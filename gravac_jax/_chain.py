@@ -10,6 +10,7 @@ import jax
 import optax
 
 from gravac_jax._error_feedback.momentum import MomentumState
+from gravac_jax._error_feedback.steps import StepsState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
 
 # Their steps are not linear in the updates.
@@ -48,6 +49,12 @@ def the_transform(state: Any, caller: str) -> TransformState:
             f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
         )
     return found[0]
+
+
+def holds_steps(state: Any) -> bool:
+    """Return whether replicas hold back steps that they should go on from."""
+    local = the_transform(state, "gravac.train_step").local
+    return bool(local.told) or bool(_instances(local.memory, StepsState))
 
 
 def check_linear(state: Any) -> None:

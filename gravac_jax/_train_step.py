@@ -1,0 +1,154 @@
+"""A whole train step in one call: everything that a loop should not forget."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from gravac_jax import (
+    _chain,
+    _collectives,
+    _consistency,
+    _gradients,
+    _parallel,
+    _placement,
+    _residuals,
+)
+from gravac_jax._collectives import AxisName
+from gravac_jax._step_clock import StepClock
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh | int,
+    axis_name: Any = "data",
+    dense_axis_name: AxisName = None,
+    *,
+    has_aux: bool = False,
+    micro_batches: int = 1,
+    own_params: bool | None = None,
+) -> "TrainStep":
+    """Return the train step of a loss and an optimizer, compiled for all replicas.
+
+    It puts together what is public: the gradient of each replica
+    (`gravac.value_and_grad`), taken at the replica's own params where that is right
+    (`gravac.local_params`), the exchange and the update, which leaves everything as it
+    is if a gradient is not finite (`gravac.guard`), the times of the steps
+    (`gravac.StepClock`), and the mesh (`gravac.data_parallel`). A loop that needs more,
+    such as batch statistics, has these parts.
+
+    Args:
+      loss_fn: `(params, batch) -> loss`, a mean over the batch of one replica.
+      tx: the optimizer, with exactly one `gravac.transform` in it, such as
+        `gravac.adamw(1e-3)`.
+      mesh: the mesh; or a number of replicas, to simulate them on one device without
+        times.
+      axis_name: the axis, or axes, of the transform.
+      dense_axis_name: the transform's fast axis, if it has one. Params that are sharded
+        over it are placed by the caller.
+      has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
+        as the loss is.
+      micro_batches: parts of a batch that are computed one after the other.
+      own_params: whether a replica takes its gradient at its own params. By default it
+        does if the memory holds steps (`gravac.Steps`), or with a delay.
+
+    Returns:
+      A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
+      `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
+      `flush(params, opt_state)` delivers what replicas hold back.
+
+    Raises:
+      TypeError: if `mesh` is neither a mesh nor a number.
+      ValueError: if the mesh does not have the axis. From `init`: as `gravac.place` and
+        `gravac.guard`. When called: as the parts; if own params are asked for and an
+        optimizer such as Adam comes after the transform.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> step = gravac.train_step(loss_fn, gravac.adamw(1e-3), mesh)
+      >>> params, opt_state = step.init({"w": jnp.ones((256, 256))})
+      >>> for batch in [jnp.ones((4, 256))]:
+      ...     params, opt_state, loss = step(params, opt_state, batch)
+      >>> float(loss)
+      65536.0
+    """
+    tx = _consistency.guard(tx)
+    axes = _collectives.join(axis_name, dense_axis_name)
+    loss_and_grad = _gradients.value_and_grad(
+        loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
+    )
+
+    def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+        is_own = _chain.holds_steps(opt_state) if own_params is None else own_params
+        where = params
+        if is_own:
+            where = _residuals.local_params(tx, params, opt_state)
+        value, grads = loss_and_grad(where, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, *(value if has_aux else (value,))
+
+    def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
+        del batch
+        return _residuals.flush(tx, params, opt_state)
+
+    if isinstance(mesh, jax.sharding.Mesh):
+        run = lambda body: _parallel.data_parallel(
+            body, mesh, axis_name, dense_axis_name
+        )
+        replicas = _placement.count_replicas(mesh, axes)
+    else:
+        run, replicas = lambda body: _parallel.simulate(body, mesh, axis_name), mesh
+
+    def init(params: Any) -> tuple[Any, Any]:
+        if dense_axis_name is None:
+            return _placement.place((params, tx.init(params)), mesh, axis_name)
+        return params, _placement.init(tx, params, mesh, axis_name, dense_axis_name)
+
+    is_timed = isinstance(mesh, jax.sharding.Mesh)
+    return TrainStep(init, run(on_one_replica), run(deliver), replicas, is_timed)
+
+
+class TrainStep:
+    """A compiled train step; see `gravac.train_step`, which makes it.
+
+    It measures its own steps. After going back to an earlier state, make a new one.
+    """
+
+    def __init__(
+        self,
+        init: Callable[[Any], tuple[Any, Any]],
+        step: Callable[..., Any],
+        deliver: Callable[..., Any],
+        replicas: int,
+        is_timed: bool,
+    ):
+        self.init = init
+        self._step, self._deliver = step, deliver
+        self._replicas, self._is_timed = replicas, is_timed
+        self._clock: StepClock | None = None
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        """Take a step; `params` and `opt_state` are donated."""
+        if not self._is_timed:
+            return self._step(params, opt_state, batch)
+        if self._clock is None:
+            state = _chain.the_transform(opt_state, "gravac.train_step")
+            self._clock = StepClock(int(state.steps))
+        params, opt_state, *metrics = self._step(
+            params, opt_state, batch, **self._clock.times()
+        )
+        self._clock.record(metrics)
+        return params, opt_state, *metrics
+
+    def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        """Deliver what all replicas hold back; see `gravac.flush`."""
+        nothing = np.zeros(self._replicas, np.float32)
+        params, opt_state = self._deliver(params, opt_state, nothing)
+        return params, opt_state

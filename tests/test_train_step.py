@@ -1,0 +1,136 @@
+"""The train step in one call is the parts that it is made of."""
+
+import _harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, Scripted, assert_same, make_mesh
+
+import gravac_jax as gravac
+
+RNG = np.random.default_rng(0)
+TARGET = RNG.standard_normal((16, 8)).astype(np.float32)
+BATCHES = RNG.standard_normal((12, 4 * N, 16)).astype(np.float32)
+PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+ONE_BIT = {
+    "exchange": gravac.Quantized(32),
+    "controller": gravac.Fixed(32),
+    "compress": COMPRESS,
+}
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None] - x @ TARGET) ** 2)
+
+
+RECIPES = {
+    "default": optax.chain(
+        gravac.transform(compress=COMPRESS), optax.sgd(0.1, momentum=0.9)
+    ),
+    "adamw": gravac.adamw(0.05, **ONE_BIT),
+    "delayed": gravac.adamw(0.05, delay=1, **ONE_BIT),
+}
+LOOKS_AHEAD = {"default": False, "adamw": True, "delayed": True}
+
+
+def trained(step, state, batches=BATCHES):
+    losses = []
+    for batch in batches:
+        *state, loss = step(*state, batch)
+        losses.append(float(loss))
+    return jax.device_get(state), losses
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_is_its_parts(name):
+    tx = gravac.guard(RECIPES[name])
+
+    def by_hand(params, opt_state, batch):
+        where = params
+        if LOOKS_AHEAD[name]:
+            where = gravac.local_params(tx, params, opt_state)
+        loss, grads = gravac.value_and_grad(loss_fn)(where, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    mesh = make_mesh()
+    state = gravac.place((PARAMS, tx.init(PARAMS)), mesh)
+    (params, _), losses = trained(gravac.data_parallel(by_hand, mesh), state)
+    step = gravac.train_step(loss_fn, RECIPES[name], mesh)
+    (received, _), others = trained(step, step.init(PARAMS))
+    # Times make no difference here: they decide among factors by and by.
+    assert losses[-1] < 0.7 * losses[0]
+    if name != "default":
+        assert_same(received, params)
+        assert others == losses
+
+
+def test_simulated_replicas_train_alike():
+    tx = RECIPES["delayed"]
+    found = []
+    for mesh in (make_mesh(), N):
+        step = gravac.train_step(loss_fn, tx, mesh)
+        found.append(trained(step, step.init(PARAMS))[1])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_its_times_reach_the_controller():
+    tx = gravac.transform(compress=True, controller=Scripted((1.0, 4.0)))
+    step = gravac.train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), make_mesh())
+    state, heard = step.init(PARAMS), []
+    for batch in [*BATCHES, *BATCHES]:
+        *state, _ = step(*state, batch)
+        heard.append(np.asarray(state[1][0].controller.measured_seconds))
+    assert np.isfinite(heard).any()
+    assert np.nanmin(heard) > 0
+
+
+def test_a_flush_leaves_nothing_behind():
+    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh())
+    (params, opt_state), _ = trained(step, step.init(PARAMS))
+    assert _harness.residual(opt_state).any()
+    again = gravac.place((params, opt_state), make_mesh())
+    flushed, opt_state = step.flush(*again)
+    assert not np.any(_harness.residual(opt_state))
+    assert not np.array_equal(flushed["w"], params["w"])
+
+
+def test_what_the_loss_returns_beside_is_averaged():
+    def with_aux(params, x):
+        return loss_fn(params, x), {"rows": jnp.float32(len(x))}
+
+    tx = RECIPES["adamw"]
+    step = gravac.train_step(with_aux, tx, make_mesh(), has_aux=True)
+    *_, loss, aux = step(*step.init(PARAMS), BATCHES[0])
+    assert float(aux["rows"]) == 4
+    assert float(loss) > 0
+
+
+def test_a_bad_gradient_changes_no_params():
+    step = gravac.train_step(loss_fn, RECIPES["adamw"], make_mesh())
+    bad = BATCHES[0].copy()
+    bad[5] = np.nan
+    (params, opt_state), _ = trained(step, step.init(PARAMS), [bad])
+    assert_same(params, PARAMS)
+    assert int(optax.tree.get(opt_state, "skipped_steps")) == 1
+
+
+def test_adam_after_the_exchange_is_refused_if_own_params_are_asked_for():
+    exchange = gravac.transform(delay=1, **ONE_BIT)
+    tx = optax.chain(exchange, optax.adam(0.1))
+    step = gravac.train_step(loss_fn, tx, make_mesh())
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
+        step(*state, BATCHES[0])
+    step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=False)
+    with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
+        step(*step.init(PARAMS), BATCHES[0])
+
+
+def test_a_chain_without_a_transform_is_refused():
+    step = gravac.train_step(loss_fn, optax.sgd(0.1), make_mesh())
+    with pytest.raises(ValueError, match=r"exactly one gravac\.transform"):
+        step.init(PARAMS)
