@@ -10,15 +10,20 @@ Other families differ from `fixed`, in one part each:
 - in their compressor: `topk10`, `sampled10` (Deep Gradient Compression's), `redsync10`,
   `randomk10`;
 - in their exchange: `leader10`, `random10`, `lowrank10`, `lowrankshort10` with bfloat16
-  values, and `quantized32` with one bit an entry;
+  values; `quantized32` with one bit an entry, and `allreduced32` with one bit in both
+  stages of an all-reduce, `allreducedfour32` with four in the second;
 - in their memory: `momentum10` has momentum correction and a local clip in place of an
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
-  besides, `dgc10` masking and warm-up; `adam10`, `lowrankadam10` (in bfloat16) and
-  `quantizedadam32` have Adam and a local clip.
+  besides, `dgc10` masking and warm-up.
+
+`adam` and `sgd` after the name of an exchange let each replica run that optimizer, and
+exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of the default exchange
+`adam10`. They clip before the memory.
 
 `local` before the name of a family takes gradients at each replica's own params, and
-clips before the exchange. `wide` before the name of an all-gather gives it entries of 8
-bytes, as the papers have, in place of 4.
+clips before the exchange; so does `delayed`, whose exchange is one step late. `wide`
+before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
+place of 4.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ import gravac_jax as gravac
 
 WIDE = "wide"
 LOCAL = "local"
+DELAYED = "delayed"
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
@@ -48,30 +54,45 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 MOMENTUM = {"memory": gravac.Momentum(0.9, nesterov=True), "clip": CLIP}
 MASKED = MOMENTUM | {"memory": gravac.Momentum(0.9, nesterov=True, masking=True)}
-ADAM = {"memory": gravac.Steps(optax.scale_by_adam()), "clip": CLIP}
+OPTIMIZERS = {
+    "adam": optax.scale_by_adam(),
+    "sgd": optax.trace(0.9, nesterov=True),
+}
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "leader": {"exchange": gravac.LeaderIndices()},
+    "random": {"exchange": gravac.SharedRandomK()},
+    "lowrankshort": {"exchange": SHORT_LOW_RANK},
+    "quantized": {"exchange": gravac.Quantized()},
+    "allreduced": {"exchange": gravac.QuantizedAllReduce()},
+    "allreducedfour": {"exchange": gravac.QuantizedAllReduce(mean_bits=4)},
+}
+STEPS = {
+    exchange + name: {"memory": gravac.Steps(optimizer), "clip": CLIP, **chosen}
+    for name, optimizer in OPTIMIZERS.items()
+    for exchange, chosen in {
+        "": {},
+        "lowrank": {"exchange": SHORT_LOW_RANK},
+        **EXCHANGES,
+    }.items()
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "fixed": {},
     "topk": {"compressor": gravac.TopK()},
     "sampled": {"compressor": gravac.SampledTopK()},
     "redsync": {"compressor": gravac.RedSync()},
     "randomk": {"compressor": gravac.RandomK()},
-    "leader": {"exchange": gravac.LeaderIndices()},
-    "random": {"exchange": gravac.SharedRandomK()},
     "lowrank": {"exchange": gravac.LowRank()},
-    "lowrankshort": {"exchange": SHORT_LOW_RANK},
-    "quantized": {"exchange": gravac.Quantized()},
+    **EXCHANGES,
     "momentum": MOMENTUM,
     "literal": MASKED,
     "dgc": MASKED,
-    "adam": ADAM,
-    "lowrankadam": ADAM | {"exchange": SHORT_LOW_RANK},
-    "quantizedadam": ADAM | {"exchange": gravac.Quantized()},
+    **STEPS,
 }
 
 
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
-    return name.removeprefix(WIDE).startswith(LOCAL)
+    return name.removeprefix(WIDE).startswith((LOCAL, DELAYED))
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
@@ -89,6 +110,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
         return METHODS[name]
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
+    if name.startswith(DELAYED):
+        return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name.removeprefix(LOCAL))
     if not match or match[1] not in FAMILIES:
         families = [f"{x}<factor>" for x in FAMILIES]

@@ -53,9 +53,12 @@ def trials(args: Args, learning_rate: float, lines: list[Line]) -> list[Trial]:
         for name in args.methods
         for x in setting.multiples
     ]
-    if not all(is_done(x, lines) for x in tuning):
+    if len(setting.multiples) == 1:
+        best, tuning = {x.method: x.learning_rate for x in tuning}, []
+    elif all(is_done(x, lines) for x in tuning):
+        best = tuned(lines)
+    else:
         return tuning
-    best = tuned(lines)
     return tuning + [
         Trial("test", name, best[name], seed, setting.steps)
         for seed in range(args.seeds)

@@ -36,7 +36,8 @@ class Setting:
       schedule: The course of the learning rate, after a warm-up of a twentieth of the
         steps.
       optimizer: What follows the exchange; momentum SGD is Nesterov's with 0.9.
-      multiples: Learning rates to try for every method, in units of the task's own.
+      multiples: Learning rates to try for every method, in units of the task's own. A
+        single one is taken without a trial.
       clip: The largest global norm of the averaged gradient.
       evaluations: Evaluations in `steps` steps, evenly spaced.
       evaluation_rows: Held-out examples, the same ones each time; whole batches of 128.
