@@ -251,6 +251,12 @@ def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
     return q * (row @ q) / (q @ q)
 
 
+def row_length(longest: int, n: int) -> int:
+    """Return how many entries share a scale: as many as divide `n`, if not too few."""
+    fitting = [x for x in range(32, longest + 1, 32) if n % x == 0 and 4 * x >= longest]
+    return max(fitting, default=longest)
+
+
 def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
     """Return a vector as its rows of this length in few bits give it back."""
     rows = [x[start : start + length] for start in range(0, x.size, length)]
@@ -260,7 +266,7 @@ def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
 def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """Return the mean of all entries in few bits, row by row in float64."""
     replicas, n = buckets.shape
-    length = exchange.row_entries
+    length = row_length(exchange.row_entries, n)
     bits = max((b for b in DISTANCES if b * factor <= 32), default=1)
     rows = -(-n // length)
     wire_bytes = (replicas - 1) * 4 * rows * (bits * length // 32 + 1)
@@ -276,7 +282,7 @@ def quantized_all_reduce(
 ) -> Exchanged:
     """Return the mean of all entries in few bits, rounded again by its owners."""
     replicas, n = buckets.shape
-    length = exchange.row_entries
+    length = row_length(exchange.row_entries, n)
     bits = max((b for b in DISTANCES if b * factor <= 32), default=1)
     mean_bits = exchange.mean_bits or bits
     part = -(-n // length // replicas) * length  # entries that a replica owns

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
@@ -45,7 +46,8 @@ class Quantized(GatheringExchange):
       which that is below 1 are dense.
 
     Args:
-      row_entries: entries that share a scale, a multiple of 32.
+      row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
+        a quarter, if a bucket then divides into whole rows.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32.
@@ -78,8 +80,17 @@ class Quantized(GatheringExchange):
         """Whether entries are either sent or kept: no, all are sent rounded."""
         return False
 
+    def _row(self, n: int) -> int:
+        """Return the entries of a row: at best as many as divide `n` without a rest.
+
+        Padding would cost passes over the bucket.
+        """
+        longest, shortest = self.row_entries, self.row_entries // 4
+        lengths = range(longest, max(shortest, WORD_BITS) - 1, -WORD_BITS)
+        return next((x for x in lengths if n % x == 0), longest)
+
     def _rows(self, n: int) -> int:
-        return -(-n // self.row_entries)
+        return -(-n // self._row(n))
 
     def bits(self, factor: float) -> int:
         """Return the bits of an entry at `factor`: as many as it allows, at least 1."""
@@ -87,7 +98,7 @@ class Quantized(GatheringExchange):
 
     def _plane_words(self, n: int) -> int:
         """Return the words that one bit of every entry takes."""
-        return self._rows(n) * self.row_entries // WORD_BITS
+        return self._rows(n) * self._row(n) // WORD_BITS
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of the packed words, or of a dense mean if that is less."""
@@ -99,11 +110,13 @@ class Quantized(GatheringExchange):
         return dense_if_cheaper(traffic, n, replicas)
 
     def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the bucket in rows, padded by zeros, and which are its entries."""
-        shape = (self._rows(bucket.size), self.row_entries)
-        padded = jnp.pad(bucket, (0, shape[0] * shape[1] - bucket.size))
-        is_entry = jnp.arange(padded.size) < bucket.size
-        return padded.reshape(shape), is_entry.reshape(shape)
+        """Return the bucket in rows, padded by zeros, and the entries of each row."""
+        n, rows, length = bucket.size, self._rows(bucket.size), self._row(bucket.size)
+        padded = jnp.pad(bucket, (0, rows * length - n)).reshape(rows, length)
+        # XLA would move the reshape into a sum, which its CPU backend then does slowly.
+        padded = jax.lax.optimization_barrier(padded)
+        entries = np.minimum(n - length * np.arange(rows), length)
+        return padded, jnp.asarray(entries, jnp.float32)
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
@@ -121,7 +134,7 @@ class Quantized(GatheringExchange):
         rows, plane_words = self._in_rows(bucket), self._plane_words(bucket.size)
         widths = {k: jnp.int32(k // plane_words) for k in counts if k < bucket.size}
         encode = uniform_quantizer.encode
-        sent = {k: encode(*rows, bits).energy for k, bits in widths.items()}
+        sent = {k: encode(*rows, bits).sent for k, bits in widths.items()}
         return jnp.stack([sent.get(k, energy) for k in counts])
 
     def prepare(
@@ -130,10 +143,12 @@ class Quantized(GatheringExchange):
         """Round every entry to the bits of the rung that is taken."""
         n, plane_words = bucket.size, self._plane_words(bucket.size)
         bits = jnp.maximum(rungs.sparse_count // plane_words, 1)
+        if len(rungs.counts) == 1:
+            bits = rungs.counts[0] // plane_words
         coded = uniform_quantizer.encode(*self._in_rows(bucket), bits)
         sent = uniform_quantizer.decode(coded.codes, coded.scales, bits)
-        energy = _arrays.energy(bucket)
-        taken = jnp.where(rungs.is_dense, energy, coded.energy)
+        energy = coded.energy
+        taken = jnp.where(rungs.is_dense, energy, coded.sent)
         energies = jnp.broadcast_to(taken, (len(rungs.counts),))
         if len(rungs.counts) > 1:
             looked = jax.lax.cond(

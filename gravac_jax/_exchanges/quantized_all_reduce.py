@@ -42,7 +42,7 @@ class QuantizedAllReduce(Quantized):
       as much.
 
     Args:
-      row_entries: entries that share a scale, a multiple of 32.
+      row_entries: as for `Quantized`.
       mean_bits: bits of an entry in the second stage; None for those of the first.
 
     Raises:
@@ -69,16 +69,16 @@ class QuantizedAllReduce(Quantized):
     def _part_rows(self, n: int, replicas: int) -> int:
         return -(-self._rows(n) // replicas)
 
-    def _row_bytes(self, bits: int) -> int:
-        return self.row_entries * bits // 8 + FLOAT32_BYTES
+    def _row_bytes(self, n: int, bits: int) -> int:
+        return self._row(n) * bits // 8 + FLOAT32_BYTES
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of both stages, or of a dense mean if that is less."""
         if factor == 1:
             return mean_traffic(n, replicas)
         bits, part = self.bits(factor), self._part_rows(n, replicas)
-        first = self._row_bytes(bits) * part
-        second = self._row_bytes(self.mean_bits or bits) * part
+        first = self._row_bytes(n, bits) * part
+        second = self._row_bytes(n, self.mean_bits or bits) * part
         traffic = Traffic(
             entries=bits * self._plane_words(n),
             payload_bytes=replicas * first + second,
@@ -91,7 +91,7 @@ class QuantizedAllReduce(Quantized):
         self, bucket: jax.Array, local: Local, k: int, comm: Comm
     ) -> tuple[jax.Array, _Told]:
         """Average this replica's part, and gather the rounded means of all parts."""
-        n, row_entries = bucket.size, self.row_entries
+        n, row_entries = bucket.size, self._row(bucket.size)
         bits, part = k // self._plane_words(n), self._part_rows(n, comm.replicas)
         mean_bits = self.mean_bits or bits
         rows = ((0, part * comm.replicas - self._rows(n)), (0, 0))
@@ -104,9 +104,11 @@ class QuantizedAllReduce(Quantized):
         sent = jax.vmap(lambda x: unpacked(x, bits))(received)
         mean = jnp.sum(sent, axis=0) / comm.replicas
         start = comm.replica() * part * row_entries
-        is_entry = (start + jnp.arange(mean.size) < n).reshape(mean.shape)
-        mean = jnp.where(is_entry, mean, 0)
-        coded = uniform_quantizer.encode(mean, is_entry, jnp.int32(mean_bits))
+        begins = start + row_entries * jnp.arange(part)
+        entries = jnp.clip(n - begins, 0, row_entries).astype(jnp.float32)
+        place = jnp.arange(row_entries, dtype=jnp.float32)[None]
+        mean = jnp.where(place < entries[:, None], mean, 0)
+        coded = uniform_quantizer.encode(mean, entries, mean_bits)
         rounded = uniform_quantizer.decode(coded.codes, coded.scales, mean_bits)
         lost = comm.replicas * (mean - rounded).reshape(-1)
 
@@ -129,7 +131,7 @@ class QuantizedAllReduce(Quantized):
         return self._nothing_lost(bucket, comm, comm.zeros(local.own))
 
     def _nothing_lost(self, bucket: jax.Array, comm: Comm, energies: Any) -> _Told:
-        entries = self._part_rows(bucket.size, comm.replicas) * self.row_entries
+        entries = self._part_rows(bucket.size, comm.replicas) * self._row(bucket.size)
         lost, start = jnp.zeros(entries, jnp.float32), jnp.zeros((), jnp.int32)
         return _Told(comm.cast(lost), comm.cast(start), energies)
 

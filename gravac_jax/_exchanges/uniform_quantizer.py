@@ -33,37 +33,61 @@ class Coded(NamedTuple):
     Attributes:
       codes: `[rows, entries]` uint8, below 2^bits.
       scales: `[rows]` float32.
-      energy: `[]` float32, the energy of what the codes stand for.
+      sent: `[]` float32, the energy of what the codes stand for.
+      energy: `[]` float32, the energy of the rows.
     """
 
     codes: jax.Array
     scales: jax.Array
+    sent: jax.Array
     energy: jax.Array
 
 
-def encode(x: jax.Array, is_entry: jax.Array, bits: jax.Array) -> Coded:
+def encode(x: jax.Array, entries: jax.Array, bits: jax.Array | int) -> Coded:
     """Return rows in `bits` bits an entry.
 
     Args:
-      x: `[rows, entries]` float32.
-      is_entry: `[rows, entries]` bool; the others are padding, and 0.
-      bits: `[]` int32, one of `WIDTHS`; the same program serves all.
+      x: `[rows, entries]` float32; 0 in padding, at the end of rows.
+      entries: `[rows]` float32, the entries of each row without padding.
+      bits: one of `WIDTHS`, static or `[]` int32; the same program serves all.
     """
-    entries = jnp.maximum(jnp.sum(is_entry, axis=1), 1).astype(jnp.float32)
-    magnitude = jnp.sum(jnp.abs(x), axis=1) / entries
+    total, energy = jnp.sum(jnp.abs(x), axis=1), _arrays.energy(x)
+    magnitude = total / jnp.maximum(entries, 1)
+    if isinstance(bits, int) and bits == 1:
+        # The general case, written out: all squares of q are 1/4.
+        is_large = 2 * magnitude >= _arrays.SMALLEST_NORMAL
+        scales = jnp.where(is_large, 2 * magnitude, 0)
+        sent = jnp.sum(scales * total / 2)
+        return Coded((x >= 0).astype(jnp.uint8), scales, sent, energy)
     widths = jnp.asarray(WIDTHS)
     distances = jnp.asarray(list(_DISTANCES.values()), jnp.float32) / _MEAN_MAGNITUDE
     distance = magnitude * jnp.sum(jnp.where(widths == bits, distances, 0))
     # XLA may flush smaller distances to zero; such a row waits in the residual.
     is_large = distance >= _arrays.SMALLEST_NORMAL
     divisor = jnp.where(is_large, distance, 1)
-    half = jnp.left_shift(1, bits - 1).astype(jnp.float32)
+    half = jnp.left_shift(jnp.int32(1), bits - 1).astype(jnp.float32)
     levels = jnp.clip(jnp.floor(x / divisor[:, None]), -half, half - 1)
     q = levels + 0.5
-    matched = jnp.sum(x * q, axis=1)
-    norms = jnp.sum(jnp.where(is_entry, jnp.square(q), 0), axis=1)
+    matched, norms = _row_sums(x * q, jnp.square(q))
+    norms = norms - 0.25 * (float(x.shape[1]) - entries)  # q is 1/2 in padding
     scales = jnp.where(is_large, matched / jnp.maximum(norms, 0.25), 0)
-    return Coded((levels + half).astype(jnp.uint8), scales, jnp.sum(scales * matched))
+    codes, sent = (levels + half).astype(jnp.uint8), jnp.sum(scales * matched)
+    return Coded(codes, scales, sent, energy)
+
+
+def _row_sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums of the rows of two arrays.
+
+    On CPUs XLA sums one array in a library that needs it in memory; sums of two at once
+    are fused with what computes them.
+    """
+    shape = (x.shape[0], -1, WORD_BITS)
+    zero = jnp.zeros((), jnp.float32)
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    parts = jax.lax.reduce(
+        (x.reshape(shape), y.reshape(shape)), (zero, zero), add, (1,)
+    )
+    return tuple(jnp.sum(part, axis=1) for part in parts)
 
 
 def decode(codes: jax.Array, scales: jax.Array, bits: jax.Array | int) -> jax.Array:
