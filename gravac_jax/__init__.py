@@ -55,6 +55,7 @@ from gravac_jax._placement import place as place
 from gravac_jax._placement import state_specs as state_specs
 from gravac_jax._recipes import adamw as adamw
 from gravac_jax._recipes import dgc as dgc
+from gravac_jax._recipes import sgd as sgd
 from gravac_jax._residuals import flush as flush
 from gravac_jax._residuals import local_params as local_params
 from gravac_jax._selection import Compressor as Compressor

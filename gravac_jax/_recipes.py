@@ -1,4 +1,4 @@
-"""Recipes: methods of papers, and AdamW, in one line each."""
+"""Recipes: Deep Gradient Compression, AdamW and SGD, in one line each."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import STAGES, Fixed, warm_up
 from gravac_jax._error_feedback import Momentum, Steps
-from gravac_jax._exchanges import LowRank
+from gravac_jax._exchanges import QuantizedAllReduce
 from gravac_jax._selection import SampledTopK
 from gravac_jax._transform import transform
 
@@ -89,10 +89,11 @@ def adamw(
     mask: Any = None,
     **others: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return AdamW of each replica's own gradients, exchanging its steps at low rank.
+    """Return AdamW of each replica's own gradients, exchanging its steps in two bits.
 
-    It is the whole optimizer, in place of `optax.adamw`. Take gradients at each
-    replica's own params, `gravac.local_params`; otherwise most of its gain is lost::
+    It is the whole optimizer, in place of `optax.adamw`. `gravac.train_step` takes
+    gradients at each replica's own params. A loop of your own has to do so, or most of
+    the gain is lost::
 
         tx = gravac.adamw(1e-3)
         ...
@@ -103,8 +104,8 @@ def adamw(
     Weight decay is decoupled and acts on the shared params at every step.
 
     Args:
-      learning_rate: a number, or a schedule of Optax. With N replicas steps are shorter
-        than AdamW's, by up to sqrt(N): see `gravac.Steps`.
+      learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. With N
+        replicas steps are shorter than AdamW's, by up to sqrt(N): see `gravac.Steps`.
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
@@ -112,8 +113,9 @@ def adamw(
       weight_decay: decoupled weight decay, in units of the learning rate.
       mask: which leaves decay, as for `optax.adamw`; None for all.
       others: further arguments of `gravac.transform`, except its memory. They take
-        precedence over `LowRank(values="bfloat16")` at factor 12.5. A clip belongs
-        here: `clip=gravac.ClipByGlobalNorm(1.0)`.
+        precedence over `QuantizedAllReduce()` at factor 16, two bits an entry.
+        `controller=gravac.Fixed(32)` sends one bit. A clip belongs here:
+        `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
       `optax.chain(gravac.transform(memory=gravac.Steps(optax.scale_by_adam(...)), ...),
@@ -131,31 +133,84 @@ def adamw(
       The costs of `gravac.Steps` and of `gravac.local_params`.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> tx = gravac.adamw(0.5, axis_name=None, weight_decay=0.0)
-      >>> params = {"w": jnp.ones((256, 256))}
-      >>> opt_state = tx.init(params)
-      >>> own = gravac.local_params(tx, params, opt_state)
-      >>> grads = own  # the gradient of half the sum of squares
-      >>> updates, opt_state = tx.update(grads, opt_state, params)
-      >>> updates["w"].shape
-      (256, 256)
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      >>> step = gravac.train_step(loss_fn, gravac.adamw(1e-3), mesh)
+      >>> params, opt_state = step.init({"w": jnp.ones((256, 256))})
+      >>> params, opt_state, loss = step(params, opt_state, jnp.ones((4, 256)))
+      >>> float(loss)
+      65536.0
     """
     _checks.no_memory_beside(others, "gravac.adamw", "Adam")
     _checks.decay(b1, "b1")
     _checks.decay(b2, "b2")
     why = "It is added to a root mean square that may be 0."
     _checks.above_zero(eps, "eps", why)
-    components: dict[str, Any] = {
-        "memory": Steps(optax.scale_by_adam(b1, b2, eps)),
-        "exchange": LowRank(values="bfloat16"),
-        "controller": Fixed(12.5),
-    }
-    if others.get("compressor") is not None:
-        del components["exchange"]
+    steps = Steps(optax.scale_by_adam(b1, b2, eps))
     return optax.chain(
-        transform(axis_name, **{**components, **others}),
+        transform(axis_name, **_in_two_bits(steps, others)),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: AxisName = "data",
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    **others: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Return SGD with momentum of each replica's own gradients, in two bits.
+
+    It is the whole optimizer, in place of `optax.sgd`, and exchanges each replica's
+    momentum. Take gradients at each replica's own params, as `gravac.train_step` does;
+    a loop of your own needs `gravac.local_params`.
+
+    Args:
+      learning_rate: a number, or a schedule of Optax, as tuned for `optax.sgd`.
+      axis_name: as for `gravac.transform`.
+      momentum: decay of the momentum.
+      nesterov: whether momentum looks ahead.
+      others: further arguments of `gravac.transform`, except its memory. They take
+        precedence over `QuantizedAllReduce()` at factor 16, two bits an entry. A clip
+        belongs here, as does coupled weight decay: `weight_decay=1e-4`.
+
+    Returns:
+      `optax.chain(gravac.transform(memory=gravac.Steps(optax.trace(...)), ...),
+      optax.scale_by_learning_rate(learning_rate))`.
+
+    Raises:
+      TypeError: as `gravac.transform`, and for a `memory`.
+      ValueError: if an argument is out of its range.
+
+    Law:
+      If everything is sent it is `optax.sgd` of the mean gradient, to rounding, with
+      any number of replicas.
+
+    Cost:
+      The costs of `gravac.Steps` and of `gravac.local_params`.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> tx = gravac.sgd(0.1, momentum=0.9, nesterov=True)
+    """
+    _checks.no_memory_beside(others, "gravac.sgd", "momentum")
+    _checks.decay(momentum, "momentum")
+    _checks.flag(nesterov, "nesterov")
+    steps = Steps(optax.trace(momentum, nesterov))
+    return optax.chain(
+        transform(axis_name, **_in_two_bits(steps, others)),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _in_two_bits(memory: Steps, others: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `transform`, with `others` in place of the usual ones."""
+    usual = {"exchange": QuantizedAllReduce(), "controller": Fixed(16)}
+    if others.get("compressor") is not None:
+        del usual["exchange"]
+    return {"memory": memory, **usual, **others}

@@ -160,21 +160,33 @@ def descent(tx):
     return story
 
 
-def test_adamw_takes_a_compressor_in_place_of_low_rank():
+def test_sgd_that_sends_everything_is_that_of_optax_of_the_mean():
+    whole = {"exchange": gravac.DenseMean(), "controller": gravac.Fixed(1)}
+    tx = gravac.sgd(0.1, momentum=0.8, nesterov=True, compress=COMPRESS, **whole)
+    received, _ = _harness.trajectory(tx, PARAMS, "vmap")(GRADIENTS)
+    theirs = optax.sgd(0.1, momentum=0.8, nesterov=True)
+    update = lambda state, x: theirs.update(x, state)[::-1]
+    mean = jax.tree.map(lambda x: x.mean(1), GRADIENTS)
+    _, expected = jax.lax.scan(update, theirs.init(PARAMS), mean)
+    for x, y in zip(jax.tree.leaves(received), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=10 * _harness.SUM_ROUNDING)
+
+
+@pytest.mark.parametrize("recipe", [gravac.adamw, gravac.sgd])
+def test_two_bits_go_both_ways_unless_another_exchange_is_given(recipe):
     matrix = {"w": jnp.zeros((256, 256))}
 
     def payload_bytes(tx):
         _, state = jax.jit(tx.update)(matrix, tx.init(matrix), matrix)
         return float(optax.tree.get(state, "payload_bytes"))
 
-    fixed = {"axis_name": None, "controller": gravac.Fixed(12.5)}
     for given, exchange in (
         ({"compressor": gravac.TopK()}, gravac.AllGather(gravac.TopK())),
-        ({}, gravac.LowRank(values="bfloat16")),
+        ({"exchange": gravac.LowRank()}, gravac.LowRank()),
+        ({}, gravac.QuantizedAllReduce()),
     ):
-        plain = gravac.transform(exchange=exchange, **fixed)
-        tx = gravac.adamw(1e-3, axis_name=None, **given)
-        assert payload_bytes(tx) == payload_bytes(plain)
+        plain = gravac.transform(None, exchange=exchange, controller=gravac.Fixed(16))
+        assert payload_bytes(recipe(1e-3, None, **given)) == payload_bytes(plain)
 
 
 # What is refused. ----------------------------------------------------------------
@@ -193,6 +205,8 @@ def test_adamw_takes_a_compressor_in_place_of_low_rank():
         (lambda: gravac.transform(clip=1.0), "`clip` must be a Clip"),
         (lambda: gravac.transform(weight_decay=-1), "`weight_decay` must"),
         (lambda: gravac.adamw(1.0, momentum=0.9), "Adam for its memory"),
+        (lambda: gravac.sgd(1.0, momentum=1.5), "`momentum` must be at least 0"),
+        (lambda: gravac.sgd(1.0, memory=gravac.NoMemory()), "momentum for its memory"),
         (lambda: gravac.warm_up(-1), "`steps` must be a whole number"),
         (lambda: gravac.warm_up(10, 100), "`factors` must be several"),
         (lambda: gravac.dgc(factor="x"), "`factor` must be a number"),

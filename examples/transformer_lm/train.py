@@ -1,7 +1,7 @@
 """Train a small GPT with AdamW.
 
 By default each replica has an AdamW of its own, takes gradients at params of its own,
-and exchanges steps at low rank: `gravac.adamw`. Other methods exchange gradients, and
+and exchanges steps in two bits: `gravac.adamw`. Other methods exchange gradients, and
 AdamW comes after them. Lines marked `# gravac` are all that is particular to either.
 
     python examples/transformer_lm/train.py --data-dir TEXT --preset paper
