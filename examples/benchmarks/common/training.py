@@ -15,12 +15,21 @@ AVERAGED = 0.02  # weight of the newest params in averaged params
 
 
 def train_step(
-    tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs,
+    loss: Callable[..., Any],
+    is_local: bool = False,
 ) -> Callable[..., Any]:
-    """Return a step of one replica: `(params, opt_state, batch)` to both and a loss."""
+    """Return a step of one replica: `(params, opt_state, batch)` to both and a loss.
+
+    Args:
+      tx: The optimizer, with the exchange in it.
+      loss: The loss of params and a batch.
+      is_local: Whether a replica takes its gradient at its own params.
+    """
 
     def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
-        value, grads = gravac.value_and_grad(loss)(params, batch)
+        where = gravac.local_params(tx, params, opt_state) if is_local else params
+        value, grads = gravac.value_and_grad(loss)(where, batch)
         updates, opt_state = tx.update(grads, opt_state, params, **times)
         return optax.apply_updates(params, updates), opt_state, value
 

@@ -18,7 +18,7 @@ import optax
 from common.training import train_step
 from jax.flatten_util import ravel_pytree
 from tasks import Task
-from training.methods import arguments
+from training.methods import after, arguments, is_local
 
 import gravac_jax as gravac
 
@@ -57,6 +57,7 @@ class Method:
       alone: The same without other replicas: all local work, with the same state.
       ladder: The factors that it may use.
       value_bytes: The bytes of an entry, for a plain all-reduce; None for others.
+      chosen: The arguments of `gravac.transform`.
     """
 
     name: str
@@ -64,6 +65,14 @@ class Method:
     alone: Any = optax.identity()  # noqa: RUF009  a tuple of functions
     ladder: tuple[float, ...] = (1.0,)
     value_bytes: int | None = None
+    chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
+        """Return momentum SGD with a clip, without what the memory does before it."""
+        return optax.chain(
+            *after(self.chosen, optax.trace(0.9), 1.0),
+            optax.scale_by_learning_rate(learning_rate),
+        )
 
     @property
     def is_adaptive(self) -> bool:
@@ -98,7 +107,8 @@ def method(name: str) -> Method:
     chosen = arguments(name, beside=PLAIN)
     exchange = gravac.transform("data", **chosen)
     alone = gravac.transform(axis_name=None, **chosen)
-    return Method(name, exchange, alone, chosen["controller"].ladder)
+    ladder = chosen["controller"].ladder
+    return Method(name, exchange, alone, ladder, chosen=chosen)
 
 
 class Trainer:
@@ -145,11 +155,9 @@ class Runner:
         self, method: Method, task: Task, params: Any, mesh: jax.sharding.Mesh
     ) -> None:
         self.method = method
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0), optax.sgd(task.learning_rate, momentum=0.9)
-        )
+        optimizer = method.optimizer(task.learning_rate)
         tx = optax.chain(method.exchange, optimizer)
-        whole = train_step(tx, task.loss)
+        whole = train_step(tx, task.loss, is_local(method.name))
 
         def alone(params: Any, opt_state: Any, batch: Any, rung: jax.Array) -> Any:
             loss, grads = jax.value_and_grad(task.loss)(params, batch)
