@@ -236,18 +236,28 @@ def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchange
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
 
-# Max (1960), table I: for a Gaussian of root mean square 1.
-DISTANCES = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
-
-
 def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
-    """Return a row as `bits` bits an entry and the best scale give it back."""
-    mean = np.abs(row).mean()
-    if not mean:
+    """Return a row as codes of so many bits give it back."""
+    size = np.sqrt(np.mean(row**2))
+    if not size:
         return np.zeros_like(row)
-    top = 2 ** (bits - 1)
-    q = np.floor(row / (DISTANCES[bits] * math.sqrt(math.pi / 2) * mean))
-    q = np.minimum(np.maximum(q, -top), top - 1) + 0.5
+    sign, magnitude = np.where(row >= 0, 1, -1), np.abs(row)
+    if bits == 1:
+        return sign * magnitude.mean()
+    if bits == 2:
+        is_big = magnitude > 1.3 * size
+        levels = np.zeros_like(row)
+        for cell in (is_big, ~is_big):
+            if cell.any():
+                levels[cell] = magnitude[cell].mean()
+        return sign * levels
+    if bits == 4:
+        with np.errstate(divide="ignore"):
+            k = np.ceil(np.log2(8 * size / magnitude) - 0.5)
+        q = sign * 2.0 ** -np.minimum(np.maximum(k, 0), 7)
+    else:
+        q = np.floor(row * 127.5 / magnitude.max())
+        q = np.minimum(np.maximum(q, -128), 127) + 0.5
     return q * (row @ q) / (q @ q)
 
 
@@ -267,9 +277,9 @@ def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchang
     """Return the mean of all entries in few bits, row by row in float64."""
     replicas, n = buckets.shape
     length = row_length(exchange.row_entries, n)
-    bits = max((b for b in DISTANCES if b * factor <= 32), default=1)
+    bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
     rows = -(-n // length)
-    wire_bytes = (replicas - 1) * 4 * rows * (bits * length // 32 + 1)
+    wire_bytes = (replicas - 1) * 4 * rows * (bits * length // 32 + 2)
     if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
         return dense_mean(None, buckets, factor)
     exact = buckets.astype(np.float64)
@@ -283,10 +293,10 @@ def quantized_all_reduce(
     """Return the mean of all entries in few bits, rounded again by its owners."""
     replicas, n = buckets.shape
     length = row_length(exchange.row_entries, n)
-    bits = max((b for b in DISTANCES if b * factor <= 32), default=1)
+    bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
     mean_bits = exchange.mean_bits or bits
     part = -(-n // length // replicas) * length  # entries that a replica owns
-    row_bytes = (bits + mean_bits) * length // 8 + 8
+    row_bytes = (bits + mean_bits) * length // 8 + 16
     wire_bytes = (replicas - 1) * part // length * row_bytes
     if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
         return dense_mean(None, buckets, factor)

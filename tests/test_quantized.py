@@ -1,17 +1,15 @@
 """Quantized: levels, scales, packed words, and widths along a ladder."""
 
-import _oracles
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 from _harness import assert_same
 
 import gravac_jax as gravac
 from gravac_jax import Comm
-from gravac_jax._exchanges import uniform_quantizer
-from gravac_jax._exchanges.uniform_quantizer import WIDTHS
+from gravac_jax._exchanges import quantizer
+from gravac_jax._exchanges.quantizer import WIDTHS
 
 RNG = np.random.default_rng(0)
 LADDER = (1.0, 4.0, 8.0, 16.0, 32.0)
@@ -21,25 +19,9 @@ every_width = pytest.mark.parametrize("bits", WIDTHS)
 @every_width
 def test_words_hold_the_codes(bits):
     codes = RNG.integers(0, 2**bits, (5, 96)).astype(np.uint8)
-    words = uniform_quantizer.pack(codes, bits)
+    words = quantizer.pack(codes, bits)
     assert (words.size, words.dtype) == (codes.size * bits // 32, np.uint32)
-    assert_same(uniform_quantizer.unpack(words, bits), codes.astype(np.uint32))
-
-
-# Evenly spread over the probabilities of a Gaussian.
-GAUSSIAN = scipy.stats.norm.ppf((np.arange(2**18) + 0.5) / 2**18)
-
-
-def lost(bits, share=1.0):
-    """Return what levels lose of a Gaussian, `share` times the best distance apart."""
-    distance, top = share * _oracles.DISTANCES[bits], 2 ** (bits - 1)
-    q = np.clip(np.floor(GAUSSIAN / distance), -top, top - 1) + 0.5
-    return np.mean((GAUSSIAN - distance * q) ** 2)
-
-
-@every_width
-def test_no_other_distance_loses_less_of_a_gaussian(bits):
-    assert lost(bits) < min(lost(bits, 0.95), lost(bits, 1.05))
+    assert_same(quantizer.unpack(words, bits), codes)
 
 
 def exchanged(bucket, rung, exchange=None):
@@ -52,7 +34,7 @@ def exchanged(bucket, rung, exchange=None):
     return run(bucket, rung)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 @pytest.mark.parametrize("shape", ["gaussian", "one entry counts", "mostly zero"])
 def test_what_is_sent_is_orthogonal_to_what_is_kept(shape, scale):
     x = RNG.standard_normal(10_000)
@@ -69,12 +51,29 @@ def test_what_is_sent_is_orthogonal_to_what_is_kept(shape, scale):
         assert 0 < np.square(sent).sum() < whole
 
 
-def test_gains_of_a_gaussian_are_those_of_its_best_levels():
-    bucket = RNG.standard_normal(2**18).astype(np.float32)
-    received = exchanged(bucket, 4)
-    gains = np.asarray(received.energies / received.energy)
-    expected = [0, *(lost(bits) for bits in WIDTHS)]
-    np.testing.assert_allclose(1 - gains, expected, rtol=0.05, atol=1e-6)
+# The share of the energy that 8, 4, 2 and 1 bits keep: of a Gaussian, of Laplace's
+# distribution, and of Student's with three degrees of freedom, whose tails are heavier.
+GAINS = {
+    "norm": (0.999, 0.96, 0.86, 0.636),
+    "laplace": (0.999, 0.96, 0.79, 0.49),
+    "t3": (0.99, 0.93, 0.69, 0.35),
+}
+
+
+@pytest.mark.parametrize("tails", GAINS)
+def test_levels_suit_light_and_heavy_tails(tails):
+    draw = {"norm": RNG.standard_normal, "laplace": lambda n: RNG.laplace(size=n)}
+    bucket = draw.get(tails, lambda n: RNG.standard_t(3, n))(2**18)
+    received = exchanged(bucket.astype(np.float32), 4)
+    gains = np.asarray(received.energies / received.energy)[1:]
+    assert (gains >= GAINS[tails]).all(), gains
+
+
+def test_gains_are_those_of_each_width_in_use():
+    bucket = RNG.standard_normal(2**14).astype(np.float32)
+    seen = exchanged(bucket, 4).energies
+    taken = [exchanged(bucket, rung).energies[rung] for rung in range(len(LADDER))]
+    np.testing.assert_allclose(seen, taken, rtol=1e-5)
 
 
 def test_a_row_of_zeros_sends_zeros():

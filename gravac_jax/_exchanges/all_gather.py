@@ -99,16 +99,26 @@ class AllGather(GatheringExchange):
             )
         )
 
-    def own_energies(self, local: _Local) -> jax.Array:
+    def _own_energies(self, local: _Local) -> jax.Array:
         """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
         return jnp.append(local.selected.energies, local.selected.energy)
+
+    def told_dense(
+        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Average the energies; XLA merges this with the mean of the bucket."""
+        return comm.mean(self._own_energies(local))
+
+    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> jax.Array:
+        """Return energies of zero."""
+        return comm.zeros(self._own_energies(local))
 
     def send(
         self, bucket: jax.Array, local: _Local, k: int, comm: Comm
     ) -> tuple[jax.Array, jax.Array]:
         """Gather all payloads; the energies travel with them, in one collective."""
         selected, wire_format = local.selected, self._wire_format(bucket.size)
-        own = self.own_energies(local)
+        own = self._own_energies(local)
         payload = Payload(*(x[:k] for x in selected.payload))
         buffers = comm.gather(wire_format.encode(payload, own))
         decode = lambda buffer: wire_format.decode(buffer, k)

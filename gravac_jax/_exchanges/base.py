@@ -302,10 +302,6 @@ class Exchange(abc.ABC):
 class GatheringExchange(Exchange):
     """An exchange whose energies travel with the payloads of its all-gather."""
 
-    @abc.abstractmethod
-    def own_energies(self, local: Any) -> jax.Array:
-        """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
-
     def energies_traffic(
         self, n: int, factor: float, rungs: int, replicas: int
     ) -> Traffic:
@@ -315,16 +311,6 @@ class GatheringExchange(Exchange):
         energies_bytes = FLOAT32_BYTES * (rungs + 1)
         traffic = _collectives.all_gather_traffic(0, energies_bytes, replicas)
         return traffic._replace(messages=0)
-
-    def told_dense(
-        self, bucket: jax.Array, local: Any, mean: jax.Array, comm: Comm
-    ) -> Any:
-        """Average the energies; XLA merges this with the mean of the bucket."""
-        return comm.mean(self.own_energies(local))
-
-    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> Any:
-        """Return energies of zero."""
-        return comm.zeros(self.own_energies(local))
 
 
 def _averaged_energies(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:

@@ -10,23 +10,47 @@ import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
-from gravac_jax._exchanges import uniform_quantizer
+from gravac_jax._exchanges import quantizer
 from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
-from gravac_jax._exchanges.uniform_quantizer import WIDTHS, WORD_BITS, Coded
+from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Coded
 from gravac_jax._selection.rungs import Rungs
 
 
 class Local(NamedTuple):
-    """What a replica makes of its own bucket."""
+    """What is known before the branch of a rung.
 
-    coded: Coded  # in the bits of the rung that is taken
-    kept: jax.Array  # [n], what rounding to these bits drops
-    own: jax.Array  # [rungs + 1], energies that rungs would send; the bucket's
+    Attributes:
+      is_taken: `[rungs]` bool, a mask of the rung of this step.
+      energies: `[rungs + 1]` float32, the energy that each rung would send of this
+        replica's bucket, 0 without a look; then that of the bucket.
+    """
+
+    is_taken: jax.Array
+    energies: jax.Array
+
+    def own(self, sent: jax.Array) -> jax.Array:
+        """Return the energies with `sent` for the rung that is taken."""
+        looked = jnp.where(self.is_taken, sent, self.energies[:-1])
+        return jnp.append(looked, self.energies[-1])
+
+
+class Told(NamedTuple):
+    """What the branch of a rung found out.
+
+    Attributes:
+      kept: `[n]` float32, what rounding dropped; zeros if the rung is dense or silent.
+      own: `[rungs + 1]` float32, as `Local.energies`, with the rung that was taken.
+      energies: `[rungs + 1]` float32, their means over replicas.
+    """
+
+    kept: jax.Array
+    own: jax.Array
+    energies: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized(GatheringExchange):
-    """All-gathers all entries in 8, 4, 2 or 1 bits, with a scale for every row.
+    """All-gathers all entries in 8, 4, 2 or 1 bits, with two scales for every row.
 
     A rung of factor 4 sends 8 bits an entry in place of 32, factor 8 sends 4 bits,
     factor 16 sends 2, and factor 32 sends 1; between them, the next fewer. Nothing is
@@ -35,13 +59,13 @@ class Quantized(GatheringExchange):
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
-      the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.88, 0.99
+      the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.87, 0.96
       of a Gaussian at 1, 2 and 4 bits. Products round, so sent + kept is the bucket
       within one unit in the last place of the larger. `Traffic.entries` counts words of
       32 bits.
 
     Cost:
-      (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 4 bytes a row.
+      (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 8 bytes a row.
       A dense ring costs 2 (N - 1) / N 4 n beta: 64 / (N b) times as much. Widths for
       which that is below 1 are dense.
 
@@ -56,7 +80,7 @@ class Quantized(GatheringExchange):
       >>> import gravac_jax as gravac
       >>> exchange = gravac.Quantized()
       >>> exchange.traffic(409_600, factor=32, replicas=4)
-      Traffic(entries=12800, payload_bytes=51600, wire_bytes=154800, messages=3)
+      Traffic(entries=12800, payload_bytes=52000, wire_bytes=156000, messages=3)
 
     References:
       Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
@@ -105,7 +129,7 @@ class Quantized(GatheringExchange):
         if factor == 1:
             return _collectives.mean_traffic(n, replicas)
         words = self.bits(factor) * self._plane_words(n)
-        payload_bytes = FLOAT32_BYTES * (words + self._rows(n))
+        payload_bytes = FLOAT32_BYTES * (words + SCALES * self._rows(n))
         traffic = _collectives.all_gather_traffic(words, payload_bytes, replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
@@ -131,66 +155,71 @@ class Quantized(GatheringExchange):
         self, bucket: jax.Array, counts: Sequence[int], energy: jax.Array
     ) -> jax.Array:
         """Return the energy of `bucket` that each rung would send, `[rungs]`."""
-        rows, plane_words = self._in_rows(bucket), self._plane_words(bucket.size)
-        widths = {k: jnp.int32(k // plane_words) for k in counts if k < bucket.size}
-        encode = uniform_quantizer.encode
-        sent = {k: encode(*rows, bits).sent for k, bits in widths.items()}
+        plane_words = self._plane_words(bucket.size)
+        widths = {k: k // plane_words for k in counts if k < bucket.size}
+        coded = lambda bits: quantizer.encode(*self._in_rows(bucket), bits)
+        sent = {k: jnp.sum(coded(bits).sent) for k, bits in widths.items()}
         return jnp.stack([sent.get(k, energy) for k in counts])
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
     ) -> Local:
-        """Round every entry to the bits of the rung that is taken."""
-        n, plane_words = bucket.size, self._plane_words(bucket.size)
-        bits = jnp.maximum(rungs.sparse_count // plane_words, 1)
-        if len(rungs.counts) == 1:
-            bits = rungs.counts[0] // plane_words
-        coded = uniform_quantizer.encode(*self._in_rows(bucket), bits)
-        sent = uniform_quantizer.decode(coded.codes, coded.scales, bits)
-        energy = coded.energy
-        taken = jnp.where(rungs.is_dense, energy, coded.sent)
-        energies = jnp.broadcast_to(taken, (len(rungs.counts),))
+        """Look at the rungs that are not taken."""
+        energy = _arrays.energy(bucket)
+        looked = jnp.zeros_like(bucket, shape=(len(rungs.counts),))
         if len(rungs.counts) > 1:
-            looked = jax.lax.cond(
-                rungs.looks,
-                lambda: self._energies(bucket, rungs.counts, energy),
-                lambda: energies,
-            )
-            energies = jnp.where(rungs.is_taken, energies, looked)
-        kept = bucket - sent.reshape(-1)[:n]
-        return Local(coded, kept, jnp.append(energies, energy))
+            look = lambda: self._energies(bucket, rungs.counts, energy)
+            looked = jax.lax.cond(rungs.looks, look, lambda: looked)
+        return Local(rungs.is_taken, jnp.append(looked, energy))
 
-    def own_energies(self, local: Local) -> jax.Array:
-        """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
-        return local.own
+    def _encode(self, bucket: jax.Array, k: int) -> tuple[Coded, jax.Array]:
+        """Return the bucket in the bits of a rung, and what rounding dropped."""
+        bits = k // self._plane_words(bucket.size)
+        coded = quantizer.encode(*self._in_rows(bucket), bits)
+        sent = quantizer.decode(coded.codes, coded.scales, bits)
+        return coded, bucket - sent.reshape(-1)[: bucket.size]
 
     def send(
         self, bucket: jax.Array, local: Local, k: int, comm: Comm
     ) -> tuple[jax.Array, Any]:
         """Gather all words and scales; the energies travel with them."""
-        bits = k // self._plane_words(bucket.size)
-        words = uniform_quantizer.pack(local.coded.codes, bits)
-        figures = jnp.concatenate([local.coded.scales, local.own])
+        bits, rows = k // self._plane_words(bucket.size), self._rows(bucket.size)
+        coded, kept = self._encode(bucket, k)
+        words = quantizer.pack(coded.codes, bits)
+        own = local.own(jnp.sum(coded.sent))
+        figures = jnp.concatenate([coded.scales.reshape(-1), own])
         as_words = jax.lax.bitcast_convert_type(figures, jnp.uint32)
         gathered = comm.gather(jnp.concatenate([words.reshape(-1), as_words]))
 
         def decode(buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
             figures = jax.lax.bitcast_convert_type(buffer[k:], jnp.float32)
-            scales, energies = jnp.split(figures, [self._rows(bucket.size)])
-            codes = uniform_quantizer.unpack(buffer[:k].reshape(words.shape), bits)
-            return uniform_quantizer.decode(codes, scales, bits), energies
+            scales, energies = jnp.split(figures, [SCALES * rows])
+            codes = quantizer.unpack(buffer[:k].reshape(words.shape), bits)
+            return quantizer.decode(codes, scales.reshape(rows, SCALES), bits), energies
 
         sent, energies = jax.vmap(decode)(gathered)
         mean = jnp.sum(sent, axis=0).reshape(-1)[: bucket.size] / comm.replicas
-        return mean, jnp.mean(energies, axis=0)
+        return mean, Told(kept, own, jnp.mean(energies, axis=0))
+
+    def told_dense(
+        self, bucket: jax.Array, local: Local, mean: jax.Array, comm: Comm
+    ) -> Any:
+        """Keep nothing, and average the energies."""
+        own = local.own(local.energies[-1])
+        return Told(jnp.zeros_like(bucket), own, comm.mean(own))
+
+    def told_silent(self, bucket: jax.Array, local: Local, comm: Comm) -> Any:
+        """Send nothing, not even energies."""
+        zeros = comm.zeros(local.energies)
+        return Told(jnp.zeros_like(bucket), local.energies, zeros)
 
     def conclude(
         self,
         bucket: jax.Array,
         state: Any,
         local: Local,
-        told: jax.Array,
+        told: Told,
         rungs: Rungs,
     ) -> tuple[Kept, Any]:
         """Keep what rounding dropped."""
-        return Kept(local.kept, local.own[:-1], local.own[-1], told), state
+        return Kept(told.kept, told.own[:-1], told.own[-1], told.energies), state
