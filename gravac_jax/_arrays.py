@@ -65,12 +65,26 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     Both are `[]` float32. The unit is 1, or the largest entry if squares overflow.
     """
 
-    def scaled(_: Any) -> tuple[jax.Array, jax.Array]:
+    def scaled(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         top = largest_magnitude(parts)
         return top, jnp.sqrt(total(energy(x / top) for x in parts))
 
-    direct = jnp.sqrt(total(map(energy, parts)))
-    return only_if(jnp.isinf(direct), scaled, (jnp.ones_like(direct), direct))
+    def scaled_if_infinite(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        length = jnp.sqrt(total(map(energy, parts)))
+        unit = jnp.ones_like(length)
+        return only_if(jnp.isinf(length), lambda _: scaled(parts), (unit, length))
+
+    def chosen(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        length, (top, scaled_length) = (
+            jnp.sqrt(total(map(energy, parts))),
+            scaled(parts),
+        )
+        is_direct = jnp.isfinite(length)
+        unit = jnp.where(is_direct, 1, top)
+        return unit, jnp.where(is_direct, length, scaled_length)
+
+    # A loop saves a pass over memory; a GPU's host would have to read its condition.
+    return jax.lax.platform_dependent(parts, cpu=scaled_if_infinite, default=chosen)
 
 
 def total(parts: Iterable[jax.Array]) -> jax.Array:
