@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from common.journal import Journal, Line
 from common.report import show, table
 from rich.table import Table
@@ -110,7 +109,9 @@ class Job:
 
     def residual(self) -> np.ndarray:
         """Return what was not sent, as a copy: steps overwrite it."""
-        kept = optax.tree.get(self.state, "residual", default=self.state)
+        kept = self.state
+        if hasattr(kept, "local"):  # that of gravac.transform
+            kept = kept.local.memory[0].residual
         return np.array(kept).ravel()
 
     def shares(self, i: int) -> Line:
