@@ -163,9 +163,7 @@ class Buckets:
             jnp.concatenate(cut).reshape(spec.shape)
             for cut, spec in zip(cuts, specs, strict=True)
         ]
-        rest = _arrays.unravel(
-            _arrays.ravel(list(dense)), self._chosen(self.leaves, False)
-        )
+        rest = _arrays.unravel(dense, self._chosen(self.leaves, False))
         by_kind = {True: iter(compressed), False: iter(rest)}
         leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)
