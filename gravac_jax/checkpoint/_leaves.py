@@ -67,7 +67,8 @@ class Layout:
         """On each device, cut the entries of all `arrays`, in a row, into shapes."""
 
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
-            like, unravel = ravel_pytree([jnp.zeros(shape) for shape in shapes])
+            zeros = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
+            like, unravel = ravel_pytree(zeros)
 
             def regroup(rows: list[jax.Array]) -> list[jax.Array]:
                 flat, _ = ravel_pytree(rows)
