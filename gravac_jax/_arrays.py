@@ -75,13 +75,9 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return only_if(jnp.isinf(length), lambda _: scaled(parts), (unit, length))
 
     def chosen(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        length, (top, scaled_length) = (
-            jnp.sqrt(total(map(energy, parts))),
-            scaled(parts),
-        )
-        is_direct = jnp.isfinite(length)
-        unit = jnp.where(is_direct, 1, top)
-        return unit, jnp.where(is_direct, length, scaled_length)
+        length = jnp.sqrt(total(map(energy, parts)))
+        direct = jnp.ones_like(length), length
+        return where(jnp.isfinite(length), direct, scaled(parts))
 
     # A loop saves a pass over memory; a GPU's host would have to read its condition.
     return jax.lax.platform_dependent(parts, cpu=scaled_if_infinite, default=chosen)

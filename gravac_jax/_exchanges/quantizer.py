@@ -28,9 +28,7 @@ from gravac_jax import _arrays
 WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)
 SCALES = 2  # of a row; widths that need one leave the other at 0
-BIG = (
-    1.3  # root mean squares; with two bits, larger magnitudes have a scale of their own
-)
+BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
 TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
 
 
@@ -63,8 +61,7 @@ def encode(x: jax.Array, entries: jax.Array, bits: int) -> Coded:
 def _one_bit(x: jax.Array, entries: jax.Array) -> Coded:
     total = jnp.sum(jnp.abs(x), axis=1)
     mean = _normal(total / entries)
-    scales = jnp.stack([mean, jnp.zeros_like(mean)], axis=1)
-    return Coded((x >= 0).astype(jnp.uint8), scales, mean * total)
+    return Coded((x >= 0).astype(jnp.uint8), _alone(mean), mean * total)
 
 
 def _two_bits(x: jax.Array, entries: jax.Array) -> Coded:
@@ -90,8 +87,7 @@ def _four_bits(x: jax.Array, entries: jax.Array) -> Coded:
     norms = norms - 2.0**-14 * (float(x.shape[1]) - entries)  # k is 7 in padding
     scale = _normal(matched / norms)
     codes = 8 * (x >= 0).astype(jnp.uint8) + k.astype(jnp.uint8)
-    scales = jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
-    return Coded(codes, scales, scale * matched)
+    return Coded(codes, _alone(scale), scale * matched)
 
 
 def _eight_bits(x: jax.Array, entries: jax.Array) -> Coded:
@@ -102,8 +98,7 @@ def _eight_bits(x: jax.Array, entries: jax.Array) -> Coded:
     matched, norms = _row_sums(x * q, jnp.square(q))
     norms = norms - 0.25 * (float(x.shape[1]) - entries)  # q is 1/2 in padding
     scale = jnp.where(distance > 0, _normal(matched / norms), 0)
-    scales = jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
-    return Coded((levels + 128).astype(jnp.uint8), scales, scale * matched)
+    return Coded((levels + 128).astype(jnp.uint8), _alone(scale), scale * matched)
 
 
 def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
@@ -119,6 +114,11 @@ def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
         magnitude = first
     is_positive = codes >= 2 ** (bits - 1)
     return jnp.where(is_positive, magnitude, -magnitude)
+
+
+def _alone(scale: jax.Array) -> jax.Array:
+    """Return the one scale of each row beside a 0, `[rows, 2]`."""
+    return jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
 
 
 def _root_mean_square(x: jax.Array, entries: jax.Array) -> jax.Array:
