@@ -132,6 +132,27 @@ def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
     return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
 
 
+def kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    """Return `make()`, which CPUs compute in a kernel of its own.
+
+    XLA's CPU backend would fuse what reshapes or joins the array into the kernel that
+    computes it, and then divide indices for each entry, which takes up to ten times as
+    long. The branch of a conditional it leaves alone.
+
+    Args:
+      make: the computation.
+      like: something small, from which `make` computes.
+    """
+    shape = jax.eval_shape(make)
+
+    def nothing() -> jax.Array:
+        # A part of `like` varies over the axes over which `like` does.
+        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
+
+    branch = lambda: jax.lax.cond(is_never(like), nothing, make)
+    return jax.lax.platform_dependent(cpu=branch, default=make)
+
+
 def is_never(energies: jax.Array) -> jax.Array:
     """Return False, `[]` bool, in a form that XLA cannot simplify.
 

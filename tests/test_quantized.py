@@ -18,10 +18,27 @@ every_width = pytest.mark.parametrize("bits", WIDTHS)
 
 @every_width
 def test_words_hold_the_codes(bits):
-    codes = RNG.integers(0, 2**bits, (5, 96)).astype(np.uint8)
-    words = quantizer.pack(codes, bits)
+    x = RNG.standard_normal((5, 96)).astype(np.float32)
+    levels = quantizer.fit(x, np.full(5, 96, np.float32), bits)
+    codes = quantizer.encode(x, levels.units, bits)
+    words = quantizer.pack(x, levels, bits)
     assert (words.size, words.dtype) == (codes.size * bits // 32, np.uint32)
-    assert_same(quantizer.unpack(words, bits), codes)
+    assert_same(quantizer.unpack(words, bits).reshape(codes.shape), codes)
+    assert int(jnp.max(codes)) < 2**bits
+
+
+@every_width
+@pytest.mark.parametrize("replicas", [3, quantizer.MAX_UNROLLED + 1])
+def test_the_mean_is_that_of_what_replicas_sent(bits, replicas):
+    x = RNG.standard_normal((replicas, 5, 96)).astype(np.float32)
+    entries = np.full(5, 96, np.float32)
+    levels = [quantizer.fit(own, entries, bits) for own in x]
+    pairs = list(zip(x, levels, strict=True))
+    words = jnp.stack([quantizer.pack(own, fitted, bits) for own, fitted in pairs])
+    scales = jnp.stack([fitted.scales for fitted in levels])
+    sent = [np.asarray(quantizer.rounded(own, fitted, bits)) for own, fitted in pairs]
+    received = quantizer.mean(words, scales, bits).reshape(5, 96)
+    np.testing.assert_allclose(received, np.mean(sent, 0, np.float64), atol=1e-6)
 
 
 def exchanged(bucket, rung, exchange=None):

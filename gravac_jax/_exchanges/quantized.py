@@ -12,7 +12,7 @@ from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
 from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
-from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Coded
+from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
 from gravac_jax._selection.rungs import Rungs
 
 
@@ -157,8 +157,8 @@ class Quantized(GatheringExchange):
         """Return the energy of `bucket` that each rung would send, `[rungs]`."""
         plane_words = self._plane_words(bucket.size)
         widths = {k: k // plane_words for k in counts if k < bucket.size}
-        coded = lambda bits: quantizer.encode(*self._in_rows(bucket), bits)
-        sent = {k: jnp.sum(coded(bits).sent) for k, bits in widths.items()}
+        levels = lambda bits: quantizer.fit(*self._in_rows(bucket), bits)
+        sent = {k: jnp.sum(levels(bits).sent) for k, bits in widths.items()}
         return jnp.stack([sent.get(k, energy) for k in counts])
 
     def prepare(
@@ -172,33 +172,34 @@ class Quantized(GatheringExchange):
             looked = jax.lax.cond(rungs.looks, look, lambda: looked)
         return Local(rungs.is_taken, jnp.append(looked, energy))
 
-    def _encode(self, bucket: jax.Array, k: int) -> tuple[Coded, jax.Array]:
-        """Return the bucket in the bits of a rung, and what rounding dropped."""
-        bits = k // self._plane_words(bucket.size)
-        coded = quantizer.encode(*self._in_rows(bucket), bits)
-        sent = quantizer.decode(coded.codes, coded.scales, bits)
-        return coded, bucket - sent.reshape(-1)[: bucket.size]
+    def _round(
+        self, bucket: jax.Array, bits: int
+    ) -> tuple[jax.Array, Levels, jax.Array]:
+        """Return the bucket's words, their levels, and what rounding drops."""
+        rows, entries = self._in_rows(bucket)
+        levels = quantizer.fit(rows, entries, bits)
+        sent = quantizer.rounded(rows, levels, bits).reshape(-1)[: bucket.size]
+        return quantizer.pack(rows, levels, bits), levels, bucket - sent
 
     def send(
         self, bucket: jax.Array, local: Local, k: int, comm: Comm
     ) -> tuple[jax.Array, Any]:
         """Gather all words and scales; the energies travel with them."""
         bits, rows = k // self._plane_words(bucket.size), self._rows(bucket.size)
-        coded, kept = self._encode(bucket, k)
-        words = quantizer.pack(coded.codes, bits)
-        own = local.own(jnp.sum(coded.sent))
-        figures = jnp.concatenate([coded.scales.reshape(-1), own])
+        words, levels, kept = self._round(bucket, bits)
+        own = local.own(jnp.sum(levels.sent))
+        figures = jnp.concatenate([levels.scales.reshape(-1), own])
         as_words = jax.lax.bitcast_convert_type(figures, jnp.uint32)
         gathered = comm.gather(jnp.concatenate([words.reshape(-1), as_words]))
 
-        def decode(buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
-            figures = jax.lax.bitcast_convert_type(buffer[k:], jnp.float32)
-            scales, energies = jnp.split(figures, [SCALES * rows])
-            codes = quantizer.unpack(buffer[:k].reshape(words.shape), bits)
-            return quantizer.decode(codes, scales.reshape(rows, SCALES), bits), energies
+        figures = jax.lax.bitcast_convert_type(gathered[:, k:], jnp.float32)
+        scales, energies = jnp.split(figures, [SCALES * rows], axis=1)
 
-        sent, energies = jax.vmap(decode)(gathered)
-        mean = jnp.sum(sent, axis=0).reshape(-1)[: bucket.size] / comm.replicas
+        def add_up() -> jax.Array:
+            sent = gathered[:, :k].reshape(-1, *words.shape)
+            return quantizer.mean(sent, scales.reshape(-1, rows, SCALES), bits)
+
+        mean = _arrays.kernel(add_up, scales).reshape(-1)[: bucket.size]
         return mean, Told(kept, own, jnp.mean(energies, axis=0))
 
     def told_dense(

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _arrays, _checks
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic, mean_traffic
 from gravac_jax._exchanges import quantizer
 from gravac_jax._exchanges.base import dense_if_cheaper
 from gravac_jax._exchanges.quantized import Local, Quantized, Told
-from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS
+from gravac_jax._exchanges.quantizer import SCALES, WIDTHS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,27 +86,44 @@ class QuantizedAllReduce(Quantized):
         """Average this replica's part, and gather the rounded means of all parts."""
         n, length = bucket.size, self._row(bucket.size)
         bits, rows = k // self._plane_words(n), self._part_rows(n, comm.replicas)
-        coded, kept = self._encode(bucket, k)
-        missing = ((0, rows * comm.replicas - self._rows(n)), (0, 0))
-        codes, scales = (jnp.pad(x, missing) for x in (coded.codes, coded.scales))
-        received = comm.swap(_packed(codes, scales, bits, comm.replicas))
-        sent = jax.vmap(lambda x: _unpacked(x, bits, (rows, length)))(received)
+        words, levels, kept = self._round(bucket, bits)
+        mine = _join(words, levels.scales, rows * comm.replicas)
+        received = comm.swap(mine.reshape(comm.replicas, rows, -1))
+        mean = _mean(received, bits).reshape(rows, length)
         start = comm.replica() * rows * length
-        mean, entries = _cut(jnp.sum(sent, axis=0) / comm.replicas, n - start)
+        mean, entries = _cut(mean, n - start)
 
         mean_bits = self.mean_bits or bits
-        again = quantizer.encode(mean, entries, mean_bits)
-        rounded = quantizer.decode(again.codes, again.scales, mean_bits)
-        lost = comm.replicas * (mean - rounded).reshape(-1)
-        packed = _packed(again.codes, again.scales, mean_bits, 1)[0]
-        own = local.own(jnp.sum(coded.sent))
+        again = quantizer.fit(mean, entries, mean_bits)
+        lost = comm.replicas * (mean - quantizer.rounded(mean, again, mean_bits))
+        part = _join(quantizer.pack(mean, again, mean_bits), again.scales, rows)
+        own = local.own(jnp.sum(levels.sent))
         figures = jax.lax.bitcast_convert_type(own, jnp.uint32)
-        gathered = comm.gather(jnp.concatenate([packed, figures]))
-        parts, figures = jnp.split(gathered, [packed.size], axis=1)
-        whole = jax.vmap(lambda x: _unpacked(x, mean_bits, (rows, length)))(parts)
+        gathered = comm.gather(jnp.concatenate([part.reshape(-1), figures]))
+        parts, figures = jnp.split(gathered, [part.size], axis=1)
         energies = jax.lax.bitcast_convert_type(figures, jnp.float32)
-        told = Told(_added_at(kept, lost, start), own, jnp.mean(energies, axis=0))
-        return whole.reshape(-1)[:n], told
+        parts = parts.reshape(1, -1, part.shape[1])
+        whole = _mean(parts, mean_bits).reshape(-1)[:n]
+        kept = _added_at(kept, lost.reshape(-1), start)
+        return whole, Told(kept, own, jnp.mean(energies, axis=0))
+
+
+def _join(words: jax.Array, scales: jax.Array, rows: int) -> jax.Array:
+    """Return the words and scales of each row, padded to `rows` by 0, uint32."""
+    scales = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    joined = jnp.concatenate([words.reshape(len(words), -1), scales], axis=1)
+    return jnp.pad(joined, ((0, rows - len(words)), (0, 0)))
+
+
+def _mean(joined: jax.Array, bits: int) -> jax.Array:
+    """Return the mean over replicas of joined rows, `[replicas, rows, ...]`."""
+    scales = jax.lax.bitcast_convert_type(joined[:, :, -SCALES:], jnp.float32)
+
+    def add_up() -> jax.Array:
+        words = joined[:, :, :-SCALES].reshape(*scales.shape[:2], bits, -1)
+        return quantizer.mean(words, scales, bits)
+
+    return _arrays.kernel(add_up, scales)
 
 
 def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,22 +132,6 @@ def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
     entries = jnp.clip(left - length * jnp.arange(rows), 0, length)
     is_entry = jnp.arange(length)[None] < entries[:, None]
     return jnp.where(is_entry, x, 0), entries.astype(jnp.float32)
-
-
-def _packed(codes: jax.Array, scales: jax.Array, bits: int, parts: int) -> jax.Array:
-    """Return the words of each part's rows, then their scales: `[parts, m]` uint32."""
-    words = quantizer.pack(codes, bits).reshape(parts, -1)
-    scales = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(parts, -1)
-    return jnp.concatenate([words, scales], axis=1)
-
-
-def _unpacked(buffer: jax.Array, bits: int, shape: tuple[int, int]) -> jax.Array:
-    """Return the numbers of one part, in rows of this shape, from `_packed`."""
-    words, scales = jnp.split(buffer, [buffer.size - SCALES * shape[0]])
-    words = words.reshape(shape[0], bits, shape[1] // WORD_BITS)
-    scales = jax.lax.bitcast_convert_type(scales, jnp.float32).reshape(-1, SCALES)
-    codes = quantizer.unpack(words, bits)
-    return quantizer.decode(codes, scales, bits)
 
 
 def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:

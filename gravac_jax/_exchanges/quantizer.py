@@ -29,83 +29,103 @@ WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)
 SCALES = 2  # of a row; widths that need one leave the other at 0
 BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
+MAX_UNROLLED = 32  # replicas whose words one kernel adds up
 TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
 
 
-class Coded(NamedTuple):
-    """Rows in a few bits.
+class Levels(NamedTuple):
+    """What rows are rounded to.
 
     Attributes:
-      codes: `[rows, entries]` uint8, below 2^bits.
+      units: `[rows]` float32, by which `encode` measures the entries of each row.
       scales: `[rows, 2]` float32.
       sent: `[rows]` float32, the energy of what the codes of each row stand for.
     """
 
-    codes: jax.Array
+    units: jax.Array
     scales: jax.Array
     sent: jax.Array
 
 
-def encode(x: jax.Array, entries: jax.Array, bits: int) -> Coded:
-    """Return rows in `bits` bits an entry.
+def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
+    """Return the levels that suit rows.
 
     Args:
       x: `[rows, entries]` float32; 0 in padding, at the end of rows.
       entries: `[rows]` float32, the entries of each row without padding.
       bits: one of `WIDTHS`.
     """
-    encoders = {1: _one_bit, 2: _two_bits, 4: _four_bits, 8: _eight_bits}
-    return encoders[bits](x, jnp.maximum(entries, 1))
+    fits = {1: _fit_one_bit, 2: _fit_two_bits, 4: _fit_four_bits, 8: _fit_eight_bits}
+    return fits[bits](x, jnp.maximum(entries, 1))
 
 
-def _one_bit(x: jax.Array, entries: jax.Array) -> Coded:
+def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
     total = jnp.sum(jnp.abs(x), axis=1)
     mean = _normal(total / entries)
-    return Coded((x >= 0).astype(jnp.uint8), _alone(mean), mean * total)
+    return Levels(jnp.ones_like(mean), _alone(mean), mean * total)
 
 
-def _two_bits(x: jax.Array, entries: jax.Array) -> Coded:
-    total, size = jnp.sum(jnp.abs(x), axis=1), _root_mean_square(x, entries)
-    is_big = jnp.abs(x) > BIG * size[:, None]
-    above, count = _row_sums(jnp.where(is_big, jnp.abs(x), 0), is_big)
+def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = BIG * _root_mean_square(x, entries)
+    is_big = jnp.abs(x) > units[:, None]
+    total, above, count = _row_sums(
+        jnp.abs(x), jnp.where(is_big, jnp.abs(x), 0), is_big
+    )
     # A row of equal magnitudes has none above, and a row has never all above.
     high = _normal(above / jnp.maximum(count, 1))
     low = _normal(jnp.maximum(total - above, 0) / (entries - count))
     sent = jnp.square(high) * count + jnp.square(low) * (entries - count)
-    codes = 2 * (x >= 0).astype(jnp.uint8) + is_big.astype(jnp.uint8)
-    return Coded(codes, jnp.stack([low, high], axis=1), sent)
+    return Levels(units, jnp.stack([low, high], axis=1), sent)
 
 
-def _four_bits(x: jax.Array, entries: jax.Array) -> Coded:
-    top = TOP * _root_mean_square(x, entries)
-    # The exponent of a number times the square root of two is its rounded logarithm.
-    ratio = jnp.abs(x) * jnp.sqrt(2.0) / jnp.where(top > 0, top, 1)[:, None]
-    exponent = (_arrays.magnitude_bits(ratio) >> 23).astype(jnp.int32) - 127
-    k = jnp.clip(-exponent, 0, 7)
-    power = _power_of_half(k)
+def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = TOP * _root_mean_square(x, entries)
+    power = _power_of_half(_halvings(x, units))
     matched, norms = _row_sums(jnp.abs(x) * power, jnp.square(power))
-    norms = norms - 2.0**-14 * (float(x.shape[1]) - entries)  # k is 7 in padding
+    norms = norms - 2.0**-14 * (float(x.shape[1]) - entries)  # 7 halvings in padding
     scale = _normal(matched / norms)
-    codes = 8 * (x >= 0).astype(jnp.uint8) + k.astype(jnp.uint8)
-    return Coded(codes, _alone(scale), scale * matched)
+    return Levels(units, _alone(scale), scale * matched)
 
 
-def _eight_bits(x: jax.Array, entries: jax.Array) -> Coded:
-    distance = _normal(jnp.max(jnp.abs(x), axis=1) / 127.5)
-    levels = jnp.floor(x / jnp.where(distance > 0, distance, 1)[:, None])
-    levels = jnp.clip(levels, -128, 127)
-    q = levels + 0.5
+def _fit_eight_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = _normal(jnp.max(jnp.abs(x), axis=1) / 127.5)
+    q = _steps(x, units) + 0.5
     matched, norms = _row_sums(x * q, jnp.square(q))
     norms = norms - 0.25 * (float(x.shape[1]) - entries)  # q is 1/2 in padding
-    scale = jnp.where(distance > 0, _normal(matched / norms), 0)
-    return Coded((levels + 128).astype(jnp.uint8), _alone(scale), scale * matched)
+    scale = jnp.where(units > 0, _normal(matched / norms), 0)
+    return Levels(units, _alone(scale), scale * matched)
+
+
+def encode(x: jax.Array, units: jax.Array, bits: int) -> jax.Array:
+    """Return the codes of rows: `[rows, ...]` uint32, below 2^bits.
+
+    Args:
+      x: `[rows, ...]` float32.
+      units: `[rows]` float32, of their `Levels`.
+      bits: one of `WIDTHS`.
+    """
+    is_positive = (x >= 0).astype(jnp.uint32)
+    if bits == 1:
+        return is_positive
+    if bits == 2:
+        is_big = jnp.abs(x) > _of_rows(units, x)
+        return 2 * is_positive + is_big.astype(jnp.uint32)
+    if bits == 4:
+        return 8 * is_positive + _halvings(x, units).astype(jnp.uint32)
+    return (_steps(x, units) + 128).astype(jnp.uint32)
 
 
 def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """Return what codes stand for: `[rows, entries]` float32."""
-    first, second = scales[:, :1], scales[:, 1:]
+    """Return what codes stand for, float32.
+
+    Args:
+      codes: `[rows, ...]` uint32, below 2^bits.
+      scales: `[rows, 2]` float32, of their `Levels`.
+      bits: one of `WIDTHS`.
+    """
+    first, second = (_of_rows(scales[:, i], codes) for i in range(SCALES))
     if bits == 8:
-        return first * (codes.astype(jnp.float32) - 127.5)
+        return first * (codes.astype(jnp.int32).astype(jnp.float32) - 127.5)
     if bits == 4:
         magnitude = first * _power_of_half((codes & 7).astype(jnp.int32))
     elif bits == 2:
@@ -114,6 +134,70 @@ def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
         magnitude = first
     is_positive = codes >= 2 ** (bits - 1)
     return jnp.where(is_positive, magnitude, -magnitude)
+
+
+def rounded(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
+    """Return rows `x` rounded to their levels, as the other replicas decode them."""
+    return decode(encode(x, levels.units, bits), levels.scales, bits)
+
+
+def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
+    """Return the codes of rows as `[rows, bits, entries / 32]` uint32.
+
+    Codes that share a word are entries / 32 apart, so that packing adds up whole
+    vectors on every device.
+    """
+    rows, entries = x.shape
+    shape = (rows, bits, WORD_BITS // bits, entries // WORD_BITS)
+
+    def add_up() -> jax.Array:
+        planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
+        return jnp.sum(planes, axis=2, dtype=jnp.uint32)
+
+    return _arrays.kernel(add_up, levels.scales)
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """Undo `pack`: return codes, `[rows, bits, 32 / bits, entries / 32]` uint32."""
+    return (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
+
+
+def mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """Return the mean over replicas of what they sent, added in their order.
+
+    Args:
+      words: `[replicas, rows, bits, entries / 32]` uint32, from `pack`.
+      scales: `[replicas, rows, 2]` float32.
+      bits: one of `WIDTHS`.
+
+    Returns:
+      `[rows, bits, 32 / bits, entries / 32]` float32: the rows in their order.
+    """
+    decoded = lambda words, scales: decode(unpack(words, bits), scales, bits)
+    if len(words) > MAX_UNROLLED:
+        return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
+    # One kernel reads all words and writes the mean.
+    return _arrays.total(map(decoded, words, scales)) / len(words)
+
+
+def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:
+    """Return how often, rounded, each unit is halved to give |x|: 0 to 7, int32."""
+    units = _of_rows(jnp.where(units > 0, units, 1), x)
+    # The exponent of a number times the square root of two is its rounded logarithm.
+    ratio = jnp.abs(x) * jnp.sqrt(2.0) / units
+    exponent = (_arrays.magnitude_bits(ratio) >> 23).astype(jnp.int32) - 127
+    return jnp.clip(-exponent, 0, 7)
+
+
+def _steps(x: jax.Array, units: jax.Array) -> jax.Array:
+    """Return the whole units below each x: -128 to 127, float32."""
+    units = _of_rows(jnp.where(units > 0, units, 1), x)
+    return jnp.clip(jnp.floor(x / units), -128, 127)
+
+
+def _of_rows(figures: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a figure a row, `[rows]`, in a shape that goes with `[rows, ...]`."""
+    return figures.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _alone(scale: jax.Array) -> jax.Array:
@@ -136,37 +220,19 @@ def _power_of_half(k: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((127 - k) << 23, jnp.float32)
 
 
-def _row_sums(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the sums of the rows of two arrays, in float32.
+def _row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums of the rows of several arrays, in float32, in one pass.
 
-    On CPUs XLA sums one array in a library that needs it in memory; sums of two at once
-    are fused with what computes them.
+    On CPUs XLA sums one array in a library that needs it in memory; sums of several at
+    once are fused with what computes them. Rows are folded in four first, so that whole
+    vectors are added.
     """
-    shape = (x.shape[0], -1, WORD_BITS)
-    both = (x.reshape(shape), y.astype(jnp.float32).reshape(shape))
-    zero = jnp.zeros((), jnp.float32)
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-    parts = jax.lax.reduce(both, (zero, zero), add, (1,))
+    shape = (len(arrays[0]), 4, -1)
+    quarters = [x.astype(jnp.float32).reshape(shape) for x in arrays]
+    zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
+    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
+    parts = jax.lax.reduce(quarters, zeros, add, (1,))
     return tuple(jnp.sum(part, axis=1) for part in parts)
-
-
-def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Return codes as `[rows, bits, entries / 32]` uint32; `bits` is static.
-
-    Codes that share a word are entries / 32 apart, so that packing adds up whole
-    vectors on every device.
-    """
-    rows, entries = codes.shape
-    shape = (rows, bits, WORD_BITS // bits, entries // WORD_BITS)
-    planes = codes.reshape(shape).astype(jnp.uint32) << _shifts(bits)
-    return jnp.sum(planes, axis=2, dtype=jnp.uint32)
-
-
-def unpack(words: jax.Array, bits: int) -> jax.Array:
-    """Undo `pack`, as `[rows, entries]` uint8."""
-    rows = words.shape[0]
-    codes = (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
-    return codes.reshape(rows, -1).astype(jnp.uint8)
 
 
 def _shifts(bits: int) -> jax.Array:
