@@ -51,10 +51,15 @@ def the_transform(state: Any, caller: str) -> TransformState:
     return found[0]
 
 
+def is_delayed(state: Any) -> bool:
+    """Return whether the transform in `state` has a delay."""
+    return bool(the_transform(state, "gravac.train_step").local.told)
+
+
 def holds_steps(state: Any) -> bool:
     """Return whether replicas hold back steps that they should go on from."""
     local = the_transform(state, "gravac.train_step").local
-    return bool(local.told) or bool(_instances(local.memory, StepsState))
+    return is_delayed(state) or bool(_instances(local.memory, StepsState))
 
 
 def check_linear(state: Any) -> None:

@@ -109,6 +109,18 @@ def data_parallel(
     return step
 
 
+def spread(
+    shared: Any, batch: Any, mesh: jax.sharding.Mesh, axis_name: AxisName
+) -> tuple[Any, Any]:
+    """Return `shared` whole on every replica, and `batch` split over them."""
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    split = jax.NamedSharding(mesh, jax.P(axis_name))
+    return (
+        jax.tree.map(lambda x: _share(x, everywhere), shared),
+        jax.tree.map(lambda x: _shard(x, split), batch),
+    )
+
+
 def _place(x: Any, sharding: jax.NamedSharding) -> Any:
     # A linen TrainState begins with the Python number 0 for its step.
     return x if isinstance(x, jax.Array) else _share(np.asarray(x), sharding)

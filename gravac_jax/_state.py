@@ -59,6 +59,8 @@ class TransformState(NamedTuple):
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent.
       info: what a human wants to know.
+      arrived: what an update that only `receives` leaves for the rest of its step;
+        nothing between steps.
     """
 
     steps: jax.Array
@@ -69,6 +71,7 @@ class TransformState(NamedTuple):
     controller: Any
     past_rungs: jax.Array
     info: StepInfo
+    arrived: Any = ()
 
 
 def is_transform_state(x: Any) -> bool:

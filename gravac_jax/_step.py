@@ -10,7 +10,9 @@
 With a delay of one step, the memory is fed last: the exchange sends what the last step
 left in the memory, so that it depends on nothing that this step computes, and the
 network works while the devices do. What is on its way lies in the memory, as does
-everything else that a replica holds back. Nothing else in a step differs.
+everything else that a replica holds back. Nothing else in a step differs. Such a step
+may be taken in two programs, which a CPU needs to do both at once: an update that only
+`receives`, and one that is given what has `arrived`.
 
 Three things may happen to a step, and they are separate. A *bad* step has a gradient
 that is not finite on some replica: nothing is learned from it, on any of them. With a
@@ -105,19 +107,19 @@ class Agreed(NamedTuple):
     apart: jax.Array
 
 
-class Sent(NamedTuple):
-    """What the exchange of all buckets left.
+class Arrived(NamedTuple):
+    """What all replicas have received, the same on each of them.
 
     Attributes:
+      agreed: what every step averages.
       rung: `[]` int32, the rung that was taken; beyond the ladder if silent.
       means: the mean of what was sent, `[n]` float32 a bucket.
-      local: this replica's new state.
       mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
     """
 
+    agreed: Agreed
     rung: jax.Array
     means: tuple[jax.Array, ...]
-    local: LocalState
     mean_energies: jax.Array
 
 
@@ -243,11 +245,18 @@ class Components:
         step_seconds: Any = None,
         measured_step: Any = None,
         deliver: _residuals.Delivery | None = None,
+        receives: bool = False,
+        arrived: Arrived | None = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
-        """Take one step, from local gradients to the update and the next rung."""
+        """Take one step, from local gradients to the update and the next rung.
+
+        With a delay, a step may be taken in two: one that only `receives` and leaves
+        `TransformState.arrived`, and one that is given it, with the gradients.
+        """
         del ignored
-        axes, buckets, local = self._enter(updates, state, params, deliver is not None)
+        is_asked = deliver is not None or receives
+        axes, buckets, local = self._enter(updates, state, params, is_asked)
         if deliver is not None:
             held, local = self.deliver(deliver, local, buckets, axes)
             # gravac.guard must not mistake a delivery for a bad step.
@@ -256,35 +265,43 @@ class Components:
             return buckets.unpack(held), state._replace(local=local, info=info)
         setting = self._setting(axes, buckets, state)
 
-        gradient = self._prepare(updates, params, setting)
         times = _state.credit(
             state, len(self.controller.ladder), step_seconds, measured_step
         )
+
+        def send(told: Told, fed: Fed) -> tuple[Arrived, LocalState]:
+            agreed = self._agree(told, fed.parts[-1], times, state, params, axes)
+            return self._exchange(fed, agreed, local, setting)
+
+        if receives:
+            arrived, local = send(local.told, self._held(local, buckets))
+            local = _state.leave(local, state.local)
+            zeros = jax.tree.map(jnp.zeros_like, updates)
+            return zeros, state._replace(local=local, arrived=arrived)
+        gradient = self._prepare(updates, params, setting)
+        if arrived is None and self.delay:
+            arrived, local = send(local.told, self._held(local, buckets))
+        elif arrived is None:
+            arrived, local = send(_tell(gradient), self._feed(gradient, local))
+        decision = self._decide(gradient, arrived, state, setting)
         if self.delay:
-            told, fed = local.told, self._held(local, buckets)
-        else:
-            told, fed = _tell(gradient), self._feed(gradient, local)
-        agreed = self._agree(told, fed.parts[-1], times, state, params, axes)
-        sent = self._exchange(fed, agreed, local, setting)
-        decision = self._decide(gradient, agreed, sent, state, setting)
-        if self.delay:
-            sent = sent._replace(local=self._keep(gradient, sent.local, axes))
-        return self._report(agreed, sent, decision, state, setting)
+            local = self._keep(gradient, local, axes)
+        return self._report(arrived, local, decision, state, setting)
 
     def _enter(
-        self, updates: Any, state: Any, params: Any, is_delivery: bool
+        self, updates: Any, state: Any, params: Any, is_asked: bool
     ) -> tuple[Axes, Buckets, LocalState]:
         """Check everything that came, before anything is changed."""
         slow, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
         axes = Axes(slow, fast, self.is_sharded)
         _step_checks.bound_axis(axes.both.axis_name, "update")
         _step_checks.gradients(updates)
-        if not is_delivery:
+        if not is_asked:
             axes.both.check_local(updates)
         buckets = _buckets.plan(updates, self.compress)
         if params is not None:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
-        elif self.weight_decay and not is_delivery:
+        elif self.weight_decay and not is_asked:
             _step_checks.params_given(params, "weight_decay")
         expected = jax.eval_shape(lambda: self._initial(buckets))
         return axes, buckets, _state.enter(state, expected, axes.owners)
@@ -416,7 +433,7 @@ class Components:
 
     def _exchange(
         self, fed: Fed, agreed: Agreed, local: LocalState, setting: Setting
-    ) -> Sent:
+    ) -> tuple[Arrived, LocalState]:
         """Exchange bucket by bucket, and let the memory keep the rest."""
         controller, is_skipped = self.controller, self._skips(agreed)
         # This is no branch, because XLA would copy the memory in and out of one.
@@ -455,18 +472,18 @@ class Components:
         memory = tuple(self.memory.retain(*x) for x in kept)
         local = local._replace(memory=memory, exchange=tuple(states))
         total = setting.axes.slices.mean(_arrays.total(mean_energies))
-        return Sent(rung_or_silent, tuple(means), local, total)
+        return Arrived(agreed, rung_or_silent, tuple(means), total), local
 
     def _decide(
         self,
         gradient: Gradient,
-        agreed: Agreed,
-        sent: Sent,
+        arrived: Arrived,
         state: TransformState,
         setting: Setting,
     ) -> Decision:
         """Show the evidence to the controller, which picks the next rung."""
-        tables, energies = setting.tables, sent.mean_energies
+        tables, energies = setting.tables, arrived.mean_energies
+        agreed, taken = arrived.agreed, arrived.rung
         evidence = Evidence(
             step=state.steps,
             replicas=setting.axes.slow.replicas,
@@ -480,8 +497,8 @@ class Components:
         )
         rung, controller = self.controller.decide(evidence, state.controller)
         now = compression_gain.gain(evidence.energies, evidence.energy)
-        is_taken = jnp.arange(now.size) == sent.rung
-        is_known = (setting.looks | is_taken) & (sent.rung < now.size)
+        is_taken = jnp.arange(now.size) == taken
+        is_known = (setting.looks | is_taken) & (taken < now.size)
         gains = jnp.where(is_known, now, state.info.gains)
         return Decision(rung, controller, gains)
 
@@ -513,8 +530,8 @@ class Components:
 
     def _report(
         self,
-        agreed: Agreed,
-        sent: Sent,
+        arrived: Arrived,
+        local: LocalState,
         decision: Decision,
         state: TransformState,
         setting: Setting,
@@ -523,20 +540,21 @@ class Components:
 
         Nothing is learned from a bad step: what it would have changed stays as it was.
         """
+        agreed, taken = arrived.agreed, arrived.rung
         is_skipped = self._skips(agreed)
         learned = (agreed.dense, decision.rung, decision.controller)
         before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
         dense, rung, controller = _arrays.where(is_skipped, before, learned)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
         info = _info.after(
-            state.info, setting.tables, sent.rung, decision.gains, setting.looks
+            state.info, setting.tables, taken, decision.gains, setting.looks
         )
-        return setting.buckets.unpack((*sent.means, dense)), state._replace(
+        return setting.buckets.unpack((*arrived.means, dense)), state._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
-            local=_state.leave(sent.local, state.local),
+            local=_state.leave(local, state.local),
             rung=rung,
             controller=controller,
-            past_rungs=jnp.where(slot, sent.rung, state.past_rungs),
+            past_rungs=jnp.where(slot, taken, state.past_rungs),
             info=_info.count_faults(info, agreed.bad != 0, is_skipped, agreed.apart),
         )
 

@@ -12,6 +12,7 @@ from gravac_jax import (
     _collectives,
     _consistency,
     _gradients,
+    _overlap,
     _parallel,
     _placement,
     _residuals,
@@ -30,6 +31,7 @@ def train_step(
     has_aux: bool = False,
     micro_batches: int = 1,
     own_params: bool | None = None,
+    overlap: bool | None = None,
 ) -> "TrainStep":
     """Return the train step of a loss and an optimizer, compiled for all replicas.
 
@@ -54,6 +56,10 @@ def train_step(
       micro_batches: parts of a batch that are computed one after the other.
       own_params: whether a replica takes its gradient at its own params. By default it
         does if the memory holds steps (`gravac.Steps`), or with a delay.
+      overlap: whether a step of a transform with a delay is three programs, of which a
+        second thread starts the exchange. Default: on CPUs, in a job of several
+        processes. There XLA does not hide an exchange within one program, as it does on
+        GPUs and TPUs. JAX needs two threads of the host for it (`NPROC=2`).
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -62,7 +68,8 @@ def train_step(
 
     Raises:
       TypeError: if `mesh` is neither a mesh nor a number.
-      ValueError: if the mesh does not have the axis. From `init`: as `gravac.place` and
+      ValueError: if the mesh does not have the axis; if `overlap` is asked for where
+        there is no mesh, no delay, or a fast axis. From `init`: as `gravac.place` and
         `gravac.guard`. When called: as the parts; if own params are asked for and an
         optimizer such as Adam comes after the transform.
 
@@ -84,35 +91,56 @@ def train_step(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
 
-    def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+    def where(params: Any, opt_state: Any) -> Any:
         is_own = _chain.holds_steps(opt_state) if own_params is None else own_params
-        where = params
-        if is_own:
-            where = _residuals.local_params(tx, params, opt_state)
-        value, grads = loss_and_grad(where, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        return _residuals.local_params(tx, params, opt_state) if is_own else params
+
+    def finish(params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
+        value, grads = made
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
         params = optax.apply_updates(params, updates)
         return params, opt_state, *(value if has_aux else (value,))
+
+    def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+        made = loss_and_grad(where(params, opt_state), batch)
+        return finish(params, opt_state, made, **times)
 
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
         del batch
         return _residuals.flush(tx, params, opt_state)
 
-    if isinstance(mesh, jax.sharding.Mesh):
-        run = lambda body: _parallel.data_parallel(
-            body, mesh, axis_name, dense_axis_name
-        )
-        replicas = _placement.count_replicas(mesh, axes)
-    else:
-        run, replicas = lambda body: _parallel.simulate(body, mesh, axis_name), mesh
+    run = _runner(mesh, axis_name, dense_axis_name)
+    step = run(on_one_replica)
+    if _overlap.is_wanted(mesh, overlap, dense_axis_name):
+        apart = _overlap.Overlapped(tx, where, loss_and_grad, finish, mesh, axis_name)
+        step = _overlap.where_delayed(apart, step, is_asked=bool(overlap))
+    is_timed = isinstance(mesh, jax.sharding.Mesh)
+    replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
+    init = _initializer(tx, mesh, axis_name, dense_axis_name)
+    return TrainStep(init, step, run(deliver), replicas, is_timed)
+
+
+def _runner(mesh: Any, axis_name: Any, dense_axis_name: AxisName) -> Callable[..., Any]:
+    """Return what makes a program of all replicas from the step of one."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return lambda body: _parallel.simulate(body, mesh, axis_name)
+    return lambda body: _parallel.data_parallel(body, mesh, axis_name, dense_axis_name)
+
+
+def _initializer(
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh | int,
+    axis_name: Any,
+    dense_axis_name: AxisName,
+) -> Callable[[Any], tuple[Any, Any]]:
+    """Return what places params and the optimizer's first state."""
 
     def init(params: Any) -> tuple[Any, Any]:
         if dense_axis_name is None:
             return _placement.place((params, tx.init(params)), mesh, axis_name)
         return params, _placement.init(tx, params, mesh, axis_name, dense_axis_name)
 
-    is_timed = isinstance(mesh, jax.sharding.Mesh)
-    return TrainStep(init, run(on_one_replica), run(deliver), replicas, is_timed)
+    return init
 
 
 class TrainStep:

@@ -68,6 +68,29 @@ def test_it_is_its_parts(name):
         assert others == losses
 
 
+def test_a_step_of_three_programs_is_the_step_of_one():
+    mesh, found = make_mesh(), []
+    for overlap in (False, True):
+        step = gravac.train_step(loss_fn, RECIPES["delayed"], mesh, overlap=overlap)
+        found.append(trained(step, step.init(PARAMS)))
+    (state, losses), (other, others) = found
+    assert_same(other, state)
+    assert others == losses
+
+
+def test_three_programs_name_a_bad_batch_and_need_a_delay():
+    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh(), overlap=True)
+    with pytest.raises(ValueError, match="cannot be split over"):
+        step(*step.init(PARAMS), BATCHES[0][:-1])
+    step = gravac.train_step(loss_fn, RECIPES["adamw"], make_mesh(), overlap=True)
+    with pytest.raises(ValueError, match="without a delay an exchange waits"):
+        step(*step.init(PARAMS), BATCHES[0])
+    with pytest.raises(ValueError, match="`overlap` needs a mesh"):
+        gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=True)
+    with pytest.raises(TypeError, match="`overlap` must be True or False"):
+        gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=1)
+
+
 def test_simulated_replicas_train_alike():
     tx = RECIPES["delayed"]
     found = []

@@ -79,6 +79,11 @@ class Method:
         """Whether a controller chooses among several factors."""
         return len(self.ladder) > 1
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether an exchange may run beside the computation."""
+        return bool(self.chosen.get("delay"))
+
     def rung(self, factor: float) -> int:
         """Return the rung of a factor of `StepInfo`: n / k, with k a whole number."""
         return int(np.argmin(np.abs(np.asarray(self.ladder) / factor - 1)))
@@ -167,7 +172,10 @@ class Runner:
             return optax.apply_updates(params, updates), (exchange_state, state), loss
 
         state = gravac.place((params, tx.init(params)), mesh)
-        self.whole = Trainer(gravac.data_parallel(whole, mesh), state)
+        step = gravac.data_parallel(whole, mesh)
+        if method.is_delayed:
+            step = gravac.train_step(task.loss, tx, mesh)
+        self.whole = Trainer(step, state)
         self._alone = jax.jit(alone, donate_argnums=(0, 1))
 
     def prepare(self, data: Sequence[Any]) -> None:
