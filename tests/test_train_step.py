@@ -91,6 +91,18 @@ def test_three_programs_name_a_bad_batch_and_need_a_delay():
         gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=1)
 
 
+def test_a_delayed_step_of_micro_batches_is_that_of_the_whole_batch():
+    tx, found = gravac.sgd(0.05, delay=1, controller=gravac.Fixed(1)), []
+    for parts in (1, 2):
+        step = gravac.train_step(loss_fn, tx, make_mesh(), micro_batches=parts)
+        found.append(trained(step, step.init(PARAMS)))
+    ((params, _), losses), ((others, _), other_losses) = found
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
+    assert losses[-1] < losses[0]
+    for name, x in params.items():
+        np.testing.assert_allclose(others[name], x, rtol=0, atol=1e-5)
+
+
 def test_simulated_replicas_train_alike():
     tx = RECIPES["delayed"]
     found = []

@@ -205,6 +205,24 @@ def test_every_exchange_keeps_and_sends_slices(exchange):
         np.testing.assert_allclose(delta["w"], sent, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "slices"])
+def test_over_two_axes_a_delayed_run_is_the_other_one_step_later(is_sharded):
+    chosen = {"sharded": IS_MATRIX} if is_sharded else {"compress": IS_MATRIX}
+    specs, gradients_of = (SPECS, sharded) if is_sharded else (WHOLE, local)
+    chosen["exchange"] = gravac.QuantizedAllReduce(32)
+
+    def deltas(delay):
+        tx = transform(gravac.Fixed(32), delay=delay, **chosen)
+        return run(tx, specs, gradients_of)[0]
+
+    prompt, late = deltas(0), deltas(1)
+    assert not any(x.any() for x in late[0].values())
+    for x, y in zip(prompt[:-1], late[1:], strict=True):
+        assert x["w"].any()
+        for name in PARAMS:
+            np.testing.assert_allclose(y[name], x[name], rtol=0, atol=1e-3)
+
+
 ALL_BEFORE = {
     "clip": gravac.ClipByGlobalNorm(400.0),
     "weight_decay": 0.125,

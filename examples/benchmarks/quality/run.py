@@ -103,8 +103,11 @@ def check(args: Args) -> None:
         arguments(name)
     setting = args.setting
     evaluations = setting.evaluations, setting.evaluation_rows
-    if min(args.seeds, setting.replicas, setting.steps, *evaluations) < 1:
-        raise SystemExit("seeds, replicas, steps and evaluations must be at least 1")
+    rows = 1 if setting.rows is None else setting.rows
+    if min(args.seeds, setting.replicas, rows, setting.steps, *evaluations) < 1:
+        raise SystemExit(
+            "seeds, replicas, rows, steps and evaluations must be at least 1"
+        )
     if not setting.multiples or min(setting.multiples) <= 0:
         raise SystemExit("--multiples must be above 0")
 

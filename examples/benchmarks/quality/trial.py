@@ -32,6 +32,7 @@ class Setting:
     Args:
       task: Data, model and loss.
       replicas: The number of simulated replicas, each with its own batches.
+      rows: Examples per replica and step. Default: what the task suggests.
       steps: Steps of each run.
       schedule: The course of the learning rate, after a warm-up of a twentieth of the
         steps.
@@ -45,6 +46,7 @@ class Setting:
 
     task: str = "lstm-bytes"
     replicas: int = 4
+    rows: int | None = None
     steps: int = 1000
     schedule: Literal["cosine", "constant"] = "cosine"
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -136,9 +138,9 @@ class Bench:
         """Return the initial state and the batches; they depend on the seed alone."""
         tx, _ = self.compiled(trial.method)
         params = self.init(jax.random.key(trial.seed))
-        task, replicas = self.task, self.setting.replicas
+        replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
         batches = pipeline.batches(
-            task.train, rows=task.rows, replicas=replicas, seed=trial.seed
+            self.task.train, rows=rows, replicas=replicas, seed=trial.seed
         )
         return gravac.place((params, tx.init(params)), replicas), batches
 
