@@ -93,6 +93,7 @@ MADE: dict[str, Make] = {
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-23_live/live.png": _live,
     **_end_to_end("2026-11-23_end_to_end"),
+    **_end_to_end("2026-11-24_delay"),
     **_paper("2026-11-23_results"),
 }
 
