@@ -10,7 +10,6 @@ import jax
 import optax
 
 from gravac_jax._error_feedback.momentum import MomentumState
-from gravac_jax._error_feedback.steps import StepsState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
 
 # Their steps are not linear in the updates.
@@ -56,10 +55,9 @@ def is_delayed(state: Any) -> bool:
     return bool(the_transform(state, "gravac.train_step").local.told)
 
 
-def holds_steps(state: Any) -> bool:
-    """Return whether replicas hold back steps that they should go on from."""
-    local = the_transform(state, "gravac.train_step").local
-    return is_delayed(state) or bool(_instances(local.memory, StepsState))
+def is_linear(state: Any) -> bool:
+    """Return whether no optimizer is known not to be linear in its updates."""
+    return not _instances(state, _NORMALIZED)
 
 
 def check_linear(state: Any) -> None:

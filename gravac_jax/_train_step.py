@@ -55,7 +55,7 @@ def train_step(
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
       own_params: whether a replica takes its gradient at its own params. By default it
-        does if the memory holds steps (`gravac.Steps`), or with a delay.
+        does, unless an optimizer such as Adam comes after the transform.
       overlap: whether a step of a transform with a delay is three programs, of which a
         second thread starts the exchange. Default: on CPUs, in a job of several
         processes. There XLA does not hide an exchange within one program, as it does on
@@ -92,7 +92,9 @@ def train_step(
     )
 
     def where(params: Any, opt_state: Any) -> Any:
-        is_own = _chain.holds_steps(opt_state) if own_params is None else own_params
+        # A delayed exchange needs own params, and says so where they cannot be.
+        is_right = _chain.is_linear(opt_state) or _chain.is_delayed(opt_state)
+        is_own = is_right if own_params is None else own_params
         return _residuals.local_params(tx, params, opt_state) if is_own else params
 
     def finish(params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
