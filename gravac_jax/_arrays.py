@@ -137,11 +137,12 @@ def kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
 
     XLA's CPU backend would fuse what reshapes or joins the array into the kernel that
     computes it, and then divide indices for each entry, which takes up to ten times as
-    long. The branch of a conditional it leaves alone.
+    long. It fuses nothing into the branch of a conditional.
 
     Args:
       make: the computation.
-      like: something small, from which `make` computes.
+      like: a small array that `make` reads, without negative entries, which varies over
+        the axes over which the result varies.
     """
     shape = jax.eval_shape(make)
 

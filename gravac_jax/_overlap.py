@@ -2,73 +2,42 @@
 
 With a delay, the exchange of a step depends on nothing that the step computes. GPUs and
 TPUs then run both at once in one program. XLA's CPU backend runs a program's
-collectives and its computation one after the other, and so it runs the programs that
-one thread starts. The programs of two threads run at once. So one thread starts the
-exchange, another one the gradient, and a third program takes the step from both::
+collectives and its computation one after the other. It also serialises programs that
+one thread starts, but not those of two threads. So one thread starts the exchange,
+another one the gradient, and a third program takes the step from both::
 
-    receive   (params, opt_state)        what arrived, and the state of what is kept
     compute   (own, batch)               the loss and the gradient of each replica
+    receive   (params, opt_state)        what arrived, and the state of what is kept
     finish    (params, kept, own,        the new params and state, and the params at
                gradients, arrived)       which each replica takes its next gradient
+
+All processes must start their collectives in one order, and two threads keep none. So
+`compute` may have no collective.
 """
 
-from collections.abc import Callable
+import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _checks, _parallel, _placement, _state, _step_checks
+from gravac_jax import _chain, _parallel, _placement, _state
 from gravac_jax._collectives import AxisName
+from gravac_jax._parallel import Step
 
-Step = Callable[..., Any]
+COLLECTIVE = r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)"
 
 
-def is_wanted(
-    mesh: Any, asked: bool | None, dense_axis_name: AxisName
-) -> TypeGuard[jax.sharding.Mesh]:
-    """Return whether a delayed step should be three programs.
-
-    Args:
-      mesh: the mesh, or a number of simulated replicas.
-      asked: what the user asked for; by default it is so on CPUs of several processes.
-      dense_axis_name: the fast axis, if there is one.
-
-    Raises:
-      TypeError: if `asked` is neither a bool nor None.
-      ValueError: if it is asked for where it cannot be.
-    """
-    can = isinstance(mesh, jax.sharding.Mesh) and dense_axis_name is None
-    if asked is None:
-        is_cpu = can and {x.platform for x in mesh.devices.flat} == {"cpu"}
-        return is_cpu and jax.process_count() > 1
-    _checks.flag(asked, "overlap")
-    if asked and not can:
+def checked(mesh: Any, dense_axis_name: AxisName) -> jax.sharding.Mesh:
+    """Return the mesh; refuse simulated replicas and a fast axis."""
+    if not isinstance(mesh, jax.sharding.Mesh) or dense_axis_name is not None:
         raise ValueError(
-            f"`overlap` needs a mesh and no `dense_axis_name`, got {mesh!r} and"
+            f"overlap=True needs a mesh and no `dense_axis_name`, got {mesh!r} and"
             f" {dense_axis_name!r}. Leave `overlap` out: one program does the same."
         )
-    return asked
-
-
-def where_delayed(apart: Step, whole: Step, *, is_asked: bool) -> Step:
-    """Return a step that is `apart` if the transform has a delay, and else `whole`.
-
-    Without a delay it raises a ValueError if three programs were asked for.
-    """
-
-    def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
-        is_delayed = _chain.is_delayed(opt_state)
-        if is_asked and not is_delayed:
-            raise ValueError(
-                "`overlap` needs gravac.transform(delay=1): without a delay an exchange"
-                " waits for the gradient. Leave `overlap` out, or add the delay."
-            )
-        return (apart if is_delayed else whole)(params, opt_state, batch, **times)
-
-    return step
+    return mesh
 
 
 class Overlapped:
@@ -100,7 +69,6 @@ class Overlapped:
         self._own_params, self._loss_and_grad = own_params, loss_and_grad
         self._finish_one = finish
         self._mesh, self._axis_name = mesh, axis_name
-        self._replicas = _placement.count_replicas(mesh, axis_name)
         self._first_own = jax.jit(self._own_of_all)
         self._receive = jax.jit(self._receive_all, donate_argnums=1)
         self._compute = jax.jit(self._compute_all)
@@ -108,33 +76,50 @@ class Overlapped:
             self._finish_own, mesh, axis_name, carried=1
         )
         self._compiled: dict[Any, Any] = {}
-        self._last: tuple[Any, Any] = None, None  # params, and own params for them
+        self._last: Any = None  # params and state, and the own params that go with them
         self._network = ThreadPoolExecutor(1, thread_name_prefix="gravac exchange")
 
     def __call__(self, params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
-        _placement.check_placed(opt_state, self._replicas)
-        here = max(1, self._replicas // jax.process_count())
-        _step_checks.divided((params, opt_state, batch), 0, here)
-        times, batch = _parallel.spread(times, batch, self._mesh, self._axis_name)
-        known, own = self._last
-        if not _are_same(known, params):
+        given = params, opt_state
+        batch, times = _parallel.spread(
+            given, batch, times, self._mesh, self._axis_name
+        )
+        if self._last is not None and _are_same(self._last[0], given):
+            own = self._last[1]
+        else:
             own = self._first_own(params, opt_state)
-        receive = self._compiled_receive(params, opt_state, times)
-        receiving = self._network.submit(receive, params, opt_state, times)
-        made = self._compute(own, batch)
-        kept, arrived = receiving.result()
+        compute, receive = self._programs(own, batch, params, opt_state, times)
+        # Whatever is wrong with a batch shows here, while the state is whole.
+        made = compute(own, batch)
+        kept, arrived = self._network.submit(receive, params, opt_state, times).result()
+        self._last = None
         params, opt_state, own, *metrics = self._finish(
             params, kept, own, made, arrived=arrived, **times
         )
-        self._last = params, own
+        self._last = (params, opt_state), own
         return params, opt_state, *metrics
 
-    def _compiled_receive(self, *args: Any) -> Any:
+    def _programs(
+        self, own: Any, batch: Any, params: Any, opt_state: Any, times: Any
+    ) -> tuple[Any, Any]:
         """Compile in this thread: settings of JAX may hold in this one alone."""
-        key = jax.tree.structure(args), tuple(map(jnp.shape, jax.tree.leaves(args)))
+        args = own, batch, params, opt_state, times
+        leaves, structure = jax.tree.flatten(args)
+        key = (
+            structure,
+            tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves),
+        )
         if key not in self._compiled:
-            self._compiled[key] = self._receive.lower(*args).compile()
+            compute = self._compute.lower(own, batch)
+            if found := re.search(COLLECTIVE, compute.as_text()):
+                raise ValueError(
+                    f"overlap=True cannot be: the loss talks to other replicas"
+                    f" ({found[1]}), as the exchange does at the same time, and the"
+                    f" order may differ between processes. Leave `overlap` out."
+                )
+            receive = self._receive.lower(params, opt_state, times)
+            self._compiled[key] = compute.compile(), receive.compile()
         return self._compiled[key]
 
     def _run(self, one: Step, in_specs: Any, out_specs: Any, *args: Any) -> Any:
@@ -158,8 +143,7 @@ class Overlapped:
         return self._run(self._receive_one, given, received, params, opt_state, times)
 
     def _receive_one(self, params: Any, opt_state: Any, times: Any) -> tuple[Any, Any]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        _, after = self._tx.update(zeros, opt_state, params, receives=True, **times)
+        _, after = self._tx.update(params, opt_state, params, receives=True, **times)
         ours = _chain.the_transform(after, "gravac.train_step")
         # Whatever comes after the transform saw no update yet.
         return _replaced(opt_state, ours._replace(arrived=())), ours.arrived

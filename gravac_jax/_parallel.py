@@ -110,14 +110,24 @@ def data_parallel(
 
 
 def spread(
-    shared: Any, batch: Any, mesh: jax.sharding.Mesh, axis_name: AxisName
+    state: tuple[Any, ...],
+    batch: Any,
+    shared: Any,
+    mesh: jax.sharding.Mesh,
+    axis_name: AxisName,
 ) -> tuple[Any, Any]:
-    """Return `shared` whole on every replica, and `batch` split over them."""
+    """Return `batch` split over the replicas, and `shared` whole on each of them.
+
+    Refuse a state that is not placed, and a batch that does not divide.
+    """
+    replicas = _placement.count_replicas(mesh, axis_name)
+    _placement.check_placed(state, replicas)
+    _step_checks.divided((*state, batch), 0, max(1, replicas // jax.process_count()))
     everywhere = jax.NamedSharding(mesh, jax.P())
     split = jax.NamedSharding(mesh, jax.P(axis_name))
     return (
-        jax.tree.map(lambda x: _share(x, everywhere), shared),
         jax.tree.map(lambda x: _shard(x, split), batch),
+        jax.tree.map(lambda x: _share(x, everywhere), shared),
     )
 
 

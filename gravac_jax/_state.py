@@ -59,8 +59,8 @@ class TransformState(NamedTuple):
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent.
       info: what a human wants to know.
-      arrived: what an update that only `receives` leaves for the rest of its step;
-        nothing between steps.
+      arrived: what an update that only `receives` leaves for the rest of its step. A
+        chain hands on nothing but states. Nothing between steps.
     """
 
     steps: jax.Array

@@ -255,6 +255,8 @@ class Components:
         `TransformState.arrived`, and one that is given it, with the gradients.
         """
         del ignored
+        if receives and not self.delay:
+            _step_checks.needs_delay()
         is_asked = deliver is not None or receives
         axes, buckets, local = self._enter(updates, state, params, is_asked)
         if deliver is not None:

@@ -95,6 +95,14 @@ def state_matches(received: Any, expected: Any) -> None:
         )
 
 
+def needs_delay() -> None:
+    """Refuse to receive before the gradient is there, without a delay."""
+    raise ValueError(
+        "overlap=True needs gravac.transform(delay=1): without a delay an exchange"
+        " waits for the gradient. Add the delay, or leave `overlap` out."
+    )
+
+
 def params_given(params: Any, name: str) -> None:
     """Refuse an update without the params that `name` needs."""
     if params is None:

@@ -9,6 +9,7 @@ import optax
 
 from gravac_jax import (
     _chain,
+    _checks,
     _collectives,
     _consistency,
     _gradients,
@@ -31,7 +32,7 @@ def train_step(
     has_aux: bool = False,
     micro_batches: int = 1,
     own_params: bool | None = None,
-    overlap: bool | None = None,
+    overlap: bool = False,
 ) -> "TrainStep":
     """Return the train step of a loss and an optimizer, compiled for all replicas.
 
@@ -55,11 +56,15 @@ def train_step(
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
       own_params: whether a replica takes its gradient at its own params. By default it
-        does, unless an optimizer such as Adam comes after the transform.
-      overlap: whether a step of a transform with a delay is three programs, of which a
-        second thread starts the exchange. Default: on CPUs, in a job of several
-        processes. There XLA does not hide an exchange within one program, as it does on
-        GPUs and TPUs. JAX needs two threads of the host for it (`NPROC=2`).
+        does, unless an optimizer such as Adam comes after the transform. What comes
+        after it must then be linear in the updates, as learning rates, momentum and
+        decay are. A clip is not: give it to the transform, or pass False.
+      overlap: for CPUs, where XLA does not hide a late exchange within one program as
+        it does on GPUs and TPUs: take a step of a transform with a delay in three
+        programs, of which a second thread starts the exchange. JAX needs two threads
+        for it, `NPROC=2` or more. Wait for any other program with a collective, such as
+        an evaluation, before the next step: two threads start theirs in no order. Own
+        params stay in memory between steps.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -67,9 +72,10 @@ def train_step(
       `flush(params, opt_state)` delivers what replicas hold back.
 
     Raises:
-      TypeError: if `mesh` is neither a mesh nor a number.
-      ValueError: if the mesh does not have the axis; if `overlap` is asked for where
-        there is no mesh, no delay, or a fast axis. From `init`: as `gravac.place` and
+      TypeError: if `mesh` is neither a mesh nor a number, or `overlap` is no bool.
+      ValueError: if the mesh does not have the axis; for overlap=True with simulated
+        replicas or a fast axis, and, when called, without a delay or with a loss that
+        has a collective. From `init`: as `gravac.place` and
         `gravac.guard`. When called: as the parts; if own params are asked for and an
         optimizer such as Adam comes after the transform.
 
@@ -111,11 +117,13 @@ def train_step(
         del batch
         return _residuals.flush(tx, params, opt_state)
 
+    _checks.flag(overlap, "overlap")
     run = _runner(mesh, axis_name, dense_axis_name)
-    step = run(on_one_replica)
-    if _overlap.is_wanted(mesh, overlap, dense_axis_name):
-        apart = _overlap.Overlapped(tx, where, loss_and_grad, finish, mesh, axis_name)
-        step = _overlap.where_delayed(apart, step, is_asked=bool(overlap))
+    if overlap:
+        only = _overlap.checked(mesh, dense_axis_name)
+        step = _overlap.Overlapped(tx, where, loss_and_grad, finish, only, axis_name)
+    else:
+        step = run(on_one_replica)
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
     init = _initializer(tx, mesh, axis_name, dense_axis_name)

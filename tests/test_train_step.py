@@ -72,27 +72,98 @@ def test_it_is_its_parts(name):
         assert others == losses
 
 
-def test_a_step_of_three_programs_is_the_step_of_one():
-    mesh, found = make_mesh(), []
+def with_rows(params, x):
+    return loss_fn(params, x), {"rows": jnp.float32(len(x))}
+
+
+DELAYED = {
+    "one bit": (RECIPES["delayed"], {}),
+    "all-reduced, with aux": (
+        gravac.sgd(
+            0.05,
+            delay=1,
+            compress=COMPRESS,
+            exchange=gravac.QuantizedAllReduce(32),
+        ),
+        {"has_aux": True},
+    ),
+    "several rungs, at shared params": (
+        optax.chain(
+            gravac.transform(
+                delay=1,
+                compress=COMPRESS,
+                controller=Scripted((1.0, 4.0, 16.0)),
+                check_every=2,
+            ),
+            optax.sgd(0.02, momentum=0.5),
+        ),
+        {"own_params": False, "micro_batches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_a_step_of_three_programs_is_the_step_of_one(name):
+    tx, how = DELAYED[name]
+    loss, mesh, found = with_rows if how.get("has_aux") else loss_fn, make_mesh(), []
+    bad = BATCHES[0].copy()
+    bad[5] = np.nan
     for overlap in (False, True):
-        step = gravac.train_step(loss_fn, RECIPES["delayed"], mesh, overlap=overlap)
-        found.append(trained(step, step.init(PARAMS)))
-    (state, losses), (other, others) = found
-    assert_same(other, state)
-    assert others == losses
+        step = gravac.train_step(loss, tx, mesh, overlap=overlap, **how)
+        state, metrics = step.init(PARAMS), []
+        for batch in [*BATCHES[:4], bad, *BATCHES[4:]]:
+            *state, value, _ = (*step(*state, batch), None)[:4]
+            metrics.append(np.asarray(value))
+        state = step.flush(*state)
+        *state, value = step(*state, BATCHES[0])[:3]
+        params, opt_state = jax.device_get(state)
+        local = optax.tree.get(opt_state, "local")  # not the times of steps
+        found.append((params, local, metrics, np.asarray(value)))
+    one, three = map(jax.tree.leaves, found)
+    for x, y in zip(one, three, strict=True):  # XLA fuses each program by itself
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
-def test_three_programs_name_a_bad_batch_and_need_a_delay():
-    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh(), overlap=True)
-    with pytest.raises(ValueError, match="cannot be split over"):
-        step(*step.init(PARAMS), BATCHES[0][:-1])
+def test_three_programs_notice_a_state_that_was_changed_by_hand():
+    exchange = gravac.transform(delay=1, **ONE_BIT)
+    tx = optax.chain(exchange, optax.inject_hyperparams(optax.sgd)(0.1))
+    found = []
+    for overlap in (False, True):
+        step = gravac.train_step(loss_fn, tx, make_mesh(), overlap=overlap)
+        state = step.init(PARAMS)
+        for i, batch in enumerate(BATCHES[:6]):
+            if i == 3:
+                rate = jnp.full_like(state[1][1].hyperparams["learning_rate"], 0.02)
+                state[1] = optax.tree.set(state[1], learning_rate=rate)
+            *state, loss = step(*state, batch)
+        found.append(float(loss))
+    assert found[0] == found[1]
+
+
+def test_three_programs_need_a_delay_and_a_loss_that_talks_to_nobody():
     step = gravac.train_step(loss_fn, RECIPES["adamw"], make_mesh(), overlap=True)
-    with pytest.raises(ValueError, match="without a delay an exchange waits"):
+    with pytest.raises(ValueError, match=r"overlap=True needs gravac\.transform"):
         step(*step.init(PARAMS), BATCHES[0])
-    with pytest.raises(ValueError, match="`overlap` needs a mesh"):
+    with pytest.raises(ValueError, match="overlap=True needs a mesh"):
         gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=True)
     with pytest.raises(TypeError, match="`overlap` must be True or False"):
         gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=1)
+    talks = lambda params, x: jax.lax.pmean(loss_fn(params, x), "data")
+    step = gravac.train_step(talks, RECIPES["delayed"], make_mesh(), overlap=True)
+    with pytest.raises(ValueError, match=r"talks to other replicas \(all_reduce\)"):
+        step(*step.init(PARAMS), BATCHES[0])
+
+
+def test_a_bad_batch_leaves_the_state_of_three_programs_whole():
+    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh(), overlap=True)
+    state, _ = trained(step, step.init(PARAMS), BATCHES[:2])
+    state = gravac.place(tuple(state), make_mesh())
+    with pytest.raises(ValueError, match="cannot be split over"):
+        step(*state, BATCHES[0][:-1])
+    with pytest.raises(TypeError, match="dot_general"):
+        step(*state, BATCHES[0][:, :-1])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    step(*state, BATCHES[0])
 
 
 def test_a_delayed_step_of_micro_batches_is_that_of_the_whole_batch():

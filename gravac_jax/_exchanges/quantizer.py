@@ -163,7 +163,10 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
 
 
 def mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """Return the mean over replicas of what they sent, added in their order.
+    """Return the mean over replicas of what they sent.
+
+    Up to 32 replicas are added in their order; a kernel of more would take long to
+    compile.
 
     Args:
       words: `[replicas, rows, bits, entries / 32]` uint32, from `pack`.
@@ -206,7 +209,7 @@ def _alone(scale: jax.Array) -> jax.Array:
 
 
 def _root_mean_square(x: jax.Array, entries: jax.Array) -> jax.Array:
-    """Return that of each row, `[rows]`; 0 where squares leave float32."""
+    """Return the root mean square of each row; 0 where squares leave float32."""
     return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=1) / entries))
 
 

@@ -33,8 +33,8 @@ TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
 HANDLE = "EMULATED_NETWORK"
 MAX_HOSTS = 200  # in one /24
 
-# Otherwise the kernel clears the temporaries of every step in small pages: an update of
-# 10 million entries in one bit took 74 ms so, and 38 ms with huge pages.
+# Otherwise Linux clears the temporaries of every step in small pages, which takes as
+# long as an update of 10 million entries in one bit.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 # What may leave at once after a pause: a payload that is smaller does not meet the

@@ -81,7 +81,7 @@ class Method:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether an exchange may run beside the computation."""
+        """Whether an exchange is one step late."""
         return bool(self.chosen.get("delay"))
 
     def rung(self, factor: float) -> int:
@@ -173,8 +173,8 @@ class Runner:
 
         state = gravac.place((params, tx.init(params)), mesh)
         step = gravac.data_parallel(whole, mesh)
-        if method.is_delayed:
-            step = gravac.train_step(task.loss, tx, mesh)
+        if method.is_delayed and not method.is_adaptive:
+            step = gravac.train_step(task.loss, tx, mesh, overlap=True)
         self.whole = Trainer(step, state)
         self._alone = jax.jit(alone, donate_argnums=(0, 1))
 
