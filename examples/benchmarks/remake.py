@@ -82,6 +82,7 @@ def _paper(folder: str) -> dict[str, Make]:
 
 _EXCHANGES = "2026-11-21_exchanges"
 _LSTM = "2026-11-21_quality_lstm"
+_STEPS = "2026-11-24_steps"
 MADE: dict[str, Make] = {
     **{
         f"{_EXCHANGES}/{name}.png": _losses(f"{_EXCHANGES}/{name}.jsonl")
@@ -90,6 +91,10 @@ MADE: dict[str, Make] = {
     f"{_LSTM}/loss_against_wire_bytes.png": _losses(
         f"{_LSTM}/dense_default.jsonl", f"{_LSTM}/fixed.jsonl"
     ),
+    **{
+        f"{_STEPS}/{name}.png": _losses(f"{_STEPS}/{name}.jsonl")
+        for name in ("adamw", "lstm")
+    },
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-23_live/live.png": _live,
     **_end_to_end("2026-11-23_end_to_end"),
