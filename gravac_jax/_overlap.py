@@ -58,15 +58,14 @@ class Overlapped:
 
     def __init__(
         self,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformationExtraArgs,
         own_params: Step,
         loss_and_grad: Step,
         finish: Step,
         mesh: jax.sharding.Mesh,
         axis_name: AxisName,
     ):
-        self._tx = optax.with_extra_args_support(tx)
-        self._own_params, self._loss_and_grad = own_params, loss_and_grad
+        self._tx, self._own_params, self._loss_and_grad = tx, own_params, loss_and_grad
         self._finish_one = finish
         self._mesh, self._axis_name = mesh, axis_name
         self._first_own = jax.jit(self._own_of_all)
@@ -146,7 +145,7 @@ class Overlapped:
         _, after = self._tx.update(params, opt_state, params, receives=True, **times)
         ours = _chain.the_transform(after, "gravac.train_step")
         # Whatever comes after the transform saw no update yet.
-        return _replaced(opt_state, ours._replace(arrived=())), ours.arrived
+        return _state.replaced(opt_state, ours._replace(arrived=())), ours.arrived
 
     def _compute_all(self, own: Any, batch: Any) -> Any:
         one = lambda own, batch: _lead(self._loss_and_grad(_only(own), batch))
@@ -177,9 +176,3 @@ def _are_same(tree: Any, other: Any) -> bool:
     leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
     same = len(leaves) == len(others) and bool(leaves)
     return same and all(x is y for x, y in zip(leaves, others, strict=True))
-
-
-def _replaced(opt_state: Any, ours: _state.TransformState) -> Any:
-    """Return `opt_state` with `ours` in place of its transform's state."""
-    is_ours = _state.is_transform_state
-    return jax.tree.map(lambda x: ours if is_ours(x) else x, opt_state, is_leaf=is_ours)

@@ -167,9 +167,7 @@ def init(
     # The transform's own state does not have the params' shapes, and may have more
     # buckets than the state for no params that map_params makes.
     is_ours = _state.is_transform_state
-    without = lambda tree: jax.tree.map(
-        lambda x: () if is_ours(x) else x, tree, is_leaf=is_ours
-    )
+    without = lambda tree: _state.replaced(tree, ())
     state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
     _chain.check_momentum(state)
     _chain.check_chains(state)

@@ -85,6 +85,12 @@ def transform_states(tree: Any) -> list[TransformState]:
     return list(filter(is_transform_state, found))
 
 
+def replaced(tree: Any, ours: Any) -> Any:
+    """Return `tree` with `ours` in place of every transform state."""
+    replace = lambda x: ours if is_transform_state(x) else x
+    return jax.tree.map(replace, tree, is_leaf=is_transform_state)
+
+
 def _is_local(x: Any) -> bool:
     # flax.nnx.split turns NamedTuples into mappings from their fields.
     names = {"replica", "memory"}

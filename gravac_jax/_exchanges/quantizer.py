@@ -29,8 +29,8 @@ WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)
 SCALES = 2  # of a row; widths that need one leave the other at 0
 BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
-MAX_UNROLLED = 32  # replicas whose words one kernel adds up
 TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
+MAX_UNROLLED = 32  # replicas whose words one kernel adds up
 
 
 class Levels(NamedTuple):
