@@ -51,7 +51,10 @@ def flush(
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> exchange = gravac.transform(
-      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ...     None,
+      ...     compress=True,
+      ...     compressor=gravac.TopK(),
+      ...     controller=gravac.Fixed(2),
       ... )
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)
@@ -112,7 +115,10 @@ def local_params(
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> exchange = gravac.transform(
-      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ...     None,
+      ...     compress=True,
+      ...     compressor=gravac.TopK(),
+      ...     controller=gravac.Fixed(2),
       ... )
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)

@@ -186,9 +186,6 @@ class Components:
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
-        _checks.component(self.memory, Memory, "memory", "gravac.Residual()")
-        example = "gravac.Fixed(factor=100)"
-        _checks.component(self.controller, Controller, "controller", example)
         _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)

@@ -6,7 +6,7 @@ A recipe is a clip, a memory, an exchange (with its compressor) and a controller
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
   DGC                       Momentum + AllGather(SampledTopK()) + Scheduled(...)
   GraVAC                    Residual + AllGather(Threshold()) + GraVAC()
-  the default               Residual + AllGather(Threshold()) + Fastest()
+  the default               Residual + QuantizedAllReduce() + Fastest()
 """
 
 from typing import Any
@@ -19,9 +19,10 @@ from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Fastest
 from gravac_jax._controllers.base import Controller
 from gravac_jax._controllers.cost_model import WireCost
+from gravac_jax._controllers.ladders import geometric
 from gravac_jax._error_feedback import Momentum, Residual
 from gravac_jax._error_feedback.base import Memory
-from gravac_jax._exchanges import AllGather
+from gravac_jax._exchanges import AllGather, Quantized, QuantizedAllReduce
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._selection import Threshold
 from gravac_jax._selection.compressor import Compressor
@@ -46,7 +47,7 @@ def transform(
     seed: int = 0,
     check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Average gradients over replicas, sending only the entries that matter.
+    """Average gradients over replicas, sending few bits or few entries of them.
 
     It takes the place of `jax.lax.pmean(grads, axis_name)` in data-parallel training:
     `update` takes each replica's own gradients and returns their compressed mean, the
@@ -65,8 +66,10 @@ def transform(
       dense_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are compressed: the devices of a host or a slice. All of them take
         the same rung.
-      exchange: how replicas average. Default: `AllGather(compressor)`.
-      compressor: short for `exchange=AllGather(compressor)`. Default: `Threshold()`.
+      exchange: how replicas average. Default: `QuantizedAllReduce()`, all entries in a
+        few bits each. `AllGather(Threshold())`, which selects entries, if a factor of
+        the controller is above 32 or the memory masks what was sent.
+      compressor: short for `exchange=AllGather(compressor)`.
       memory: what happens to entries that were not sent. Default: `Residual()`.
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
         must then have no momentum of its own.
@@ -75,9 +78,10 @@ def transform(
       weight_decay: share of the params that is added to each replica's gradient after
         the clip and before momentum: coupled decay, as in Deep Gradient Compression.
         `update` then needs the params. Put decoupled decay after the transform.
-      controller: decides how few entries are sent. Default: `Fastest()`, which should
-        be told how long steps take; see `gravac.StepClock`. Otherwise it predicts step
-        times from `wire`.
+      controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
+        factors 4, 8, 16 and 32 are 8, 4, 2 bits and 1; for other exchanges
+        `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
+        see `gravac.StepClock`. Otherwise it predicts step times from `wire`.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: matrices of at least
         16,384 entries, or of a thousandth of all entries if that is less.
@@ -163,15 +167,22 @@ def transform(
         )
         _checks.not_both(why, compress=compress, sharded=sharded)
         compress = sharded
+    memory = Residual() if memory is None else memory
+    _checks.component(memory, Memory, "memory", "gravac.Residual()")
+    if controller is None:
+        controller = _controller_for(exchange, memory)
+    _checks.component(controller, Controller, "controller", "gravac.Fixed(factor=100)")
+    if exchange is None:
+        exchange = _exchange_for(controller, memory)
     components = Components(
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,
         is_sharded=is_sharded,
         clip=NoClip() if clip is None else clip,
         weight_decay=weight_decay,
-        exchange=AllGather(Threshold()) if exchange is None else exchange,
-        memory=Residual() if memory is None else memory,
-        controller=Fastest() if controller is None else controller,
+        exchange=exchange,
+        memory=memory,
+        controller=controller,
         compress=compress,
         delay=delay,
         wire=WireCost() if wire is None else wire,
@@ -179,3 +190,17 @@ def transform(
         check_every=check_every,
     )
     return optax.GradientTransformationExtraArgs(components.init, components.update)
+
+
+def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:
+    """Return the default controller, with factors that the exchange has."""
+    if isinstance(exchange, Quantized) or (exchange is None and not memory.masks):
+        return Fastest()
+    return Fastest(geometric(10, 1000))
+
+
+def _exchange_for(controller: Controller, memory: Memory) -> Exchange:
+    """Return the default exchange: all entries in few bits, unless few must be sent."""
+    if memory.masks or max(controller.ladder) > max(Fastest.ladder):
+        return AllGather(Threshold())
+    return QuantizedAllReduce()

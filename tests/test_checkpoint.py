@@ -57,6 +57,7 @@ RECIPES = {
 def transform(**recipe):
     usual = {
         "controller": gravac.Fastest(ladder=LADDER),
+        "exchange": gravac.AllGather(gravac.Threshold()),  # which has a state
         "compress": lambda path, leaf: leaf.ndim == 2,
     }
     return gravac.transform(**usual | recipe)

@@ -43,7 +43,12 @@ def collected():
 
 def begin(params=PARAMS, where=N, after=None, **recipe):
     compress = jax.tree.map(lambda x: np.ndim(x) == 2, params)
-    usual = {"controller": gravac.Fixed(4), "momentum": 0.5, "compress": compress}
+    usual = {
+        "controller": gravac.Fixed(4),
+        "exchange": gravac.AllGather(gravac.Threshold()),
+        "momentum": 0.5,
+        "compress": compress,
+    }
     tx = optax.chain(gravac.transform(**usual | recipe), after or optax.sgd(0.1))
     return gravac.place((params, tx.init(params)), where)
 

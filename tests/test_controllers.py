@@ -163,7 +163,8 @@ def test_a_cap_of_the_top_changes_nothing():
 def test_a_cap_bounds_the_first_step_too():
     rising = gravac.Capped(gravac.Fixed(100), cap=2)
     assert int(rising.init()[0]) == 0
-    stages = gravac.Capped(gravac.Fastest(), cap=gravac.warm_up(100).schedule)
+    high = gravac.Fastest(gravac.geometric(10, 1000))
+    stages = gravac.Capped(high, cap=gravac.warm_up(100).schedule)
     assert stages.samples_gradient
     assert int(stages.init()[0]) == 0
 

@@ -38,17 +38,17 @@ def record(own_seconds=0.003):
         lines += [line(mbit, *x) for x in static.items()]
         at_320 = static["fixed100"]  # beyond what was measured
         mean = 0.6 * static["fixed10"] + 0.4 * at_320 + own_seconds
-        lines.append(line(mbit, "default", mean, taken=TAKEN))
+        lines.append(line(mbit, "sparse", mean, taken=TAKEN))
     return lines
 
 
 def test_seconds_between_measured_factors_follow_the_bytes():
     timed = Timed(record(), 2)
     for factor, seconds in ((1, 0.22), (10, 0.12), (100, 0.03), (1000, 0.03)):
-        assert timed.step(100.0, "default", factor) == pytest.approx(seconds)
+        assert timed.step(100.0, "sparse", factor) == pytest.approx(seconds)
     # 20 ms, and one over the factor of a second.
-    assert timed.step(100.0, "default", 40) == pytest.approx(0.02 + 1 / 40)
-    assert timed.step(1000.0, "default", 10) == pytest.approx(0.03)
+    assert timed.step(100.0, "sparse", 40) == pytest.approx(0.02 + 1 / 40)
+    assert timed.step(1000.0, "sparse", 10) == pytest.approx(0.03)
     assert timed.step(100.0, "dgc100", 4) == pytest.approx(0.02 + 1 / 4)
 
 
@@ -65,7 +65,7 @@ def test_a_method_that_was_timed_has_its_own_seconds():
 def test_a_controller_costs_what_its_steps_take_beside_static_ones(own_seconds):
     timed = Timed(record(own_seconds), 2)
     for link in timed.links:
-        assert timed.own_seconds(link, "default") == pytest.approx(own_seconds)
+        assert timed.own_seconds(link, "sparse") == pytest.approx(own_seconds)
         assert timed.own_seconds(link, "fixed10") == 0
         assert timed.own_seconds(link, "gravac") == 0
 
@@ -87,8 +87,8 @@ RUNS = [
     *(run("dense", 100, seed) for seed in (0, 1)),
     *(run("dense16", 100, seed) for seed in (0, 1)),
     *(run("fixed10", 110 + 20 * seed, seed) for seed in (0, 1)),
-    *(run("default", 100, seed, 100.0, 1, 9) for seed in (0, 1)),
-    *(run("default", 100, seed, 1000.0, 0, 9) for seed in (0, 1)),
+    *(run("sparse", 100, seed, 100.0, 1, 9) for seed in (0, 1)),
+    *(run("sparse", 100, seed, 1000.0, 0, 9) for seed in (0, 1)),
 ]
 
 
@@ -98,10 +98,10 @@ def test_an_outcome_has_steps_seconds_and_bytes_of_every_seed():
     assert found["fixed10"].seconds == pytest.approx([110 * 0.12, 130 * 0.12])
     assert found["fixed10"].wire_bytes == pytest.approx([110e6, 130e6])
     # At factor 10, and 3 ms of its own.
-    assert found["default"].seconds == pytest.approx([100 * 0.123] * 2)
-    assert found["default"].step_seconds == pytest.approx(0.123)
+    assert found["sparse"].seconds == pytest.approx([100 * 0.123] * 2)
+    assert found["sparse"].step_seconds == pytest.approx(0.123)
     fast = report.outcomes(RUNS, Timed(record(), 2), 1000.0)
-    assert fast["default"].seconds == pytest.approx([100 * 0.043] * 2)
+    assert fast["sparse"].seconds == pytest.approx([100 * 0.043] * 2)
 
 
 def test_float16_means_stand_in_with_the_losses_of_dense_steps():
@@ -146,8 +146,8 @@ def test_a_share_is_of_the_limit_of_the_better_baseline():
     assert table["dense"]["x dense16"] == "0.55"
     assert table["dense16"]["of 6.00"] == "17%"
     # 0.12 over 0.123 of the baseline's time.
-    assert table["default"]["of 6.00"] == "16%"
-    assert table["default"]["x fixed10"] == f"{(110 + 130) / 2 * 0.12 / 12.3:.2f}"
+    assert table["sparse"]["of 6.00"] == "16%"
+    assert table["sparse"]["x fixed10"] == f"{(110 + 130) / 2 * 0.12 / 12.3:.2f}"
 
 
 def test_a_floor_is_computation_and_bytes_at_the_rate():
@@ -174,14 +174,14 @@ def test_runs_are_made_once(tmp_path, capsys):
         tmp_path / "out.jsonl",
         task="lstm-bytes",
         hosts=2,
-        methods=("dense", "fixed100", "default", "accordion"),
+        methods=("dense", "fixed100", "sparse", "accordion"),
         seeds=1,
         steps=2 * end_to_end.EVERY,
     )
     end_to_end.main(args)
     _, lines = journal.read(args.out)
     names = [x["method"] for x in lines]
-    assert names == ["dense", "fixed100", "default", "default", "accordion"]
+    assert names == ["dense", "fixed100", "sparse", "sparse", "accordion"]
     for x in lines:
         evaluations = range(1, len(x["losses"]) + 1)
         assert [sum(y) for y in x["taken"]] == [

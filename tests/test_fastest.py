@@ -14,7 +14,7 @@ from _harness import trajectory
 import gravac_jax as gravac
 from gravac_jax._controllers import fastest
 
-CONTROLLER = gravac.Fastest()
+CONTROLLER = gravac.Fastest(gravac.geometric(10, 1000))
 LADDER = np.array(CONTROLLER.ladder)
 RUNGS = len(LADDER)
 PROGRESS = LADDER**-0.1  # about that of an LSTM

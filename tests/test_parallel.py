@@ -225,7 +225,12 @@ def test_one_replica_is_enough(run):
 )
 def test_the_mesh_may_have_other_axes(axis_name, axis_type):
     mesh = make_mesh((2, 2), ("data", "other"), axis_type)
-    tx = gravac.transform(axis_name, compress=True, controller=gravac.Fixed(4))
+    tx = gravac.transform(
+        axis_name,
+        compress=True,
+        compressor=gravac.TopK(),
+        controller=gravac.Fixed(4),
+    )
     step = gravac.data_parallel(
         lambda state, x: tx.update(x[0], state)[::-1], mesh, axis_name
     )

@@ -14,7 +14,9 @@ from flax.training.train_state import TrainState
 import gravac_jax as gravac
 
 TX = optax.chain(
-    gravac.transform(compress=True, controller=gravac.Fixed(4)),
+    gravac.transform(
+        compress=True, compressor=gravac.Threshold(), controller=gravac.Fixed(4)
+    ),
     optax.sgd(0.1, momentum=0.9),
 )
 SIZE = 15  # entries of a dense layer from 4 to 3

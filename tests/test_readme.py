@@ -1,12 +1,7 @@
 """The README's code runs as it stands there, and its commands are complete."""
 
-import functools
 import re
 from pathlib import Path
-
-import pytest
-
-import gravac_jax as gravac
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -15,19 +10,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-# Each rung of a ladder is a branch to compile: the default ladder has nine.
-SHORT = functools.partial(gravac.Fastest, ladder=(1, 100))
-
-
-@pytest.mark.parametrize(
-    "default",
-    [
-        pytest.param(SHORT, id="a short ladder"),
-        pytest.param(gravac.Fastest, marks=pytest.mark.slow, id="as it stands"),
-    ],
-)
-def test_every_python_block_runs_in_order(default, monkeypatch):
-    monkeypatch.setattr("gravac_jax._transform.Fastest", default)
+def test_every_python_block_runs_in_order():
     names: dict = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)

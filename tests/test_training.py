@@ -157,7 +157,9 @@ def test_every_optimizer_trains(case):
 )
 def test_a_loop_with_step_times_compiles_once_whatever_the_factor(loop):
     controller = gravac.GraVAC(epsilon=0.0, ladder=(1, 2, 4), window=2)
-    transform = gravac.transform(compress=True, controller=controller)
+    transform = gravac.transform(
+        compress=True, compressor=gravac.TopK(), controller=controller
+    )
     state, train_step = LOOPS[loop](optax.chain(transform, optax.sgd(1e-3)))
     step = gravac.data_parallel(train_step, make_mesh())
     state, factors = gravac.place(state, make_mesh()), set()

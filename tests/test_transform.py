@@ -343,9 +343,11 @@ def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
 
 
 @in_every_mapped_way
-def test_entries_travel_in_16_bits_by_default(how):
+def test_selected_entries_travel_in_16_bits_by_default(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
-    tx = gravac.transform(compress=COMPRESS, controller=Scripted(LADDER))
+    tx = gravac.transform(
+        compress=COMPRESS, exchange=gravac.AllGather(), controller=Scripted(LADDER)
+    )
     found, _ = collectives(trajectory(tx, PARAMS, how).text(FLOATS, **times()))
     energies = 4 * (len(LADDER) + 1)
     assert {x for x in found if x.kind == "all-gather"} == {
@@ -530,7 +532,9 @@ def flat(tree):
 
 
 def test_any_pytree_of_floats_is_averaged():
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(4))
+    tx = gravac.transform(
+        compress=True, compressor=gravac.TopK(), controller=gravac.Fixed(4)
+    )
     rng = np.random.default_rng(0)
     # Multiples of 4 below 128: their means over 4 replicas are exact in bfloat16.
     gradients = jax.tree.map(
@@ -661,7 +665,9 @@ def test_a_state_may_be_donated():
 
 
 def test_float16_saturates_where_the_exchange_outgrows_it():
-    tx = gravac.transform(None, compress=True, controller=gravac.Fixed(4))
+    tx = gravac.transform(
+        None, compress=True, compressor=gravac.TopK(), controller=gravac.Fixed(4)
+    )
     grads = jnp.full(8, 60_000, jnp.float16)
     update = jax.jit(tx.update)
     state = tx.init(grads)

@@ -56,7 +56,8 @@ def two_axes(axis_type=AUTO):
 
 
 def transform(controller=Scripted(LADDER), **kwargs):  # noqa: B008 (frozen)
-    return gravac.transform(**AXES, controller=controller, **kwargs)
+    usual = {"exchange": gravac.AllGather(), "controller": controller}
+    return gravac.transform(**AXES, **usual | kwargs)
 
 
 def put(tree, mesh, specs):

@@ -1,9 +1,11 @@
 """The methods that programs compare, by name: the arguments of `gravac.transform`.
 
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
-it comes; the steps of `fastest0.9` must each be worth 0.9 dense steps. `gravac` (and
-`gravac0.9`, at that epsilon) and `accordion` are the other controllers. `fixed10` is
-the static factor 10; any factor will do.
+it comes, which chooses among widths; the steps of `fastest0.9` must each be worth 0.9
+dense steps. `sparse` has the same controller over sparse factors, which was the default
+in records before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon) and
+`accordion` are the other controllers. `fixed10` sends a tenth of the entries; any
+factor will do.
 
 Other families differ from `fixed`, in one part each:
 
@@ -17,10 +19,10 @@ Other families differ from `fixed`, in one part each:
   besides, `dgc10` masking and warm-up.
 
 `adam` and `sgd` after the name of an exchange let each replica run that optimizer, and
-exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of the default exchange
+exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entries
 `adam10`. They clip before the memory.
 
-`local` before the name of a family takes gradients at each replica's own params, and
+`local` before any of these names takes gradients at each replica's own params, and
 clips before the exchange; so does `delayed`, whose exchange is one step late. `wide`
 before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
 place of 4.
@@ -46,13 +48,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "dense": {"controller": DENSE},
     "dense16": {"controller": DENSE, "exchange": gravac.DenseMean("bfloat16")},
     "default": {"controller": gravac.Fastest()},
+    "sparse": {"controller": gravac.Fastest(gravac.geometric(10, 1000))},
     "fastest0.9": {"controller": gravac.Fastest(least_progress=0.9)},
     "gravac": {"controller": gravac.GraVAC()},
     "gravac0.7": {"controller": gravac.GraVAC(epsilon=0.7)},
     "gravac0.9": {"controller": gravac.GraVAC(epsilon=0.9)},
     "accordion": {"controller": gravac.Accordion(10, 100)},
 }
-MOMENTUM = {"memory": gravac.Momentum(0.9, nesterov=True), "clip": CLIP}
+SPARSE = {"compressor": gravac.Threshold()}
+MOMENTUM = {"memory": gravac.Momentum(0.9, nesterov=True), "clip": CLIP, **SPARSE}
 MASKED = MOMENTUM | {"memory": gravac.Momentum(0.9, nesterov=True, masking=True)}
 OPTIMIZERS = {
     "adam": optax.scale_by_adam(),
@@ -70,13 +74,13 @@ STEPS = {
     exchange + name: {"memory": gravac.Steps(optimizer), "clip": CLIP, **chosen}
     for name, optimizer in OPTIMIZERS.items()
     for exchange, chosen in {
-        "": {},
+        "": SPARSE,
         "lowrank": {"exchange": SHORT_LOW_RANK},
         **EXCHANGES,
     }.items()
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "fixed": {},
+    "fixed": SPARSE,
     "topk": {"compressor": gravac.TopK()},
     "sampled": {"compressor": gravac.SampledTopK()},
     "redsync": {"compressor": gravac.RedSync()},
@@ -108,6 +112,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     """
     if name in METHODS:
         return METHODS[name]
+    if name.removeprefix(LOCAL) in METHODS:
+        return {"clip": CLIP, **METHODS[name.removeprefix(LOCAL)]}
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
     if name.startswith(DELAYED):

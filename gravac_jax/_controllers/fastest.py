@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _checks
-from gravac_jax._controllers import compression_gain, ladders, step_time_filter
+from gravac_jax._controllers import compression_gain, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence
 
 # All of these are arbitrary; simulations showed that they trade well.
@@ -87,7 +87,8 @@ class Fastest(Controller):
       with 330 thousand params, a step took 2 to 4 ms longer than at a static factor.
 
     Args:
-      ladder: factor 1, then larger ones.
+      ladder: factor 1, then larger ones. The default has a factor for each width of
+        `gravac.Quantized`: 8, 4, 2 bits and 1.
       least_progress: the least progress of a rung that is taken, in [0, 1]; a dense
         step makes 1. A rung in use is left when it is 3% below.
 
@@ -108,7 +109,7 @@ class Fastest(Controller):
       of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
     """
 
-    ladder: tuple[float, ...] = ladders.geometric(10, 1000)
+    ladder: tuple[float, ...] = (1.0, 4.0, 8.0, 16.0, 32.0)
     least_progress: float = 0.0
 
     def __post_init__(self) -> None:

@@ -15,6 +15,8 @@ from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
 from gravac_jax._selection.rungs import Rungs
 
+SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
+
 
 class Local(NamedTuple):
     """What is known before the branch of a rung.
@@ -71,7 +73,8 @@ class Quantized(GatheringExchange):
 
     Args:
       row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
-        a quarter, if a bucket then divides into whole rows.
+        a quarter, if a bucket then divides into whole rows, and in buckets of fewer
+        than 16 such rows.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32.
@@ -107,9 +110,12 @@ class Quantized(GatheringExchange):
     def _row(self, n: int) -> int:
         """Return the entries of a row: at best as many as divide `n` without a rest.
 
-        Padding would cost passes over the bucket.
+        Padding would cost passes over the bucket. A small bucket has shorter rows, so
+        that a few replicas can own equal parts of it.
         """
-        longest, shortest = self.row_entries, self.row_entries // 4
+        part = -(-n // (SMALL_BUCKET_ROWS * WORD_BITS)) * WORD_BITS
+        longest = min(self.row_entries, part)
+        shortest = longest // 4
         lengths = range(longest, max(shortest, WORD_BITS) - 1, -WORD_BITS)
         return next((x for x in lengths if n % x == 0), longest)
 

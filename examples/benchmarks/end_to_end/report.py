@@ -226,7 +226,7 @@ def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
     for name, style in zip(found[0], STYLES, strict=False):
         pairs = zip(found, baselines, strict=True)
         ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
-        width = 2.5 if name == "default" else 1
+        width = 2.5 if name in ("default", "sparse") else 1
         axis.plot(at, ups, style, label=name, linewidth=width, markersize=4)
     axis.set(
         xscale="log",
