@@ -131,6 +131,9 @@ def refused():
         wrt=nnx.Param,
     )
     of_pmap = jax.tree.map(lambda x: jnp.stack([x] * N), begin(where=1))
+    # Not placed, it goes through pmap as if it were the same on all devices.
+    numbers = jax.pmap(lambda i: i[None], "r", out_axes=None)(jnp.arange(N))
+    mixed = optax.tree.set(begin(where=1), replica=numbers)
     named = lambda x: {"state": state, "bad": x}
     return {
         "other params": (
@@ -139,6 +142,7 @@ def refused():
             "not the params that",
         ),
         "pmap": (of_pmap, params, "gravac.data_parallel"),
+        "pmap without an axis": (mixed, params, "give the optimizer state axis 0"),
         "on the host": (jax.device_get(state), params, "gravac.place makes it"),
         "split": (nnx.split(optimizer)[1], params, "pass the nnx.Optimizer itself"),
         "two of a name": ({"a.b": 1, "a": {"b": 2}}, params, "a.b"),

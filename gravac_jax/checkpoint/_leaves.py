@@ -86,8 +86,8 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     """Return how a transform's state, and the params it was made for, lie on devices.
 
     Raises:
-      ValueError: if the state was made for other params, or is not as `gravac.place`
-        makes it.
+      ValueError: if the state was made for other params, is not as `gravac.place` makes
+        it, or was returned by `jax.pmap` as if it were the same on all devices.
     """
     # nnx.Optimizer wraps every array in a variable.
     only = lambda x: jax.tree.leaves(x)[0]
@@ -98,6 +98,7 @@ def layout_of(state: TransformState, params: Any) -> Layout:
             f" host, got `steps` as {type(steps).__name__} of shape {steps.shape}. Pass"
             f" what gravac.data_parallel returns."
         )
+    _check_copies(replica)
     mesh, axes = _mesh_and_axes(replica.sharding)
     sizes: dict[int, int] = {}
     for i, entries in np.asarray(pieces).tolist():
@@ -112,6 +113,26 @@ def layout_of(state: TransformState, params: Any) -> Layout:
             f" {found[:8]}. Pass those of tx.init. Give each of two models a directory."
         )
     return Layout(mesh, jax.P(axes), leaves)
+
+
+def _check_copies(replica: jax.Array) -> None:
+    """Refuse replicas' own states that JAX takes for copies of one.
+
+    The numbers of the replicas show it: they differ where all else may, too.
+    """
+    numbers: dict[Any, set[tuple[int, ...]]] = {}
+    for shard in replica.addressable_shards:
+        found = numbers.setdefault(str(shard.index), set())
+        found.add(tuple(np.ravel(shard.data).tolist()))
+    if any(len(found) > 1 for found in numbers.values()):
+        raise ValueError(
+            f"{len(replica.addressable_shards)} devices hold different states of the"
+            f" transform, and JAX takes them for copies of one: all but the first would"
+            f" be lost. jax.pmap(..., out_axes=None) returns such states, and so does a"
+            f" shard_map without checks whose out_specs are P(). Under pmap give the"
+            f" optimizer state axis 0, in and out; under shard_map take its specs from"
+            f" gravac.state_specs. To save it, train with gravac.data_parallel."
+        )
 
 
 def _mesh_and_axes(sharding: Any) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
