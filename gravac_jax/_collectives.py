@@ -104,6 +104,12 @@ class Comm:
         leaves = jax.tree.leaves(tree) if self._is_checked else []
         return any(self._fixed_axes(x) for x in leaves)
 
+    def is_known_alike(self, x: jax.Array) -> bool:
+        """Whether `x` is the same on every replica, as a checked map or vmap knows."""
+        if self._is_checked:
+            return len(self._fixed_axes(x)) == len(self._names)
+        return self.axis_name is None or not _is_batched(x)
+
     def cast(self, tree: Any) -> Any:
         """Mark `tree` as varying over the axis, if JAX keeps such marks."""
         if not self._is_checked:
@@ -133,6 +139,16 @@ class Comm:
         leaves, structure = jax.tree.flatten(tree)
         mean = jax.lax.pmean(self.cast(_arrays.ravel(leaves)), self.axis_name)
         return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
+
+    def reported_mean(self, tree: Any) -> Any:
+        """Return the mean of floats over replicas, in float64 for those that are."""
+
+        def one(x: jax.Array, mean: jax.Array) -> jax.Array:
+            is_narrow = jnp.finfo(x.dtype).bits <= 32
+            return mean if is_narrow else jax.lax.pmean(self.cast(x), self.axis_name)
+
+        narrow = self.mean(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+        return narrow if self.axis_name is None else jax.tree.map(one, tree, narrow)
 
     def bfloat16_mean(self, sent: list[jax.Array]) -> list[jax.Array]:
         """Return the mean of `sent` over replicas; it travels and ends as bfloat16.
@@ -188,6 +204,24 @@ class Comm:
         """Return a float32 whose mean over replicas is the first replica's `x`."""
         own = jnp.where(self.replica() == 0, self.replicas * x, 0)
         return own.astype(jnp.float32)
+
+
+def _is_batched(x: jax.Array) -> bool:
+    """Return whether `x` differs along the axis of a vmap around this call."""
+    seen: list[bool] = []
+
+    @jax.custom_batching.custom_vmap
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.def_vmap
+    def rule(size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        del size
+        seen.extend(in_batched)
+        return x, in_batched[0]
+
+    same(x)
+    return any(seen)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _checks, _collectives, _placement, _step_checks
+from gravac_jax import _arrays, _checks, _collectives, _placement, _step_checks
 from gravac_jax._collectives import AxisName, Comm
 
 Step = Callable[..., Any]
@@ -30,9 +30,16 @@ def data_parallel(
     *metrics)`, for example `(params, opt_state, batch) -> (params, opt_state, loss)` or
     `(train_state, batch) -> (train_state, loss)`. The last argument is the batch, split
     over the replicas along its first axis. The arguments before it are training state,
-    placed by `gravac.place`, which is returned first. Further results are averaged over
-    the replicas, in float32. Keyword arguments, such as `step_seconds`, reach every
-    replica whole.
+    placed by `gravac.place`, which is returned first. Keyword arguments, such as
+    `step_seconds`, reach every replica whole.
+
+    Of the metrics, floats are averaged over the replicas, in float32, or in float64 if
+    they came so. Integers, booleans and random keys have no mean: they must be the same
+    on all replicas, as the result of `jax.lax.psum` is, and are returned as they are.
+
+    The first axis of the batch has rows. A batch of several steps for a scan, `(steps,
+    rows, ...)`, would be split along the steps: make it `(rows, steps, ...)` and scan
+    over its second axis.
 
     Args:
       train_step: a function of one replica.
@@ -53,7 +60,8 @@ def data_parallel(
       The step, jitted, with the same arguments.
 
     Raises:
-      TypeError: if `mesh` is not a mesh. When called: for too few arguments.
+      TypeError: if `mesh` is not a mesh. When called: for too few arguments; for a
+        metric without a mean that is not known to be the same on all replicas.
       ValueError: if the mesh does not have the axis, or `carried` is not a number of
         arguments. When called: if the state is not placed on the mesh; if the first
         axis of a batch or a carry does not divide over the replicas; if the step does
@@ -69,7 +77,7 @@ def data_parallel(
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
     devices = _placement.count_replicas(mesh, axes)
-    body = _on_one_replica(train_step, axes)
+    body = _on_one_replica(train_step, axes, check_vma)
     here = max(1, devices // jax.process_count())
 
     def run(state: Any, own: Any, batch: Any, shared: Any, sharded: Any) -> Any:
@@ -193,7 +201,7 @@ def simulate(
     """
     _checks.positive_integer(replicas, "replicas", "replicas")
     _count_carried(carried)
-    body = _on_one_replica(train_step, axis_name)
+    body = _on_one_replica(train_step, axis_name, is_checked=True)
 
     split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
@@ -228,8 +236,11 @@ def _count_carried(carried: int) -> None:
         )
 
 
-def _on_one_replica(train_step: Step, axis_name: AxisName) -> Step:
-    """Wrap a step: split its results into state and metrics, and average these."""
+def _on_one_replica(train_step: Step, axis_name: AxisName, is_checked: bool) -> Step:
+    """Wrap a step: split its results into state and metrics, and average these.
+
+    Without the check nobody can tell what differs between replicas.
+    """
     comm = Comm(axis_name)
 
     def body(
@@ -244,8 +255,23 @@ def _on_one_replica(train_step: Step, axis_name: AxisName) -> Step:
         after, own_after = results[:first], results[first:last]
         _step_checks.returned_carry(own_after, own)
         comm.check_alike(state, after)
-        metrics = results[last:]
-        mean = comm.mean(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics))
-        return after, comm.cast(own_after), mean
+        metrics = _reported(results[last:], comm, is_checked)
+        return after, comm.cast(own_after), metrics
 
     return body
+
+
+def _reported(metrics: Any, comm: Comm, is_checked: bool) -> Any:
+    """Return the mean of floats over replicas; what is no float is the same on all."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    known = lambda x: (
+        not isinstance(x, jax.Array) or (is_checked and comm.is_known_alike(x))
+    )
+    for path, x in _arrays.named_leaves(metrics):
+        if not is_float(jnp.asarray(x)) and not known(x):
+            _step_checks.has_no_mean(path, x.dtype, comm.axis_name)
+    metrics = jax.tree.map(jnp.asarray, metrics)
+    floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)
+    pick = lambda x, mean: x if mean is None else mean
+    means = comm.reported_mean(floats)
+    return jax.tree.map(pick, metrics, means, is_leaf=lambda x: x is None)

@@ -202,7 +202,8 @@ def divided(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     """Split a step's arguments into its state, what replicas carry, and its batch.
 
-    Refuse a carry or a batch that does not divide over the replicas.
+    Refuse a carry or a batch that does not divide over the replicas, and a state whose
+    memory an earlier step has reused.
     """
     if len(args) < 2 + carried:
         carry = ", what replicas carry" if carried else ""
@@ -214,9 +215,25 @@ def divided(
         )
     (*given, batch), first = args, len(args) - 1 - carried
     state, own = tuple(given[:first]), tuple(given[first:])
+    _still_there(given)
     _divides(own, replicas, "what is carried")
     _divides(batch, replicas, "the batch, the last argument,")
     return state, own, batch
+
+
+def _still_there(given: Sequence[Any]) -> None:
+    """Refuse arguments that an earlier step has reused; jaxlib may crash on them."""
+    for argument in given:
+        first = next(iter(jax.tree.leaves(argument)), None)
+        is_traced = isinstance(first, jax.core.Tracer)
+        if isinstance(first, jax.Array) and not is_traced and first.is_deleted():
+            raise ValueError(
+                "the state was given to an earlier step, which reused its memory: go on"
+                " with what that step returned, params, opt_state, loss ="
+                " step(params, opt_state, batch). In a notebook, run the cell again"
+                " that makes the state. gravac.data_parallel(..., donate=False) keeps"
+                " it, at the cost of its memory."
+            )
 
 
 def _divides(tree: Any, replicas: int, what: str) -> None:
@@ -284,6 +301,17 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
             f" structure that it came in, then any metrics, as a tuple; got"
             f" {len(results)} results of the structures {received}."
         )
+
+
+def has_no_mean(path: str, dtype: Any, axis_name: Any) -> None:
+    """Refuse a metric that would have to be averaged, and loses by it."""
+    raise TypeError(
+        f"the metric at {path} that the step returns is {dtype}, and not known to be"
+        f" the same on all replicas, and its mean would be a rounded float. Count over"
+        f" all of them with jax.lax.psum(x, {axis_name!r}), ask whether there is any"
+        f" with jax.lax.pmax, or return a float, whose mean is reported. Under"
+        f" check_vma=False only floats can be returned."
+    )
 
 
 def returned_carry(results: Any, own: Any) -> None:

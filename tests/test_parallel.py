@@ -102,8 +102,58 @@ def test_metrics_are_averaged_over_replicas(where):
     for batch, (_, _, value, metrics) in zip(
         batches(integers=True), train(where, integers=True), strict=True
     ):
-        assert value.dtype == metrics["rows"].dtype == np.float32
+        assert value.dtype == metrics["b"].dtype == np.float32
         assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
+        assert metrics["rows"].dtype == np.int32
+
+
+# What has no mean must be the same on all replicas, and known to be.
+ALIKE = {
+    "a large count": lambda x: jnp.int32(16_777_217) + jax.lax.psum(0 * x[0], "data"),
+    "any": lambda x: jax.lax.pmax((x[0] > 2).astype(jnp.int32), "data") > 0,
+    "key": lambda _: jax.random.key(7),
+    "a number of Python": lambda x: len(x),
+}
+DIFFERENT = {
+    "a count": lambda x: jnp.sum((x > 1).astype(jnp.int32)),
+    "a flag": lambda x: x[0] > 2,
+    "a key": lambda x: jax.random.key(x[0]),
+}
+
+
+@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_metric_that_is_no_float_is_returned_as_it_is(name, where):
+    make = ALIKE[name]
+    place, step = parallel(lambda state, x: (state, make(x)), where)
+    x = np.arange(N, dtype=np.int32)
+    _, found = step(gravac.place(jnp.zeros(()), place), x)
+    expected = {"a large count": 16_777_217, "any": True, "a number of Python": 1}
+    if name == "key":
+        assert (jax.random.key_data(found) == jax.random.key_data(make(x))).all()
+    else:
+        assert found == expected[name]
+        assert not jnp.issubdtype(found.dtype, jnp.floating)
+
+
+@pytest.mark.parametrize("where", [*MESHES[:2], SIMULATED], ids=str)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_metric_without_a_mean_is_refused(name, where):
+    place, step = parallel(lambda state, x: (state, DIFFERENT[name](x)), where)
+    with pytest.raises(TypeError, match=r"metric at \[0\].*jax.lax.psum\(x, 'data'\)"):
+        step(gravac.place(jnp.zeros(()), place), np.arange(N, dtype=np.int32))
+
+
+@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+def test_a_state_that_was_donated_is_refused(where):
+    place, step = parallel(train_step, where)
+    params, opt_state = gravac.place((PARAMS, TX.init(PARAMS)), place)
+    batch = next(batches())
+    after, *_ = step(params, opt_state, batch)
+    with pytest.raises(ValueError, match="go on with what that step returned"):
+        step(params, opt_state, batch)
+    with pytest.raises(ValueError, match="go on with what that step returned"):
+        step(after, opt_state, batch)
 
 
 @pytest.mark.parametrize("where", [*WHERE, SIMULATED])
