@@ -204,6 +204,19 @@ def plan(tree: Any, compress: bool | Predicate | Any | None) -> Buckets:
     return Buckets(structure, specs, tuple(chosen))
 
 
+def warn_if_wide(buckets: Buckets) -> None:
+    """Warn that what has more than 32 bits is rounded to float32."""
+    wide = sum(jnp.finfo(x.dtype).bits > 32 for x in buckets.leaves)
+    if wide:
+        warnings.warn(
+            f"{wide} of {len(buckets.leaves)} leaves of the params are float64, and"
+            " gravac.transform remembers and exchanges gradients in float32: even a"
+            " dense step rounds them to 24 bits. Train in float32, or average such"
+            " gradients with jax.lax.pmean in place of the transform.",
+            stacklevel=2,
+        )
+
+
 def warn_if_empty(buckets: Buckets) -> None:
     """Warn if nothing will be compressed."""
     if buckets.dense_size and not sum(buckets.sizes):

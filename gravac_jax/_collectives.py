@@ -186,7 +186,9 @@ class Comm:
         """Return, as row r, replica r's row for this replica: `[replicas, m]`."""
         if self.axis_name is None:
             return x
-        return jax.lax.all_to_all(self.cast(x), self.axis_name, 0, 0)
+        # Under vmap all_to_all fails on what is the same on all replicas.
+        own = jnp.where(self.replica() < 0, jnp.zeros_like(x), x)
+        return jax.lax.all_to_all(self.cast(own), self.axis_name, 0, 0)
 
     def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
         """Return `x` (integers) of the one replica whose `is_mine` is True."""
@@ -199,6 +201,11 @@ class Comm:
         if self.axis_name is None:
             return jnp.zeros((), jnp.int32)
         return jax.lax.axis_index(self.axis_name)
+
+    def contrast(self, x: jax.Array) -> jax.Array:
+        """Return a float32 whose mean over replicas is 0 if `x` is the same on all."""
+        last = self.replicas - 1
+        return x * jnp.where(self.replica() == last, -last, 1).astype(jnp.float32)
 
     def of_first(self, x: jax.Array) -> jax.Array:
         """Return a float32 whose mean over replicas is the first replica's `x`."""

@@ -48,6 +48,9 @@ class StepInfo(NamedTuple):
         False.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
+      alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
+        the same norm. They had been averaged before the exchange, which nothing else
+        can tell under `pmap`, or all replicas had the same batch.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -72,6 +75,7 @@ class StepInfo(NamedTuple):
     dense_steps: jax.Array
     skipped_steps: jax.Array
     disagreements: jax.Array
+    alike_steps: jax.Array
 
 
 class Tables(NamedTuple):
@@ -103,10 +107,10 @@ def tables(
     """Work out what each rung sends, with one exchange per bucket."""
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
-    # Every step averages the dense leaves, a count, an energy and the rung, and for
-    # each rung a time and how many replicas measured it.
+    # Every step averages the dense leaves, a count, an energy, its contrast and the
+    # rung, and for each rung a time and how many replicas measured it.
     dense_entries = buckets.part_sizes[-1]
-    agreed = _collectives.mean_traffic(dense_entries + 3 + 2 * rungs, replicas)
+    agreed = _collectives.mean_traffic(dense_entries + 4 + 2 * rungs, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:
@@ -179,6 +183,7 @@ def before_the_first_step(rungs: int) -> StepInfo:
         dense_steps=jnp.zeros((), jnp.int32),
         skipped_steps=jnp.zeros((), jnp.int32),
         disagreements=jnp.zeros((), jnp.int32),
+        alike_steps=jnp.zeros((), jnp.int32),
     )
 
 
@@ -207,12 +212,18 @@ def after(
 
 
 def count_faults(
-    info: StepInfo, is_bad: jax.Array, is_skipped: jax.Array, apart: jax.Array
+    info: StepInfo,
+    *,
+    is_bad: jax.Array,
+    is_skipped: jax.Array,
+    is_alike: jax.Array,
+    apart: jax.Array,
 ) -> StepInfo:
-    """Return `info` with its counters of bad steps and of replicas that differ."""
+    """Return `info` with its counters of what went wrong."""
     is_apart = jnp.any(apart).astype(jnp.int32)
     return info._replace(
         is_finite=~is_skipped,
         skipped_steps=info.skipped_steps + is_bad.astype(jnp.int32),
         disagreements=info.disagreements + is_apart,
+        alike_steps=info.alike_steps + is_alike.astype(jnp.int32),
     )

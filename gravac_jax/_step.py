@@ -57,6 +57,8 @@ from gravac_jax._state import LocalState, Told, TransformState
 
 # Bound of an entry of an unclipped gradient, so that sums of squares stay finite.
 LIMIT = 2.0**50
+# Norms that are closer are of the same gradients. Sums of float32 in other orders are.
+ALIKE = 1e-6
 
 
 class Gradient(NamedTuple):
@@ -91,6 +93,7 @@ class Agreed(NamedTuple):
       dense: `[m]` float32, the mean of the leaves that go dense.
       bad: `[]` float32, above 0 if some replica's gradient is bad.
       gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
+      contrast: `[]` float32, 0 if that energy is the same on all replicas.
       rung: `[]` float32, the rung in the first replica's state.
       seconds: `[rungs]` float32, the measured step time at its rung, else 0.
       timed: `[rungs]` float32, the share of replicas that measured it.
@@ -101,6 +104,7 @@ class Agreed(NamedTuple):
     dense: jax.Array
     bad: jax.Array
     gradient_energy: jax.Array
+    contrast: jax.Array
     rung: jax.Array
     seconds: jax.Array
     timed: jax.Array
@@ -175,7 +179,7 @@ class Components:
     controller: Controller
     compress: Any
     delay: int
-    wire: WireCost
+    wire: WireCost | None
     seed: int
     check_every: int
 
@@ -186,7 +190,8 @@ class Components:
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
-        _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
+        if self.wire is not None:
+            _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)
         if self.delay and isinstance(self.memory, NoMemory):
@@ -205,6 +210,7 @@ class Components:
         """Return the state before the first step, in its local form."""
         _step_checks.gradients(params, "params")
         buckets = _buckets.plan(params, self.compress)
+        _buckets.warn_if_wide(buckets)
         if self.compress is not False:
             _buckets.warn_if_empty(buckets)
         return self._initial(buckets)
@@ -263,10 +269,7 @@ class Components:
             local = _state.leave(local, state.local)
             return buckets.unpack(held), state._replace(local=local, info=info)
         setting = self._setting(axes, buckets, state)
-
-        times = _state.credit(
-            state, len(self.controller.ladder), step_seconds, measured_step
-        )
+        times = self._credit(state, step_seconds, measured_step)
 
         def send(told: Told, fed: Fed) -> tuple[Arrived, LocalState]:
             agreed = self._agree(told, fed.parts[-1], times, state, params, axes)
@@ -317,6 +320,15 @@ class Components:
             looks=self.controller.looks(state.steps),
             key=jax.random.fold_in(jax.random.key(self.seed), good_steps),
         )
+
+    def _credit(
+        self, state: TransformState, step_seconds: Any, measured_step: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Assign a measured time to its rung, or warn that times are guessed."""
+        if step_seconds is None and self.wire is None and self.controller.uses_seconds:
+            _step_checks.warn_of_guess(self.controller)
+        rungs = len(self.controller.ladder)
+        return _state.credit(state, rungs, step_seconds, measured_step)
 
     def _prepare(self, updates: Any, params: Any, setting: Setting) -> Gradient:
         """Fuse, average over the fast axis, clip, and add weight decay."""
@@ -418,12 +430,18 @@ class Components:
                 dense=dense,
                 bad=told.bad,
                 gradient_energy=told.gradient_energy,
+                contrast=axes.slow.contrast(told.gradient_energy),
                 rung=axes.both.of_first(state.rung),
                 seconds=seconds,
                 timed=timed,
                 apart=apart,
             )
         )
+
+    def _are_alike(self, agreed: Agreed, axes: Axes) -> jax.Array:
+        """Return whether all gradients have the same norm, and are no zeros."""
+        is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
+        return is_alike & (axes.slow.replicas > 1)
 
     def _skips(self, agreed: Agreed) -> jax.Array:
         """Return whether nothing at all is learned in this step, `[]` bool."""
@@ -491,7 +509,7 @@ class Components:
             energy=energies[-1],
             gradient_energy=agreed.gradient_energy,
             gradient_energies=self._sampled_energies(gradient, setting),
-            predicted_parts=_info.predicted_parts(tables, self.wire),
+            predicted_parts=_info.predicted_parts(tables, self.wire or WireCost()),
             measured_seconds=agreed.seconds / agreed.timed,  # NaN where not timed
         )
         rung, controller = self.controller.decide(evidence, state.controller)
@@ -554,7 +572,13 @@ class Components:
             rung=rung,
             controller=controller,
             past_rungs=jnp.where(slot, taken, state.past_rungs),
-            info=_info.count_faults(info, agreed.bad != 0, is_skipped, agreed.apart),
+            info=_info.count_faults(
+                info,
+                is_bad=agreed.bad != 0,
+                is_skipped=is_skipped,
+                is_alike=self._are_alike(agreed, setting.axes),
+                apart=agreed.apart,
+            ),
         )
 
 

@@ -4,6 +4,7 @@ They raise before anything is changed. Trouble that only shows in the values bec
 counter in StepInfo instead.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,18 @@ def state_matches(received: Any, expected: Any) -> None:
             f" does not run under shard_map with gravac.state_specs, as"
             f" gravac.data_parallel does."
         )
+
+
+def warn_of_guess(controller: Any) -> None:
+    """Warn that a controller chooses for a network that nobody named."""
+    warnings.warn(
+        f"{type(controller).__name__} is told no step times, and chooses for a guess:"
+        f" 10 ms of computation a step and a network of 1 Gbit/s. gravac.train_step"
+        f" measures them. In a step of your own pass what gravac.StepClock measures to"
+        f" tx.update(..., step_seconds=...), or say what your network can do:"
+        f" gravac.transform(wire=gravac.WireCost(...)), or what the probe found there.",
+        stacklevel=2,
+    )
 
 
 def needs_delay() -> None:

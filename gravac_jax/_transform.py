@@ -81,7 +81,8 @@ def transform(
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8, 16 and 32 are 8, 4, 2 bits and 1; for other exchanges
         `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
-        see `gravac.StepClock`. Otherwise it predicts step times from `wire`.
+        see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
+        if there is none.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: matrices of at least
         16,384 entries, or of a thousandth of all entries if that is less.
@@ -185,7 +186,7 @@ def transform(
         controller=controller,
         compress=compress,
         delay=delay,
-        wire=WireCost() if wire is None else wire,
+        wire=wire,
         seed=seed,
         check_every=check_every,
     )

@@ -222,3 +222,47 @@ def test_accordion_is_low_where_the_norm_has_halved():
 def test_a_wrong_argument_is_named(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+# What float32 cannot hold
+
+
+@pytest.mark.parametrize("controller", [gravac.Fastest(), gravac.GraVAC()], ids=repr)
+@pytest.mark.parametrize("size", [1e-20, 1e-25, 1e-30])
+def test_gradients_whose_squares_vanish_go_dense(controller, size):
+    tx = gravac.transform(None, controller=controller, wire=gravac.WireCost(1e6))
+    grads = np.random.default_rng(0).normal(size=(128, 128)).astype("f")
+    update, small = jax.jit(tx.update), np.float32(size) * grads
+    _, usual = update(grads, tx.init(grads))
+    assert float(usual.info.gain) > 0
+    state = tx.init(small)
+    for _ in range(5):
+        updates, state = update(small, state)
+    assert (float(state.info.factor), float(state.info.gain)) == (1, 0)
+    assert np.array_equal(updates, small)
+    assert not np.any(state.local.memory[0].residual)
+
+
+# Times that nobody tells
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "controller", [gravac.Fastest((1, 4)), gravac.Fixed(4)], ids=repr
+)
+def test_a_controller_says_once_that_it_guesses_times(controller):
+    grads = np.ones((128, 128), np.float32)
+
+    def updated(seconds=None, **others):
+        tx = gravac.transform(None, controller=controller, **others)
+        return jax.jit(tx.update)(grads, tx.init(grads), step_seconds=seconds)
+
+    updated(np.float32(np.nan))  # one is coming
+    updated(wire=gravac.WireCost())
+    if controller.uses_seconds:
+        with pytest.warns(
+            UserWarning, match=r"Fastest is told no step times.*StepClock"
+        ):
+            updated()
+    else:
+        updated()

@@ -34,8 +34,10 @@ def tables(compress=True, exchange=None, replicas=N):
 @jax.jit
 def report(before, rung, gains, is_bad=False, apart=0.0):
     info = _info.after(before, tables(), rung, gains, True)
-    is_bad = jnp.asarray(is_bad)
-    return _info.count_faults(info, is_bad, is_bad, jnp.asarray(apart))
+    is_bad, apart = jnp.asarray(is_bad), jnp.asarray(apart)
+    return _info.count_faults(
+        info, is_bad=is_bad, is_skipped=is_bad, is_alike=is_bad, apart=apart
+    )
 
 
 def reports(*rungs, gains=(1.0, 0.5, 0.25)):
@@ -171,3 +173,39 @@ def test_rungs_that_send_what_they_say_are_not_warned_about(exchange, replicas):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _info.warn_if_dense(buckets, [exchange], gravac.GraVAC().ladder, replicas)
+
+
+# Gradients that are alike on all replicas
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay):
+    tx = gravac.transform(compress=True, controller=gravac.Fixed(4), delay=delay)
+    own = np.random.default_rng(0).normal(size=(replicas, 8, 8)).astype("f")
+
+    def counted(gradient_of, gradients=own):
+        def steps(grads):
+            state = tx.init(grads)
+            for _ in range(5):
+                _, state = tx.update(gradient_of(grads), state)
+            return state.info.alike_steps
+
+        return jax.vmap(steps, axis_name="data")(gradients).tolist()
+
+    expected = 5 - delay if replicas > 1 else 0
+    assert counted(lambda x: jax.lax.pmean(x, "data")) == [expected] * replicas
+    assert counted(lambda x: x) == [0] * replicas
+    assert counted(lambda x: x, np.zeros_like(own)) == [0] * replicas
+
+
+def test_pmap_does_not_hide_a_mean_that_was_left_in():
+    tx = gravac.transform(compress=True, controller=gravac.Fixed(4))
+    grads = np.random.default_rng(0).normal(size=(N, 8, 8)).astype("f")
+    state = jax.pmap(tx.init)(grads)
+    local = jax.pmap(tx.update, "data")
+    averaged = jax.pmap(
+        lambda x, state: tx.update(jax.lax.pmean(x, "data"), state), "data"
+    )
+    assert local(grads, state)[1].info.alike_steps.tolist() == [0] * N
+    assert averaged(grads, state)[1].info.alike_steps.tolist() == [1] * N

@@ -329,7 +329,7 @@ def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
         [
             # Agreed on in every step: dense leaves; a count, an energy and the rung; a
             # time with its count per rung.
-            ("all-reduce", "f32", 4 * (DENSE_SIZE + 3 + 2 * rungs), ()),
+            ("all-reduce", "f32", 4 * (DENSE_SIZE + 4 + 2 * rungs), ()),
             # Entries, with the energies of all rungs and of everything. The branch of
             # a silent step, the last one, has none.
             ("all-reduce", "f32", 4 * SIZE, (0,)),
@@ -690,12 +690,18 @@ def test_it_works_with_64_bit_types_enabled():
     script = """
 import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
+import warnings
 import gravac_jax as gravac
 tx = gravac.transform(compress=True)
 def step(state, batch):
     updates, state = tx.update(batch.sum(0), state, step_seconds=jnp.float32(1))
     return state, updates
-state = gravac.place(tx.init(jnp.ones(8, jnp.float64)), 2)
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    wide = tx.init(jnp.ones(8, jnp.float64))
+(warning,) = heard
+assert "1 of 1 leaves of the params are float64" in str(warning.message)
+state = gravac.place(wide, 2)
 kinds = {x.dtype.name for x in jax.tree.leaves(state)}
 state, updates = gravac.simulate(step, 2)(state, jnp.ones((2, 8)))
 assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds

@@ -119,7 +119,12 @@ def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
     tx = transform(compress=IS_MATRIX)
     deltas, states = run(tx, WHOLE, local, axis_type, check_vma)
     # Two replicas whose gradients are already means of four.
-    tx = gravac.transform("dcn", compress=IS_MATRIX, controller=Scripted(LADDER))
+    tx = gravac.transform(
+        "dcn",
+        compress=IS_MATRIX,
+        exchange=gravac.AllGather(),
+        controller=Scripted(LADDER),
+    )
     mesh = make_mesh((SLOW,), ("dcn",))
     step = gravac.data_parallel(step_of(tx, local), mesh, "dcn", donate=False)
     begun = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
@@ -347,7 +352,7 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
     ops = re.findall(r"= (.*?) ([\w-]+)\(.*replica_groups=\{(\{[\d,{}]*\})\}", text)
     shapes = re.compile(r"\w+\[[\d,]*\]")  # several, where XLA made one op of two
     found = [(" ".join(shapes.findall(x)), *rest) for x, *rest in ops]
-    evidence = COLUMNS + 3 + 2 * len(LADDER)  # with the leaf that goes dense
+    evidence = COLUMNS + 4 + 2 * len(LADDER)  # with the leaf that goes dense
     energies = len(LADDER) + 1  # with the entries, then over the slices
     dense = f"f32[{N // FAST}] f32[{energies}]"
     words = lambda factor: 2 * (N // FAST // factor + 1 + energies)

@@ -92,6 +92,11 @@ class Controller(abc.ABC):
         return False
 
     @property
+    def uses_seconds(self) -> bool:
+        """Whether it decides by how long steps take, measured or predicted."""
+        return False
+
+    @property
     def samples_gradient(self) -> bool:
         """Whether it needs `Evidence.gradient_energies`, which cost a sample."""
         return False

@@ -58,6 +58,11 @@ class Capped(DerivedLadder):
         return self.controller.ladder
 
     @property
+    def uses_seconds(self) -> bool:
+        """Whether the controller that is capped decides by how long steps take."""
+        return self.controller.uses_seconds
+
+    @property
     def samples_gradient(self) -> bool:
         """Whether the other controller needs `Evidence.gradient_energies`."""
         return self.controller.samples_gradient

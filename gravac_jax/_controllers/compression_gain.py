@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 GAINS = ("energy", "norm")
+LEAST_ENERGY = 2.0**-100  # squares of entries of a smaller one are beyond float32
 
 # Three compression gains are in print:
 #   (1) E|g_c|^2 / E|g_ef|^2             GraVAC, in the text: each energy smoothed first
@@ -27,15 +28,15 @@ def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
       kind: "energy" for the quotient, "norm" for its square root.
 
     Returns:
-      float32 in [0, 1], the shape of `sent`. It is 1 if there is nothing to send, and 0
-      if the energy is beyond float32 (norms above 1e19): then only a dense step is
-      known to be good.
+      float32 in [0, 1], the shape of `sent`. It is 0 if float32 cannot hold the energy
+      (norms above 1e19, and below 1e-15, where squares vanish): then only a dense step
+      is known to be good.
     """
     # Compared first, because XLA divides by multiplying with the reciprocal, which
     # makes 1 - 2**-24 of x / x.
     is_all = sent >= total
     share = jnp.where(is_all, 1.0, sent / jnp.where(is_all, 1.0, total))
-    share = jnp.where(jnp.isfinite(total), share, 0.0)
+    share = jnp.where(jnp.isfinite(total) & (total > LEAST_ENERGY), share, 0.0)
     return jnp.sqrt(share) if kind == "norm" else share
 
 

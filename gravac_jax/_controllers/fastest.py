@@ -119,6 +119,11 @@ class Fastest(Controller):
         _checks.dense_first(self.ladder, "Fastest")
 
     @property
+    def uses_seconds(self) -> bool:
+        """Whether it decides by how long steps take: yes."""
+        return True
+
+    @property
     def samples_gradient(self) -> bool:
         """Whether it needs `Evidence.gradient_energies`: always, for unused rungs."""
         return True

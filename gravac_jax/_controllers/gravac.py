@@ -111,6 +111,11 @@ class GraVAC(Controller):
             why = "It is the weight of the newest step; None means replicas / 100."
             _checks.within(self.smoothing, "smoothing", 1e-6, 1, why)
 
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether it decides by how long steps take: yes, by throughputs."""
+        return True
+
     def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the smallest compressed factor, with the next one as candidate."""
         rungs = len(self.ladder)

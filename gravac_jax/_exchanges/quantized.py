@@ -114,7 +114,7 @@ class Quantized(GatheringExchange):
         that a few replicas can own equal parts of it.
         """
         part = -(-n // (SMALL_BUCKET_ROWS * WORD_BITS)) * WORD_BITS
-        longest = min(self.row_entries, part)
+        longest = min(self.row_entries, max(part, WORD_BITS))
         shortest = longest // 4
         lengths = range(longest, max(shortest, WORD_BITS) - 1, -WORD_BITS)
         return next((x for x in lengths if n % x == 0), longest)

@@ -1,9 +1,9 @@
-"""The format of checkpoints, version 2: training state as named arrays.
+"""The format of checkpoints, version 3: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
-    version                        2
+    version                        3
     replicas                       N
     steps, rung, controller/...    the fields that are the same on all replicas
     replica                        `[N]`
@@ -24,7 +24,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 2
+VERSION = 3
 
 
 def to_named(tree: Any, params: Any) -> Named:

@@ -16,6 +16,7 @@ _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
 _ALARMS = {
     "gravac/skipped_steps": "{:.0f} steps skipped: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
+    "gravac/alike_steps": "all replicas had the same gradient in {:.0f} steps",
 }
 
 
