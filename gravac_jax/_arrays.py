@@ -45,6 +45,37 @@ def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:
     return leaves
 
 
+PART_BITS = 11  # float32 adds up 2**13 parts of integers exactly
+
+
+def exact_parts(x: jax.Array) -> list[jax.Array]:
+    """Return float32 arrays whose sums over replicas give the sum of `x`."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return [x.astype(jnp.float32)]
+    unsigned = _unsigned(x.dtype)
+    x, mask = x.astype(unsigned), jnp.array(2**PART_BITS - 1, unsigned)
+    parts = [(x >> jnp.array(shift, unsigned)) & mask for shift in _shifts(unsigned)]
+    return [part.astype(jnp.float32) for part in parts]
+
+
+def from_exact_parts(sums: list[jax.Array], like: jax.Array) -> jax.Array:
+    """Undo `exact_parts` after adding up; an integer that is too large wraps around."""
+    if jnp.issubdtype(like.dtype, jnp.floating):
+        return sums[0].astype(like.dtype)
+    unsigned = _unsigned(like.dtype)
+    pairs = zip(sums, _shifts(unsigned), strict=True)
+    whole = [x.astype(unsigned) << jnp.array(i, unsigned) for x, i in pairs]
+    return functools.reduce(operator.add, whole).astype(like.dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    return jnp.uint64 if jnp.iinfo(dtype).bits == 64 else jnp.uint32
+
+
+def _shifts(dtype: Any) -> range:
+    return range(0, jnp.iinfo(dtype).bits, PART_BITS)
+
+
 def energy(x: jax.Array) -> jax.Array:
     """Return the squared norm of `x`, `[]` float32."""
     return jnp.sum(jnp.square(x.astype(jnp.float32)))

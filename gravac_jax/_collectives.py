@@ -150,6 +150,25 @@ class Comm:
         narrow = self.mean(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
         return narrow if self.axis_name is None else jax.tree.map(one, tree, narrow)
 
+    def sum(self, tree: Any) -> Any:
+        """Return the sum of `tree` over replicas by one collective.
+
+        Floats are added up in float32. Sums of integers are exact: integers travel as
+        float32, too, in parts so small that float32 adds them up exactly on up to 8,192
+        replicas. XLA can then send these sums and other means in one message. An
+        all-reduce of integers beside one in a conditional crashes jaxlib 0.10.2 on CPUs
+        if the program comes from JAX's cache.
+        """
+        if self.axis_name is None:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [_arrays.exact_parts(x) for x in leaves]
+        flat, split = jax.tree.flatten(parts)
+        total = jax.lax.psum(self.cast(_arrays.ravel(flat)), self.axis_name)
+        sums = jax.tree.unflatten(split, _arrays.unravel(total, flat))
+        whole = map(_arrays.from_exact_parts, sums, leaves)
+        return jax.tree.unflatten(structure, list(whole))
+
     def bfloat16_mean(self, sent: list[jax.Array]) -> list[jax.Array]:
         """Return the mean of `sent` over replicas; it travels and ends as bfloat16.
 

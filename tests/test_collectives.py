@@ -54,6 +54,29 @@ def test_low_precision_is_averaged_in_float32():
     assert (mean == jnp.bfloat16(260 / 4)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_a_sum_of_integers_is_exact_and_wraps_around(dtype):
+    info, rng = np.iinfo(dtype), np.random.default_rng(0)
+    x = rng.integers(info.min, info.max, (N, 1000), dtype, endpoint=True)
+    sums = under_shard_map(Comm("data").sum, x, True, jax.P())
+    assert sums.dtype == dtype
+    np.testing.assert_array_equal(sums, x.sum(0, dtype=dtype))
+    np.testing.assert_array_equal(each(Comm("data").sum, x)[0], sums)
+
+
+def test_sums_travel_as_float32_in_one_collective_and_keep_their_dtypes():
+    tree = {"a": jnp.int32(3), "b": jnp.bfloat16(256), "c": jnp.float32(0.5)}
+    total = Comm("data").sum
+    jaxpr = str(jax.make_jaxpr(total, axis_env=[("data", N)])(tree))
+    (line,) = (line for line in jaxpr.splitlines() if "psum[" in line)
+    assert "f32[5] = psum[" in line  # three parts of an integer, and two floats
+    sums = each(total, jax.tree.map(lambda x: jnp.stack([x] * N), tree))
+    dtypes = jax.tree.map(lambda x: x.dtype, (sums, tree))
+    assert dtypes[0] == dtypes[1]
+    assert [float(sums[name][0]) for name in "abc"] == [12, 1024, 2]
+    assert Comm(None).sum(tree) is tree
+
+
 def test_everybody_receives_everything_in_order():
     gathered = each(Comm("data").gather, TREE["a"])
     np.testing.assert_array_equal(gathered, np.stack([TREE["a"]] * N))
