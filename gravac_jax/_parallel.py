@@ -160,7 +160,12 @@ def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
 
 
 def simulate(
-    train_step: Step, replicas: int, axis_name: str = "data", *, carried: int = 0
+    train_step: Step,
+    replicas: int,
+    axis_name: str = "data",
+    *,
+    carried: int = 0,
+    donate: bool = True,
 ) -> Step:
     """Run a train step on `replicas` replicas that share one device, by `vmap`.
 
@@ -174,6 +179,7 @@ def simulate(
       replicas: N, the number of replicas.
       axis_name: the axis of the transform.
       carried: as for `gravac.data_parallel`.
+      donate: as for `gravac.data_parallel`.
 
     Returns:
       The step, jitted.
@@ -206,7 +212,7 @@ def simulate(
     split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
     def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
         _placement.check_placed(state, replicas)
         own, batch = jax.tree.map(split, (own, batch))
