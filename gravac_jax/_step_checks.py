@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import core
 
 from gravac_jax import _arrays
 
@@ -238,7 +239,7 @@ def _still_there(given: Sequence[Any]) -> None:
     """Refuse arguments that an earlier step has reused; jaxlib may crash on them."""
     for argument in given:
         first = next(iter(jax.tree.leaves(argument)), None)
-        is_traced = isinstance(first, jax.core.Tracer)
+        is_traced = isinstance(first, core.Tracer)
         if isinstance(first, jax.Array) and not is_traced and first.is_deleted():
             raise ValueError(
                 "the state was given to an earlier step, which reused its memory: go on"

@@ -261,8 +261,9 @@ def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
     return q * (row @ q) / (q @ q)
 
 
-def row_length(longest: int, n: int) -> int:
+def row_length(row_entries: int, n: int) -> int:
     """Return how many entries share a scale: as many as divide `n`, if not too few."""
+    longest = min(row_entries, 32 * math.ceil(n / 16 / 32))  # at least 16 rows
     fitting = [x for x in range(32, longest + 1, 32) if n % x == 0 and 4 * x >= longest]
     return max(fitting, default=longest)
 

@@ -39,9 +39,10 @@ def test_rounding_cannot_lift_a_gain_above_1():
     assert compression_gain.gain(jnp.nextafter(total, jnp.float32(4)), total) == 1
 
 
-def test_the_gain_of_an_empty_gradient_is_1():
-    gains = compression_gain.gain(jnp.zeros(3), jnp.zeros(()))
-    assert gains.tolist() == [1.0, 1.0, 1.0]
+@pytest.mark.parametrize("energy", [0.0, 2.0**-101, np.inf, np.nan])
+def test_the_gain_of_an_energy_that_float32_cannot_hold_is_0(energy):
+    gains = compression_gain.gain(jnp.full(3, energy), jnp.float32(energy))
+    assert gains.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_averages_weigh_the_newest_step_and_halve_the_others():

@@ -94,11 +94,20 @@ def test_gains_are_those_of_each_width_in_use():
 
 
 def test_a_row_of_zeros_sends_zeros():
-    bucket = np.zeros(5000, np.float32)
-    bucket[4999] = 3
+    n = 16 * 4096
+    bucket = np.zeros(n, np.float32)
+    bucket[-1] = 3
     received = exchanged(bucket, 4)
-    assert not received.mean[:4096].any()
-    assert float(received.mean[4999]) == pytest.approx(3 / 904)
+    assert not received.mean[:-4096].any()
+    assert float(received.mean[-1]) == pytest.approx(3 / 4096)
+
+
+def test_a_small_bucket_has_sixteen_rows_or_nearly():
+    bucket = np.zeros(5000, np.float32)
+    bucket[-1] = 3
+    received = exchanged(bucket, 4)
+    assert not received.mean[: 15 * 320].any()
+    assert float(received.mean[-1]) == pytest.approx(3 / 200)
 
 
 def test_a_factor_allows_as_many_bits_as_it_pays_for():
