@@ -38,15 +38,18 @@ class Config:
       replicas: Replicas of the model, each with its own batches; default: 4, or one on
         every device of a job of several processes.
       steps: Steps of each run.
-      controller: Who chooses the factor; "fixed" stays on the last rung of the ladder.
+      controller: Who chooses the factor; "fixed" stays at the last one of the ladder.
       bandwidth_mbit: Bandwidth of the network that is modeled, between all replicas.
       least_progress: What a step must be worth to Fastest, in dense steps.
-      ladder: Factors to choose from: 10 sends one gradient entry in ten, 1 sends all.
+      ladder: Factors to choose from. Up to 32 all entries are sent in 32 / factor bits;
+        with a larger one among them a factor of 10 sends one gradient entry in ten.
+        Default: 1 4 8 16 32, and for GraVAC its own.
       epsilon: Smallest gain that GraVAC may send.
       window: Steps between two of GraVAC's moves.
       data: Any text file, the last tenth held out; default: Python's own library.
       seed: Seed of the initial params and the order of the batches.
-      compare: Also run static factors 10 and 100.
+      compare: Also run static factors: 16, two bits an entry, and 100, a hundredth of
+        the entries.
       out: The picture.
       metrics: Folder for a JSON line of every step, in a file for each run.
       batch: Sequences per replica and step.
@@ -59,7 +62,7 @@ class Config:
     controller: Literal["fastest", "gravac", "fixed"] = "fastest"
     bandwidth_mbit: float = 1000
     least_progress: float = gravac.Fastest.least_progress
-    ladder: tuple[float, ...] = gravac.GraVAC.ladder
+    ladder: tuple[float, ...] | None = None
     epsilon: float = gravac.GraVAC.epsilon
     window: int = gravac.GraVAC.window
     data: Path | None = None
@@ -182,15 +185,18 @@ def controllers(config: Config) -> dict[str, Any]:
     """Return the controllers of the runs to make, by name."""
     runs: dict[str, Any] = {}
     if config.controller == "fixed":
-        runs["fixed"] = gravac.Fixed(factor=config.ladder[-1])
+        ladder = config.ladder or gravac.Fastest.ladder
+        runs["fixed"] = gravac.Fixed(factor=ladder[-1])
     elif config.controller == "gravac":
+        ladder = config.ladder or gravac.GraVAC.ladder
         gate = {"epsilon": config.epsilon, "window": config.window}
-        runs["adaptive"] = gravac.GraVAC(ladder=config.ladder, **gate)
+        runs["adaptive"] = gravac.GraVAC(ladder=ladder, **gate)
     else:
-        runs["adaptive"] = gravac.Fastest(config.ladder, config.least_progress)
+        ladder = config.ladder or gravac.Fastest.ladder
+        runs["adaptive"] = gravac.Fastest(ladder, config.least_progress)
     runs["dense"] = gravac.Fixed(factor=1)
     if config.compare:
-        runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (10, 100)}
+        runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (16, 100)}
     return runs
 
 

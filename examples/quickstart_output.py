@@ -20,8 +20,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 COLUMNS = (
-    "run|held-out\nloss|gap|payload\nkB/step|payload\nfactor|wire\nfactor"
-    "|network\nms/step|steps|ms/\nstep"
+    "run|held-out\nloss|gap|kB sent\na step|times\nfewer|network\nms/step|steps"
+    "|ms/\nstep"
 )
 
 
@@ -82,7 +82,7 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
     table = Table(
         box=SIMPLE,
         title="Same model, same batches, same number of steps",
-        caption="payload: handed to the collectives; wire: sent for them by one;\n"
+        caption="kB that one replica sends, and how many times fewer than dense;\n"
         f"network: modeled, of {bandwidth_mbit:g} Mbit/s, with 10 ms of compute",
         pad_edge=False,
         collapse_padding=True,
@@ -94,8 +94,7 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
             run.name,
             f"{run.held_out:.4f}",
             f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
-            f"{np.mean(run.figures['payload_bytes']) / 1e3:,.0f}",
-            f"{run.smaller('payload'):.1f}",
+            f"{np.mean(run.figures['wire_bytes']) / 1e3:,.0f}",
             f"{run.smaller('wire'):.1f}",
             f"{1e3 * np.mean(run.figures['network_seconds']):.0f}",
             f"{len(run.loss)}",
@@ -105,7 +104,7 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
 
 
 def draw_picture(runs: list[Run], bandwidth_mbit: float, path: Path) -> None:
-    """Draw loss over seconds, factor and gain over steps, legible in gray."""
+    """Draw loss over seconds, bytes and gain over steps, legible in gray."""
     fig, axes = plt.subplots(3, 1, figsize=(8, 8), layout="constrained")
     axes[1].sharex(axes[2])
     for run, line in zip(runs, ("-", "--", ":", "-."), strict=False):
@@ -113,13 +112,14 @@ def draw_picture(runs: list[Run], bandwidth_mbit: float, path: Path) -> None:
         smooth = np.convolve(run.loss, np.ones(window) / window, "valid")
         seconds = np.cumsum(run.figures["network_seconds"])[window - 1 :]
         axes[0].plot(seconds, smooth, line, label=run.name)
-        for axis, name in zip(axes[1:], ("factor", "gain"), strict=True):
-            course = run.figures[name]
+        dense, sent = run.figures["dense_wire_bytes"], run.figures["wire_bytes"]
+        fewer = np.divide(dense, np.maximum(sent, 1))
+        for axis, course in zip(axes[1:], (fewer, run.figures["gain"]), strict=True):
             axis.plot(np.arange(len(course)) + 1, course, line, linewidth=1)
     axes[0].set(ylabel="training loss, nats a byte\n(mean of 20 steps)")
     axes[0].set(xlabel=f"seconds on a network of {bandwidth_mbit:g} Mbit/s, modeled")
     axes[0].legend()
-    axes[1].set(ylabel="factor\n(entries / entries sent)", yscale="log")
+    axes[1].set(ylabel="times fewer bytes\nthan a dense step", yscale="log")
     axes[1].tick_params(labelbottom=False)
     axes[2].set(ylabel="gain\n(share of energy sent)", xlabel="step", ylim=(0, 1.05))
     for axis in axes:

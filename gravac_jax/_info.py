@@ -77,6 +77,18 @@ class StepInfo(NamedTuple):
     disagreements: jax.Array
     alike_steps: jax.Array
 
+    @property
+    def byte_factor(self) -> jax.Array:
+        """How many times fewer bytes than a dense step this one sent: `[]` float32.
+
+        It stays below `factor`: an all-gather sends to each of N - 1 replicas, and the
+        dense leaves and the evidence count. It is 1 where nothing is sent.
+        """
+        sends = self.wire_bytes > 0
+        return jnp.where(
+            sends, self.dense_wire_bytes / jnp.where(sends, self.wire_bytes, 1), 1
+        )
+
 
 class Tables(NamedTuple):
     """What each rung sends; the last row is a silent step. Static.

@@ -60,6 +60,11 @@ class Run:
         # The clock of a run that resumes starts at 0 again.
         return np.append(np.nan, np.where(seconds > 0, seconds, np.nan) / steps)
 
+    def byte_factors(self) -> np.ndarray:
+        """Return `[steps]` float64: how many times fewer bytes than a dense step."""
+        dense, sent = (self.figures(f"gravac/{x}wire_bytes") for x in ("dense_", ""))
+        return dense / np.where(sent > 0, sent, np.nan)
+
     def bytes_so_far(self, name: str) -> np.ndarray:
         """Return `[steps]` float64: the sum of `wire` or `dense_wire` bytes."""
         total = np.nancumsum(self.figures(f"gravac/{name}_bytes"))
@@ -82,8 +87,8 @@ def draw(runs: Sequence[Run]) -> Figure:
     Example:
       >>> from gravac_jax import plot
       >>> lines = [{"step": i, "seconds": i, "loss": 1 / (i + 1)} for i in range(9)]
-      >>> [axis.get_ylabel() for axis in plot.draw([plot.Run("one", lines)]).axes]
-      ['loss', 'factor', 'bytes sent so far', 'seconds per step']
+      >>> [axis.get_ylabel()[:6] for axis in plot.draw([plot.Run("one", lines)]).axes]
+      ['loss', 'factor', 'bytes ', 'second']
     """
     if empty := [run.name for run in runs if not run.lines]:
         raise ValueError(f"{empty[0]} has no whole line yet; wait for the first steps")
@@ -127,8 +132,11 @@ def _draw_medians(
 
 def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
     for run in runs:
-        axis.plot(run.figures("step"), run.figures("gravac/factor"))
-    axis.set(yscale="log", ylabel="factor")
+        steps = run.figures("step")
+        (line,) = axis.plot(steps, run.figures("gravac/factor"))
+        color = line.get_color()
+        axis.plot(steps, run.byte_factors(), "-", color=color, lw=0.7, alpha=0.7)
+    axis.set(yscale="log", ylabel="factor\n(thin: times fewer bytes)")
     axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")

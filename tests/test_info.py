@@ -125,6 +125,12 @@ def test_a_step_is_reported_from_its_rung():
     assert _laws.form(info) == _laws.form(before)
 
 
+def test_the_byte_factor_is_dense_bytes_over_bytes_sent():
+    info, table = reports(2), tables()
+    assert info.byte_factor == table.dense.wire_bytes / info.wire_bytes > 1
+    assert _info.before_the_first_step(len(LADDER)).byte_factor == 1
+
+
 def test_a_bad_step_sent_nothing_and_gained_nothing():
     info = reports(SILENT)
     assert (info.factor, info.gain) == (np.inf, 0)

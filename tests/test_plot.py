@@ -63,6 +63,8 @@ def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
 def test_factors_and_bytes_are_drawn_step_by_step_beside_dense_ones():
     _, factor, _, sent, *_ = plot.draw([run()]).axes
     assert list(factor.lines[0].get_ydata()) == [10] * STEPS
+    fewer = plot.draw([run("half", **{"gravac/wire_bytes": 2e6})]).axes[1].lines[1]
+    assert list(fewer.get_ydata()) == [2] * STEPS
     dense, own = (x.get_ydata() for x in sent.lines)
     np.testing.assert_allclose(dense, 4e6 * np.arange(1, STEPS + 1))
     np.testing.assert_allclose(own, dense / 10)

@@ -174,6 +174,8 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     said, report = capsys.readouterr().out, json.loads(path.read_text())
     assert report["verdict"] in said
     assert "have no network" in said
+    ten_times = report["rows"][0]["wire_bytes"] / report["rows"][2]["wire_bytes"]
+    assert f" ({ten_times:.3g}x)" in said
     rows = [(x["exchange"], x["factor"]) for x in report["rows"]]
     assert rows[:2] == [("dense", 1), ("dense rung", 1)]
     assert rows[2:] == [("all-gather", 10), ("all-gather", 50)]
@@ -203,7 +205,8 @@ def test_it_times_all_exchanges_on_two_axes(tmp_path):
     assert (report["axis"], report["replicas"]) == ("dcn", 2)
     assert report["params"] == pytest.approx(2e5, rel=0.01)
     assert {x["exchange"] for x in report["rows"]} == {
-        *("dense", "dense rung", "all-gather", "leader", "low-rank", "dense-16")
+        *("dense", "dense rung", "few-bits", "all-gather", "leader", "low-rank"),
+        "dense-16",
     }
     assert "an exchange is" in report["verdict"]
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 _LOSSES = 20  # steps in the mean of the loss; arbitrary
 _REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
-_FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
 _ALARMS = {
     "gravac/skipped_steps": "{:.0f} steps skipped: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
@@ -123,13 +122,19 @@ class LiveView:
     def _describe(self, scalars: Mapping[str, float]) -> list[str]:
         from rich.filesize import decimal
 
-        figures = [x.format(scalars[k]) for k, x in _FIGURES.items() if k in scalars]
+        figures = []
         if "loss" in scalars:
             self._losses.append(scalars["loss"])
-            figures.insert(0, f"loss {statistics.fmean(self._losses):.4f}")
-        if "gravac/dense_wire_bytes" in scalars:
-            self._sent += scalars.get("gravac/wire_bytes", 0.0)
-            self._dense += scalars["gravac/dense_wire_bytes"]
-            sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
-            figures.append(f"sent {sent} (dense {dense})")
+            figures.append(f"loss {statistics.fmean(self._losses):.4f}")
+        if "gravac/factor" in scalars:
+            sent, dense = (scalars[f"gravac/{x}wire_bytes"] for x in ("", "dense_"))
+            fewer = dense / sent if sent else 1.0
+            figures += [
+                f"factor {scalars['gravac/factor']:.0f}, {fewer:.1f}x fewer bytes",
+                f"gain {scalars['gravac/gain']:.2f}",
+            ]
+            self._sent += sent
+            self._dense += dense
+            total, of_dense = decimal(int(self._sent)), decimal(int(self._dense))
+            figures.append(f"sent {total} (dense {of_dense})")
         return figures

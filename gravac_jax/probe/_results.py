@@ -15,10 +15,11 @@ from gravac_jax.probe._steps import DENSE, DENSE_RUNG
 MIN_SPEED_UP = 1.05
 _NOTES = (
     "- Ranges: 90% confidence intervals of the median, the timing noise of this run.",
+    "- In brackets: how many times fewer bytes than a dense step sends.",
     f"- A step pays if it is over {MIN_SPEED_UP:g} times as fast as a dense one.",
     "- A compressed step teaches less. Only training can show how much less.",
 )
-_COLUMNS = "{:<10}  {:>6}  {:>8}  {:>11}  {:>21}  {:>9}"
+_COLUMNS = "{:<10}  {:>6}  {:>13}  {:>11}  {:>21}  {:>9}"
 
 
 class Range(NamedTuple):
@@ -126,19 +127,21 @@ def text(results: Results) -> str:
             f" and is {results.headroom} times as fast as a dense one"
         )
     header = ("exchange", "factor", "MB sent", f"{thing} ms", "speed-up (90%)", "pays")
-    lines += ["", _COLUMNS.format(*header), *map(_line, results.rows), ""]
-    lines += [verdict(results), "", *_NOTES]
+    lines += ["", _COLUMNS.format(*header)]
+    lines += [_line(x, results.rows[0].wire_bytes) for x in results.rows]
+    lines += ["", verdict(results), "", *_NOTES]
     if results.processes == 1 and results.devices.endswith("cpu"):
         lines.append("- CPU devices of one process have no network between them.")
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, dense_wire_bytes: float) -> str:
     is_dense = row.exchange == DENSE
+    fewer = f" ({dense_wire_bytes / row.wire_bytes:.3g}x)" * (not is_dense)
     return _COLUMNS.format(
         row.exchange,
         f"{row.factor:g}",
-        f"{row.wire_bytes / 1e6:.3g}",
+        f"{row.wire_bytes / 1e6:.3g}{fewer}",
         f"{1e3 * row.step_seconds.middle:.3g}",
         "1" if is_dense else str(row.speed_up),
         "" if is_dense else row.pays,

@@ -18,11 +18,13 @@ from jax.flatten_util import ravel_pytree
 import gravac_jax as gravac
 
 EXCHANGES = {
+    "few-bits": gravac.QuantizedAllReduce(),
     "all-gather": gravac.AllGather(),
     "leader": gravac.LeaderIndices(),
     "low-rank": gravac.LowRank(),
     "dense-16": gravac.DenseMean("bfloat16"),
 }
+OWN_FACTORS = {"few-bits": gravac.Fastest().ladder[1:], "dense-16": ()}
 DENSE = "dense"
 DENSE_RUNG = "dense rung"  # factor 1 of the transform
 
@@ -116,13 +118,13 @@ class Trainer:
     def compressed(self, name: str, factors: tuple[float, ...]) -> list[Step]:
         """Return the steps of one exchange, beginning with the dense rung.
 
-        `dense-16` sends the same at every factor and has a single step.
+        Few bits have factors of their own, and `dense-16` has the dense rung alone.
 
         Raises:
           ValueError: If the gradient is not finite: the transform skips such steps.
         """
-        is_dense = name == "dense-16"
-        ladder = (1.0,) if is_dense else (1.0, *factors)
+        ladder = (1.0, *OWN_FACTORS.get(name, factors))
+        is_dense = len(ladder) == 1
         tx = gravac.transform(
             self._axis,
             dense_axis_name=self._fast_axes,
