@@ -35,7 +35,8 @@ def data_parallel(
 
     Of the metrics, floats are averaged over the replicas, in float32, or in float64 if
     they came so. Integers, booleans and random keys have no mean: they must be the same
-    on all replicas, as the result of `jax.lax.psum` is, and are returned as they are.
+    on all replicas, and are returned as they are. `gravac.Comm(axis_name).sum` counts
+    over all replicas, exactly and in the message of the means.
 
     The first axis of the batch has rows. A batch of several steps for a scan, `(steps,
     rows, ...)`, would be split along the steps: make it `(rows, steps, ...)` and scan

@@ -429,9 +429,9 @@ def has_no_mean(path: str, dtype: Any, axis_name: Any) -> None:
     raise TypeError(
         f"the metric at {path} that the step returns is {dtype}, and not known to be"
         f" the same on all replicas, and its mean would be a rounded float. Count over"
-        f" all of them with jax.lax.psum(x, {axis_name!r}), ask whether there is any"
-        f" with jax.lax.pmax, or return a float, whose mean is reported. Under"
-        f" check_vma=False only floats can be returned."
+        f" all of them with gravac.Comm({axis_name!r}).sum(x), flags as int32, or"
+        f" return a float, whose mean is reported. Under check_vma=False only floats"
+        f" can be returned."
     )
 
 
