@@ -1,0 +1,271 @@
+"""Code in the documents runs as it stands; the README's commands are complete.
+
+Each page's Python blocks run in order, in one namespace. What they leave in it is
+compared with what the page says.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+pytestmark = pytest.mark.xdist_group("documents")  # each page runs once
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+RECIPES = "docs/recipes.md"
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # of float32 sums in another order
+
+
+def blocks(language, page="README.md"):
+    text = (ROOT / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@functools.cache
+def names_of(page):
+    """Run all Python blocks of a page, and return what they leave."""
+    names: dict = {}
+    # As users have it. Flax's metrics do not compute under strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        for block in blocks("python", page):
+            exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return names_of(RECIPES)
+
+
+# All pages. -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_block_runs_in_order(page):
+    assert names_of(page)["gravac"].__name__ == "gravac_jax"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_file_leads_to_one(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    files = [x for x in links if "://" not in x]
+    assert files
+    assert [x for x in files if not (ROOT / page).parent.joinpath(x).exists()] == []
+
+
+# The README. ----------------------------------------------------------------------
+
+
+def test_the_diff_is_a_valid_loop_and_stays_under_six_lines_of_change():
+    (diff,) = blocks("diff")
+    after = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
+    compile("\n".join(after), "README.md", "exec")
+    assert sum(line.startswith("+") for line in diff.splitlines()) < 6
+
+
+def test_the_first_commands_set_up_their_own_environment_and_others_use_it():
+    first, second, *others = blocks("bash")
+    assert all(x.startswith("python3 -m venv .venv && ") for x in (first, second))
+    assert others
+    assert all(x.startswith(".venv/bin/") for x in others)
+    assert all(len(x.splitlines()) == 1 for x in blocks("bash"))
+
+
+def test_the_last_step_of_the_readme_has_sent_bytes():
+    assert float(names_of("README.md")["info"].wire_bytes) > 0
+
+
+# Recipes. -------------------------------------------------------------------------
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def assert_alike(tree):
+    """Assert that all devices hold the same bits."""
+    for x in jax.tree.leaves(tree):
+        first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
+        assert others
+        assert all(first.tobytes() == y.tobytes() for y in others)
+
+
+def assert_same(received, expected):
+    jax.tree.map(np.testing.assert_array_equal, copied(received), copied(expected))
+
+
+def info_of(tree):
+    return optax.tree.get(tree, "StepInfo")
+
+
+def sums_of(logits, labels):
+    """Return the loss and the correct answers of all rows, in float64."""
+    logits = logits.astype(np.float64)
+    right = np.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    losses = np.log(np.exp(logits).sum(1)) - right
+    return losses.sum(), int((logits.argmax(1) == labels).sum())
+
+
+def logits_of(params, x):
+    return np.maximum(x @ params["hidden"], 0) @ params["out"]
+
+
+@pytest.mark.parametrize("kind", ["mesh", "automatic"])
+def test_an_evaluation_counts_the_rows_of_a_short_batch_alone(recipe, kind):
+    params, evaluate = recipe["new_params"](), recipe["evaluator"](recipe[kind])
+    placed = recipe["gravac"].place(params, recipe[kind])
+    for batch in recipe["test_set"]:
+        received = evaluate(placed, recipe["filled"](batch, rows=64))
+        loss, correct = sums_of(logits_of(copied(params), batch["x"]), batch["label"])
+        assert (received["correct"], received["rows"]) == (correct, len(batch["label"]))
+        np.testing.assert_allclose(received["loss"], loss, **ROUNDING)
+    assert len(batch["label"]) < 64
+
+
+def test_an_evaluation_divides_once(recipe):
+    assert recipe["totals"]["rows"] == 141
+    assert recipe["test_accuracy"] == recipe["totals"]["correct"] / 141
+
+
+def test_counts_in_a_step_are_exact_integers(recipe):
+    assert jnp.issubdtype(recipe["correct"].dtype, jnp.integer)
+    assert int(recipe["correct"]) == recipe["expected"] > 0
+
+
+def overflow_on(recipe, replica):
+    batch = {**recipe["make_batch"](64)}
+    batch["x"][replica * 64 // jax.device_count()] *= 1e5
+    return batch
+
+
+def test_an_overflow_on_one_replica_halves_the_scale_on_all(recipe):
+    assert recipe["scales"] == [2.0**15, 2.0**14, 2.0**14]
+    state = recipe["scaled_state"]
+    for replica in (3, 0):
+        before, skipped = copied((state[0], state[1][1:])), info_of(state).skipped_steps
+        factor, skipped = float(state[2]["factor"]), int(skipped)
+        *state, _ = recipe["scaled_step"](*state, overflow_on(recipe, replica))
+        assert_alike((state[0], state[1][1:], state[2]))
+        assert_same((state[0], state[1][1:]), before)
+        assert float(state[2]["factor"]) == factor / 2
+        assert int(info_of(state).skipped_steps) == skipped + 1
+    *state, loss = recipe["scaled_step"](*state, recipe["make_batch"](64))
+    assert np.isfinite(loss)
+    assert float(state[2]["factor"]) == factor / 2
+    recipe["scaled_state"] = state
+
+
+def test_the_scale_of_a_loss_doubles_after_many_steps_and_leaves_gradients(recipe):
+    scale = {"factor": jnp.float32(8), "steps": jnp.int32(1999)}
+    after = recipe["next_scale"](scale, jnp.bool(True))
+    assert (float(after["factor"]), int(after["steps"])) == (16, 0)
+    after = recipe["next_scale"](scale, jnp.bool(False))
+    assert (float(after["factor"]), int(after["steps"])) == (4, 0)
+
+
+def test_under_pmap_an_overflow_on_one_replica_halves_the_scale_on_all(recipe):
+    params, opt_state, scale = recipe["pmap_state"]
+    assert_alike((params, opt_state[1:], scale))
+    assert set(np.asarray(scale.scale)) == {2.0**15}
+    assert set(np.asarray(info_of(opt_state).skipped_steps)) == {1}
+    assert set(np.asarray(info_of(opt_state).alike_steps)) == {0}
+
+
+def test_an_average_of_params_follows_them_and_is_saved(recipe):
+    saved, state = recipe["saved"], recipe["state"]
+    assert saved.step == 4
+    assert_same(saved.tree, tuple(state))
+    before = copied(state[2])
+    *state, _ = recipe["averaging_step"](*state, recipe["make_batch"](64))
+    assert_alike((state[0], state[2]))
+    expected = jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, before, copied(state[0]))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, **ROUNDING), state[2], expected
+    )
+    recipe["state"] = state
+
+
+def test_an_nnx_model_learns_and_nothing_is_held_back_after_the_flush(recipe):
+    losses = recipe["nnx_losses"]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    opt_state = nnx.as_pure(recipe["optimizer"].opt_state)
+    held = optax.tree.get_all_with_path(opt_state, "residual")
+    assert held
+    assert all(not np.asarray(x).any() for _, x in held)
+
+
+def test_nnx_metrics_leave_out_the_rows_that_fill_a_batch(recipe):
+    model, batches = recipe["model"], recipe["test_set"]
+    hidden, _, out = model.layers
+    kernel = lambda x: np.asarray(x.kernel[...])
+    bias = lambda x: np.asarray(x.bias[...])
+    x = np.concatenate([batch["x"] for batch in batches])
+    labels = np.concatenate([batch["label"] for batch in batches])
+    logits = np.maximum(x @ kernel(hidden) + bias(hidden), 0) @ kernel(out) + bias(out)
+    loss, correct = sums_of(logits, labels)
+    assert int(recipe["sums"].correct.count[...]) == len(labels) == 141
+    np.testing.assert_allclose(recipe["nnx_figures"]["loss"], loss / 141, **ROUNDING)
+    assert float(recipe["nnx_figures"]["correct"]) == np.float32(correct) / 141
+
+
+def test_steps_in_a_scan_are_those_of_a_loop(recipe):
+    place, params = recipe["gravac"].place, recipe["new_params"]()
+    state = place((params, recipe["tx"].init(params)), recipe["mesh"])
+    losses = []
+    for batch in recipe["five"]:
+        *state, loss = recipe["step"](*state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(recipe["losses"], losses, **ROUNDING)
+    assert [x["loss"] for x in recipe["figures"]] == recipe["losses"].tolist()
+    assert all(x["gravac/wire_bytes"] > 0 for x in recipe["figures"])
+
+
+def test_each_part_of_the_params_has_its_own_optimizer(recipe):
+    params = recipe["new_params"]()
+    grads = jax.grad(recipe["loss_fn"])(params, recipe["several_batch"])
+    moved = jax.tree.map(lambda x, y: x - y, copied(recipe["several_state"][0]), params)
+    rate = jax.tree.map(lambda x, y: -jnp.sum(x * y) / jnp.sum(y * y), moved, grads)
+    np.testing.assert_allclose(rate["hidden"], 0.01, rtol=0.2)  # sent in four bits
+    np.testing.assert_allclose(rate["out"], 0.1, rtol=0.2)
+
+
+def test_frozen_params_stay_and_are_not_sent(recipe):
+    trained, opt_state, frozen = recipe["frozen_state"]
+    params = recipe["new_params"]()
+    assert_same(frozen["hidden"], params["hidden"])
+    assert (np.asarray(trained["out"]) != np.asarray(params["out"])).any()
+    assert float(info_of(opt_state).dense_bytes) == 4 * params["out"].size
+
+
+def test_dense_steps_are_those_of_one_device_with_all_rows(recipe):
+    params, tx = recipe["new_params"](), optax.sgd(0.1, momentum=0.9)
+    opt_state = tx.init(params)
+    for batch in recipe["five"]:
+        loss, grads = jax.value_and_grad(recipe["loss_fn"])(params, batch)
+        updates, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+    results = recipe["results"]
+    for where in ("simulated", "mesh"):
+        dense, few = results[f"dense, {where}"], results[f"factor 8, {where}"]
+        np.testing.assert_allclose(dense["loss"], loss, **ROUNDING)
+        assert few["wire bytes"] < dense["wire bytes"] / 4
+
+
+def test_a_fixed_controller_has_one_rung_and_the_default_more(recipe):
+    params, gravac = recipe["new_params"](), recipe["gravac"]
+    rungs = lambda tx: info_of(tx.init(params)).gains.size
+    assert rungs(recipe["quick"]) == 1 < rungs(gravac.transform())
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(recipe):
+    loss = recipe["loss_fn"](recipe["new_params"](), recipe["batch_of_four"])
+    np.testing.assert_allclose(recipe["accumulated_loss"], loss, **ROUNDING)
+    assert int(info_of(recipe["accumulated"]).dense_steps) == 0
