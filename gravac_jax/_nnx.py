@@ -4,6 +4,7 @@ Flax is an extra, so it is imported where it is used.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,14 @@ from gravac_jax import (
 from gravac_jax._collectives import AxisName, Comm
 
 Objects = tuple[Any, ...]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _BatchAt:
+    """The place of the batch among a step's arguments; a tree without arrays."""
+
+    index: int
 
 
 def nnx_value_and_grad(
@@ -136,7 +145,8 @@ def nnx_data_parallel(
     changes its objects (a model, an optimizer, metrics, random streams) in place, and
     returns None, a metric, or several in any nesting. They are averaged over the
     replicas, in float32. The objects must be placed by `gravac.place` first, with all
-    their variables their own.
+    their variables their own. The batch may also stand between objects: it is the one
+    positional argument that is no nnx object.
 
     Each replica updates metrics (`nnx.metrics.Average`, `nnx.metrics.Accuracy` or a
     subclass, also in an `nnx.MultiMetric`) with its part of the batch, and their sums
@@ -160,8 +170,8 @@ def nnx_data_parallel(
 
     Raises:
       ImportError: if Flax is missing.
-      TypeError: when called: if an argument before the batch is no nnx object; if the
-        step returns nnx objects.
+      TypeError: when called: if another argument than the batch is no nnx object; if
+        the step returns nnx objects.
       ValueError: if `mesh` is neither a mesh nor a positive number; otherwise as
         `gravac.data_parallel`. When called: if objects share a variable;
         if a metric cannot be added up over replicas, such as `nnx.metrics.Welford`, or
@@ -197,17 +207,18 @@ def nnx_data_parallel(
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
     comm = Comm(_collectives.join(axis_name, dense_axis_name if is_mesh else None))
 
-    def on_one_replica(*args: Any, **shared: Any) -> Any:
+    def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
         # A copy, so that what came in can be compared with what is returned.
         *state, batch = jax.tree.map(lambda x: x, args)
         objects = tuple(state)
+        in_order = (*state[: at.index], batch, *state[at.index :])
         before, structures = _values(objects), _structures(objects)
         with _metrics_of(objects, comm):
-            metrics = train_step(*objects, batch, **shared)
+            metrics = train_step(*in_order, **shared)
         _step_checks.keeps_structure(objects, structures, "the step")
         _check_alike(objects, before, nnx.state(objects), comm, "the step")
         _step_checks.no_objects(metrics, lambda x: isinstance(x, nnx.Pytree))
-        return (*objects, metrics)
+        return (at, *objects, metrics)
 
     if is_mesh:
         run = _parallel.data_parallel(
@@ -220,12 +231,11 @@ def nnx_data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        objects = args[:-1]
-        is_object = _is_object()
-        _step_checks.are_objects(objects, is_object)
+        at = _step_checks.batch_among(args, _is_object())
+        objects = (*args[:at], *args[at + 1 :])
         is_variable = lambda x: isinstance(x, nnx.Variable)
         _step_checks.shares_nothing(objects, is_variable)
-        *after, metrics = run(*args, **shared)
+        _, *after, metrics = run(_BatchAt(at), *objects, args[at], **shared)
         nnx.update(objects, nnx.state(tuple(after)))
         return metrics
 

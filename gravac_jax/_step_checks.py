@@ -231,7 +231,8 @@ def divided(
     state, own = tuple(given[:first]), tuple(given[first:])
     _still_there(given)
     _divides(own, replicas, "what is carried")
-    _divides(batch, replicas, "the batch, the last argument,")
+    what = "the batch, the last argument or the one that is no nnx object,"
+    _divides(batch, replicas, what)
     return state, own, batch
 
 
@@ -334,17 +335,21 @@ def keeps_structure(
             )
 
 
-def are_objects(objects: Sequence[Any], is_object: Callable[[Any], bool]) -> None:
-    """Refuse state that cannot be changed in place."""
-    leaves = jax.tree_util.tree_leaves_with_path(objects, is_leaf=is_object)
-    for path, x in leaves:
-        if not is_object(x):
-            raise TypeError(
-                f"an nnx step changes its arguments before the batch in place, and"
-                f" argument {path[0].idx} holds {type(x).__name__} outside of any nnx"
-                f" object. Pass nnx objects, then one batch; pass other arrays by"
-                f" keyword, or return state with gravac.data_parallel."
-            )
+def batch_among(args: Sequence[Any], is_object: Callable[[Any], bool]) -> int:
+    """Return the index of the one argument that is no nnx object."""
+    leaves = [jax.tree.leaves(x, is_leaf=is_object) for x in args]
+    others = [i for i, found in enumerate(leaves) if not all(map(is_object, found))]
+    places = others or [i for i, found in enumerate(leaves) if not found][-1:]
+    if len(places) != 1 or len(args) < 2:
+        kinds = [f"argument {i} ({type(args[i]).__name__})" for i in places]
+        raise TypeError(
+            f"an nnx step takes nnx objects, which it changes in place, and one batch,"
+            f" all by position; of {len(args)} arguments those that are no nnx objects"
+            f" are: {', '.join(kinds) or 'none'}. Give a batch of several arrays as one"
+            f" tuple or dict, and arrays that are the same for all replicas by keyword."
+            f" For state that is no nnx object there is gravac.data_parallel."
+        )
+    return places[0]
 
 
 def shares_nothing(objects: Sequence[Any], is_variable: Callable[[Any], bool]) -> None:

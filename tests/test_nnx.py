@@ -154,7 +154,7 @@ def loss_fn(model, rngs, batch):
 
 
 @nnx.jit
-def train_step(model, optimizer, metrics, rngs, batch):
+def train_step(model, optimizer, metrics, batch, rngs):
     grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
     (loss, logits), grads = grad_fn(model, rngs, batch)
     metrics.update(loss=loss, logits=logits, labels=batch["label"])
@@ -169,7 +169,7 @@ def eval_step(model, metrics, rngs, batch):
 
 for step in range(steps):
     model.train()
-    train_step(model, optimizer, metrics, rngs, batch)
+    train_step(model, optimizer, metrics, batch, rngs)
     losses.append(float(metrics.compute()["loss"]))
     metrics.reset()
 model.eval()
@@ -603,7 +603,13 @@ MISUSED = {
         (Odd(), {"w": jnp.ones(2)}),
         nothing,
         TypeError,
-        r"argument 1 holds ArrayImpl outside of any nnx object",
+        r"no nnx objects are: argument 1 \(dict\), argument 2 \(dict\)",
+    ),
+    "a batch in two arguments": (
+        (Odd(), BATCH["x"]),
+        nothing,
+        TypeError,
+        "a batch of several arrays as one tuple or dict",
     ),
     "a shared variable": (
         (Tied(),),
@@ -623,7 +629,7 @@ MISUSED = {
         TypeError,
         "of its first argument, and there are none, got Rngs",
     ),
-    "no batch": ((), nothing, TypeError, "takes its state and then a batch"),
+    "no objects": ((), nothing, TypeError, r"of 1 arguments .* argument 0 \(dict\)"),
 }
 
 
@@ -632,6 +638,12 @@ def test_a_misused_step_says_what_is_wrong(case):
     objects, step, error, message = case
     with pytest.raises(error, match=message):
         gravac.nnx_data_parallel(step, N)(*objects, BATCH)
+
+
+def test_a_batch_by_keyword_is_missed():
+    step = gravac.nnx_data_parallel(nothing, N)
+    with pytest.raises(TypeError, match="those that are no nnx objects are: none"):
+        step(Odd(), new_metrics(), batch=BATCH)
 
 
 @everywhere
