@@ -135,7 +135,8 @@ def init(
       The optimizer state, placed.
 
     Raises:
-      ValueError: as `gravac.place`; if params are sharded over `axis_name`.
+      ValueError: as `gravac.place`; if params are sharded over another axis than
+        `dense_axis_name`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -155,7 +156,7 @@ def init(
     assert isinstance(mesh, jax.sharding.Mesh)
     specs = specs_of(params)
     used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
-    _step_checks.whole_over(used, _collectives.axis_names(axis_name))
+    _step_checks.sharded_over(used, _collectives.axis_names(dense_axis_name))
     local = jax.P(
         axes if used & set(_collectives.axis_names(dense_axis_name)) else axis_name
     )

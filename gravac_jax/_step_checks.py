@@ -173,13 +173,14 @@ def sharded_as_said(path: str, is_slice: bool, axis_name: Any) -> None:
     )
 
 
-def whole_over(used: set[str], names: Sequence[str]) -> None:
-    """Refuse params that are sharded over the axis of replicas."""
-    if shared := used & set(names):
+def sharded_over(used: set[str], fast: Sequence[str]) -> None:
+    """Refuse params that are sharded over any axis but those of `dense_axis_name`."""
+    if others := sorted(used - set(fast)):
         raise ValueError(
-            f"the params are sharded over {sorted(shared)}, the axis over which"
-            f" gradients are compressed: a replica needs all of the model along it."
-            f" Shard them over `dense_axis_name` only."
+            f"the params are sharded over {others}, and may be sharded over"
+            f" `dense_axis_name` {tuple(fast)} only: along `axis_name` a replica needs"
+            f" all of the model, and other axes take no part. Leave {others} out of the"
+            f" params' specs, also an axis that is one device long."
         )
 
 

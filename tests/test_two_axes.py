@@ -430,6 +430,13 @@ def test_params_that_are_sharded_over_the_slow_axis_are_refused():
         begin(transform(sharded=IS_MATRIX), specs)
 
 
+def test_params_that_are_sharded_over_a_third_axis_are_refused():
+    mesh = make_mesh((SLOW, FAST, 1), (*NAMES, "tensor"))
+    params = put(PARAMS, mesh, {"w": jax.P("ici", "tensor"), "b": jax.P()})
+    with pytest.raises(ValueError, match=r"\['tensor'\] out of the params' specs"):
+        gravac.init(transform(sharded=IS_MATRIX), params, mesh, *NAMES)
+
+
 # Each device of the fast axis computes with its own slice of the params.
 
 IN, HIDDEN, OUT, BATCH = 8, 16, 4, 2
