@@ -140,3 +140,16 @@ def test_a_loss_that_was_averaged_before_has_the_same_gradients(how):
     np.testing.assert_allclose(value, np.mean([x for x, _ in local]), rtol=1e-6)
     for mine, (_, expected) in zip(received, local, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
+def test_a_loss_over_the_mean_of_counts_is_that_of_the_whole_batch():
+    counts = jnp.arange(1.0, N + 1)
+
+    def loss(w, x):
+        own = counts[jax.lax.axis_index("data")]
+        return jnp.sum(w * x) / jax.lax.pmean(own, "data")
+
+    for how in ("shard_map", "pmap", "vmap"):
+        f = lambda w, x: gravac.value_and_grad(loss)(w, x)[1]
+        mean = np.mean(everywhere(f, how), axis=0)
+        np.testing.assert_allclose(mean, X.sum(0) / counts.sum(), rtol=1e-6)
