@@ -22,6 +22,12 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
 
 
+def brief(value: Any) -> str:
+    """Return what an error shows of a value, cut short: arrays may fill pages."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 120 else f"{text[:116]} ..."
+
+
 def ravel(leaves: list[jax.Array]) -> jax.Array:
     """Return the entries of all `leaves`, one leaf after the other: `[n]` float32."""
     if not leaves:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from gravac_jax import _step_checks
 from gravac_jax._error_feedback.momentum import MomentumState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
 
@@ -41,12 +42,19 @@ _TWICE = (
 
 def the_transform(state: Any, caller: str) -> TransformState:
     """Return the one transform state in `state`; refuse none, or several."""
+    if hasattr(state, "tx") and hasattr(state, "opt_state"):
+        raise TypeError(
+            f"{caller} takes the state of an optimizer, got {type(state).__name__}:"
+            f" pass nnx.as_pure(optimizer.opt_state) of an nnx.Optimizer, and"
+            f" train_state.opt_state of a linen TrainState."
+        )
     found = transform_states(state)
     if len(found) != 1:
         raise ValueError(
             f"{caller} needs exactly one gravac.transform in the optimizer, found"
             f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
         )
+    _step_checks.is_pure(found[0].steps)
     return found[0]
 
 
@@ -100,6 +108,16 @@ def check_chains(tree: Any) -> None:
                 f" the same on all. Put it around what comes after the transform. To"
                 f" accumulate, use gravac.value_and_grad(loss, micro_batches=...); for"
                 f" gradients that are not finite, gravac.guard around the whole chain."
+            )
+
+    for sam in _instances(tree, optax.contrib.SAMState):
+        if sam.cache is not None and transform_states(sam):
+            raise ValueError(
+                "gravac.transform is inside an optax.contrib.sam that moves the params"
+                " by each replica's own gradients, so that replicas would differ. Give"
+                " it opaque_mode=True, and pass tx.update(grads, opt_state, params,"
+                " grad_fn=lambda params, _: grad(params, batch)[1]), where grad is a"
+                " gravac.value_and_grad: then no replica's params are changed."
             )
 
     def is_chain(x: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _collectives
+from gravac_jax import _arrays, _collectives
 
 
 def _is_number(value: Any, kind: type = numbers.Real) -> bool:
@@ -80,8 +80,8 @@ def positive_integer(value: Any, name: str, what: str) -> None:
     """Refuse anything but a positive whole number."""
     if not (_is_number(value, numbers.Integral) and value >= 1):
         raise ValueError(
-            f"`{name}` must be a whole number of at least 1, got {value!r}. It counts"
-            f" {what}."
+            f"`{name}` must be a whole number of at least 1, got"
+            f" {_arrays.brief(value)}. It counts {what}."
         )
 
 
@@ -104,7 +104,8 @@ def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
 def component(value: Any, kind: type, name: str, example: str) -> None:
     """Refuse a component of another family."""
     if not isinstance(value, kind):
-        got = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        is_class = isinstance(value, type)
+        got = f"the class {value.__name__}" if is_class else _arrays.brief(value)
         raise TypeError(
             f"`{name}` must be a {kind.__name__}, got {got}. Did you mean {example}?"
         )
@@ -116,7 +117,7 @@ def axis(axis_name: Any) -> None:
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
             f"`axis_name` must be the name of the mapped axis, several names in a"
-            f" tuple, or None to run alone, got {axis_name!r}."
+            f" tuple, or None to run alone, got {_arrays.brief(axis_name)}."
         )
 
 
@@ -157,12 +158,33 @@ def not_both(why: str, **given: Any) -> None:
         raise TypeError(f"give {names}, not both: got {values}. {why}")
 
 
+def not_swapped(first: Any, mesh: Any, call: str) -> None:
+    """Refuse a mesh, or a number of replicas, in the place of the tree."""
+    is_place = lambda x: isinstance(x, (jax.sharding.Mesh, int))
+    if is_place(first) and not is_place(mesh):
+        raise TypeError(
+            f"the arguments are swapped: write {call}, got"
+            f" {type(first).__name__} before {type(mesh).__name__}."
+        )
+
+
+def optimizer(tx: Any, call: str) -> None:
+    """Refuse what has not the two functions of an optimizer of Optax."""
+    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
+        raise TypeError(
+            f"`tx` must be an optimizer of Optax, as in {call}, got"
+            f" {type(tx).__name__}: write optax.chain(gravac.transform(),"
+            f" optax.sgd(0.1)), or, of an nnx.Optimizer, optimizer.tx."
+        )
+
+
 def mesh_axis(mesh: Any, axis_name: Any) -> None:
     """Refuse a value that is not a mesh, and an axis that the mesh does not have."""
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}. To run several replicas"
-            f" on one device use gravac.simulate(train_step, replicas)."
+            f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}. To run"
+            f" several replicas on one device use gravac.simulate(train_step,"
+            f" replicas)."
         )
     axis(axis_name)
     if not set(_collectives.axis_names(axis_name) or [None]) <= set(mesh.axis_names):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _arrays, _chain, _state, _step_checks
+from gravac_jax import _arrays, _chain, _checks, _state, _step_checks
 from gravac_jax._collectives import AxisName, Comm
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
@@ -190,6 +190,7 @@ def guard(
       The same optimizer, guarded; its state is that of `tx`.
 
     Raises:
+      TypeError: if `tx` is no optimizer of Optax.
       ValueError: by `init` and `update`, if `tx` holds no `gravac.transform`, or more
         than one.
 
@@ -212,6 +213,7 @@ def guard(
       >>> int(optax.tree.get(opt_state, "skipped_steps"))
       1
     """
+    _checks.optimizer(tx, "gravac.guard(tx)")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:

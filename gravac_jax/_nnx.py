@@ -208,8 +208,7 @@ def nnx_data_parallel(
     comm = Comm(_collectives.join(axis_name, dense_axis_name if is_mesh else None))
 
     def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
-        # A copy, so that what came in can be compared with what is returned.
-        *state, batch = jax.tree.map(lambda x: x, args)
+        *state, batch = args
         objects = tuple(state)
         in_order = (*state[: at.index], batch, *state[at.index :])
         before, structures = _values(objects), _structures(objects)

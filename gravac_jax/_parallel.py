@@ -254,7 +254,10 @@ def _on_one_replica(train_step: Step, axis_name: AxisName, is_checked: bool) -> 
         state: tuple[Any, ...], own: tuple[Any, ...], batch: Any, shared: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
         given = (*state, *own)
-        results = train_step(*given, batch, **shared)
+        # A step may change nnx objects in place: it has a copy of what came in.
+        copy = jax.tree.map(lambda x: x, given)
+        with _step_checks.explained():
+            results = train_step(*copy, batch, **shared)
         # Decided by type: a single NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
         _step_checks.returned_state(results, given)

@@ -31,11 +31,13 @@ def place(
       The tree, of the same structure, in new memory.
 
     Raises:
+      TypeError: if the arguments are swapped.
       ValueError: if the mesh does not have the axis, the state is placed on another
         number of replicas, or `mesh` is neither a mesh nor a positive number. If the
         optimizer has a momentum that the transform's memory has already. If something
-        keeps gradients before the transform sees them: a momentum before it in the
-        chain, or `optax.MultiSteps` or `optax.apply_if_finite` around it.
+        keeps gradients before the transform sees them, or moves the params by them: a
+        momentum before it in the chain, or `optax.MultiSteps`, `optax.apply_if_finite`
+        or `optax.contrib.sam` around it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -47,6 +49,7 @@ def place(
       >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
+    _checks.not_swapped(tree, mesh, "gravac.place(tree, mesh)")
     if not isinstance(mesh, jax.sharding.Mesh):
         _checks.positive_integer(
             mesh, "mesh", "replicas, where it is no jax.sharding.Mesh"
@@ -135,6 +138,7 @@ def init(
       The optimizer state, placed.
 
     Raises:
+      TypeError: if the arguments are in another order.
       ValueError: as `gravac.place`; if params are sharded over another axis than
         `dense_axis_name`.
 
@@ -147,6 +151,8 @@ def init(
       >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
+    _checks.optimizer(tx, "gravac.init(tx, params, mesh)")
+    _checks.not_swapped(params, mesh, "gravac.init(tx, params, mesh)")
     if dense_axis_name is None:
         state = tx.init(params)
         _chain.check_momentum(state)

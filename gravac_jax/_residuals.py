@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain
+from gravac_jax import _chain, _checks
 
 Delivery = Literal["mean", "own", "nothing"]
 
@@ -39,6 +39,8 @@ def flush(
       applied once more.
 
     Raises:
+      TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
+        pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
       ValueError: if there is no `gravac.transform` in `tx`, or more than one.
 
     Cost:
@@ -65,6 +67,7 @@ def flush(
       >>> params.tolist()
       [-4.0, -3.0, -2.0, -1.0]
     """
+    _checks.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     _chain.the_transform(opt_state, "gravac.flush")
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
@@ -100,6 +103,8 @@ def local_params(
       The params of this replica, in the same shapes and dtypes.
 
     Raises:
+      TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
+        pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
       ValueError: if there is no `gravac.transform` in `tx`, or more than one; if `tx`
         has an optimizer of Optax that is not linear, such as Adam.
 
@@ -134,6 +139,7 @@ def local_params(
       Xie et al., CSER, NeurIPS 2020, which applies steps of SGD that were not sent
       locally.
     """
+    _checks.optimizer(tx, "gravac.local_params(tx, params, opt_state)")
     _chain.the_transform(opt_state, "gravac.local_params")
     _chain.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)

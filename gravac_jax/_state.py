@@ -133,6 +133,7 @@ def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
     """
     if not is_transform_state(state):
         _step_checks.state_matches(state, expected)
+    _step_checks.is_pure(state.steps)
     local = state.local
     if placed_replicas(local) is not None:
         is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))

@@ -4,8 +4,9 @@ They raise before anything is changed. Trouble that only shows in the values bec
 counter in StepInfo instead.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +61,9 @@ def gradients(tree: Any, name: str = "gradients") -> None:
                 f"the {name} must be real floating-point arrays, got"
                 f" {dtype or type(leaf).__name__} at {path}. Differentiate with respect"
                 f" to the float params only, and keep counters, keys and complex"
-                f" params out of what the optimizer sees."
+                f" params out of what the optimizer sees. Of an nnx model with dropout,"
+                f" batch statistics or counters gravac.nnx_value_and_grad takes the"
+                f" gradients of its nnx.Param variables."
             )
 
 
@@ -71,10 +74,20 @@ def still_local(path: str, missing: Sequence[str]) -> None:
         f" over the replicas before gravac saw it, so there is nothing left to"
         f" compress. Remove any jax.lax.pmean of gradients, and take them with"
         f" gravac.value_and_grad(loss, axis_name): under shard_map jax.grad and"
-        f" nnx.grad add them up by themselves for replicated params."
+        f" nnx.grad add them up by themselves for replicated params. (For an nnx model"
+        f" that changes while it computes, gravac.nnx_value_and_grad.)"
         f" optax.MultiSteps and optax.apply_if_finite around the transform raise this"
         f" error, too: put them around what comes after it."
     )
+
+
+def is_pure(steps: Any) -> None:
+    """Refuse a state whose arrays are wrapped in variables of Flax NNX."""
+    if not jax.tree_util.all_leaves([steps]):
+        raise TypeError(
+            f"the optimizer state holds nnx variables in place of arrays, got"
+            f" {type(steps).__name__}: pass nnx.as_pure(optimizer.opt_state)."
+        )
 
 
 def state_matches(received: Any, expected: Any) -> None:
@@ -142,7 +155,7 @@ def mask_matches(mask: Any, tree: Any) -> None:
     if not is_bool or jax.tree.structure(mask) != jax.tree.structure(tree):
         raise ValueError(
             f"`compress` must be a bool, a function of (path, leaf), or a pytree of"
-            f" bools of the params' own structure, got {mask!r} for"
+            f" bools of the params' own structure, got {_arrays.brief(mask)} for"
             f" {jax.tree.structure(tree)}. With nnx, write a function."
         )
 
@@ -259,7 +272,8 @@ def _divides(tree: Any, replicas: int, what: str) -> None:
             raise ValueError(
                 f"{what} cannot be split over {replicas} replicas: {path} has shape"
                 f" {shape}. Its first axis must be a multiple of {replicas}; pass what"
-                f" is the same for all by keyword."
+                f" is the same for all by keyword. A batch of several steps has its"
+                f" rows first, too: (rows, steps, ...)."
             )
 
 
@@ -267,7 +281,8 @@ def with_aux(out: Any) -> tuple[Any, Any]:
     """Return (loss, aux); refuse anything else."""
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
-            f"has_aux=True is for a function that returns (loss, aux), got {out!r}."
+            f"has_aux=True is for a function that returns (loss, aux), got"
+            f" {_arrays.brief(out)}."
         )
     return out
 
@@ -288,11 +303,44 @@ def stays_alike(path: str, names: Sequence[str]) -> None:
         f"the leaf at {path} of the state that the step returns differs between the"
         f" devices along {tuple(names)}, and it came in the same on all of them. Local"
         f" gradients become the same in gravac.transform: it comes first in"
-        f" optax.chain, and what is no gradient, such as the statistics of a BatchNorm,"
-        f" needs a jax.lax.pmean. Where params are sharded, a norm over slices differs"
+        f" optax.chain. What is no gradient needs a jax.lax.pmean, such as the"
+        f" statistics of a BatchNorm or a loss that the optimizer is told, or a"
+        f" jax.lax.psum, such as counts. For metrics of Flax NNX"
+        f" gravac.nnx_data_parallel does it, and gravac.nnx_value_and_grad for batch"
+        f" statistics. Where params are sharded, a norm over slices differs"
         f" too: in place of optax.clip_by_global_norm use gravac.transform("
         f"clip=gravac.ClipByGlobalNorm(...)). check_vma=False would only hide it."
     )
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Add to errors of JAX and Optax in a step what they mean for its author."""
+    try:
+        yield
+    except TypeError as error:
+        for words, note in _NOTES.items():
+            if words in str(error):
+                error.add_note(note)
+        raise
+
+
+_NOTES = {
+    "manual ax": """
+gravac: "V:" marks what may differ between replicas. Here it meets what is known to be
+the same on all of them, in a loop or a branch.
+- To accumulate gradients over parts of a batch, leave the loop to
+  gravac.value_and_grad(loss, micro_batches=...).
+- What an optimizer is told, such as optax.contrib.reduce_on_plateau, must be the same
+  on all replicas: tx.update(..., value=jax.lax.pmean(loss, axis_name)).
+- The carry of any other loop begins with jax.lax.pcast(zeros, axis_name, to="varying").
+""",
+    "update_fn() missing": """
+gravac: a part of the optimizer is told more than gradients. In a step of your own write
+tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)), for example.
+gravac.train_step tells the optimizer no more than the times of steps.
+""",
+}
 
 
 def variable_stays_alike(path: str, kind: str, who: str) -> None:

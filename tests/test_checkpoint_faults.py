@@ -299,11 +299,13 @@ def test_a_damaged_file_is_noticed_or_does_no_harm(tmp_path, how):
 def test_if_the_last_checkpoint_is_damaged_an_earlier_one_can_be_restored(tmp_path):
     state = filled(begin())
     with Checkpointer(tmp_path, save_every=1) as checkpointer:
-        for step in (1, 2):
+        for step in (0, 1, 2):
             checkpointer.save(step, state, state[0])
     largest = max((tmp_path / "2").rglob("d/*"), key=lambda x: x.stat().st_size)
     damage(largest, "truncated")  # not every bit matters
     with pytest.raises(CheckpointError, match=r"of step 2 in .* cannot be read"):
+        restore(tmp_path, begin())
+    with pytest.raises(CheckpointError, match=r"Try restore\(.*step.* of \[0, 1\]"):
         restore(tmp_path, begin())
     with Checkpointer(tmp_path, save_every=1) as checkpointer:
         saved = checkpointer.restore(begin(), PARAMS, 1)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from _harness import N, make_mesh
+from flax import nnx
 
 import gravac_jax as gravac
 
@@ -154,8 +155,11 @@ def over_another_axis(check_vma):
     run(lambda params, state, x: tx.update(params, state), tx, check_vma)
 
 
+def local(params, x):
+    return jax.tree.map(lambda p: p + x, params)
+
+
 def timed(**times):
-    local = lambda params, x: jax.tree.map(lambda p: p + x, params)
     run(lambda params, state, x: TX.update(local(params, x), state, **times))
 
 
@@ -206,6 +210,42 @@ def loss_that_changes_its_arguments():
 
 def place_chain(tx):
     gravac.place((PARAMS, tx.init(PARAMS)), N)
+
+
+def in_an_nnx_step(misuse, model=None):
+    """Run one step of `misuse(model, optimizer, batch)` on a mesh."""
+    model = model or nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    tx = optax.chain(TX, optax.sgd(0.1))
+    objects = gravac.place((model, nnx.Optimizer(model, tx, wrt=nnx.Param)), MESH)
+
+    def train_step(model, optimizer, batch):
+        misuse(model, optimizer, batch)
+        return model, optimizer
+
+    gravac.data_parallel(train_step, MESH)(*objects, np.ones((N, 8), np.float32))
+
+
+def dropout():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+
+def own(of):
+    """Take own params in an nnx step, with what `of` makes of the optimizer."""
+    in_an_nnx_step(
+        lambda model, optimizer, _: gravac.local_params(
+            optimizer.tx, nnx.state(model), of(optimizer)
+        )
+    )
+
+
+def local_metrics(metrics):
+    def eval_step(metrics, batch):
+        metrics.update(loss=jnp.mean(batch))
+        return (metrics,)
+
+    step = gravac.data_parallel(eval_step, MESH)
+    step(gravac.place(metrics, MESH), np.ones(N, np.float32))
 
 
 NUMBER, SGD = jnp.zeros(()), optax.sgd(0.1)
@@ -276,6 +316,36 @@ WRONG_VALUES = [
         lambda: called(NUMBER, NUMBER, jnp.zeros(N), step=lambda a, b, x: a),
     ),
     misuse("[0] ... ('data',) ... jax.lax.pmean", state_that_differs),
+    *[
+        misuse(
+            f"{path} ... ('data',) ... gravac.nnx_data_parallel ... jax.lax.psum",
+            partial(local_metrics, metrics),
+        )
+        for path, metrics in [
+            ("[0].total", nnx.metrics.Average("loss")),
+            ("[0].x.total", nnx.MultiMetric(x=nnx.metrics.Average("loss"))),
+        ]
+    ],
+    misuse(
+        "['layers'][0]['bias'] ... summed ... gravac.nnx_value_and_grad",
+        lambda: in_an_nnx_step(
+            lambda model, optimizer, x: optimizer.update(
+                model, nnx.grad(lambda model: jnp.sum(model(x)))(model)
+            ),
+            dropout(),
+        ),
+    ),
+    misuse(
+        "optax.contrib.sam ... opaque_mode=True ... grad_fn",
+        lambda: place_chain(optax.contrib.sam(optax.chain(TX, SGD), SGD)),
+    ),
+    *[
+        misuse(
+            "['x'] ... (6, 4) ... rows first ... (rows, steps, ...)",
+            partial(*call, (6, 4)),
+        )
+        for call in [(batch, gravac.simulate, N), (batch, gravac.data_parallel, MESH)]
+    ],
     misuse("['mean'] ... has_aux", loss_that_changes_its_arguments),
     *[
         misuse(f"compress ... {mask} ... pytree of bools", partial(masked, mask))
@@ -352,6 +422,71 @@ WRONG_VALUES = [
 
 
 WRONG_TYPES = [
+    misuse(
+        "uint32 ... count ... gravac.nnx_value_and_grad",
+        lambda: in_an_nnx_step(
+            lambda model, _, x: gravac.value_and_grad(lambda model: model(x).mean())(
+                model
+            ),
+            dropout(),
+        ),
+    ),
+    *[
+        misuse(f"{what} ... nnx.as_pure(optimizer.opt_state)", partial(own, of))
+        for what, of in [
+            ("got Optimizer", lambda optimizer: optimizer),
+            ("got OptArray", lambda optimizer: optimizer.opt_state),
+        ]
+    ],
+    misuse(
+        "got OptArray ... nnx.as_pure(optimizer.opt_state)",
+        lambda: in_an_nnx_step(
+            lambda model, optimizer, x: optimizer.tx.update(
+                local(nnx.state(model), x.sum()), optimizer.opt_state
+            )
+        ),
+    ),
+    *[
+        misuse(f"swapped ... {call} ... {got}", misused)
+        for call, got, misused in [
+            (
+                "gravac.place(tree, mesh)",
+                "Mesh before dict",
+                lambda: gravac.place(MESH, PARAMS),
+            ),
+            (
+                "gravac.place(tree, mesh)",
+                "int before dict",
+                lambda: gravac.place(N, PARAMS),
+            ),
+            (
+                "gravac.init(tx, params, mesh)",
+                "Mesh before dict",
+                lambda: gravac.init(TX, MESH, PARAMS),
+            ),
+        ]
+    ],
+    *[
+        misuse(f"`tx` ... {call} ... got {got} ... optax.chain ... optimizer.tx", tried)
+        for call, got, tried in [
+            (
+                "gravac.init(tx, params, mesh)",
+                "dict",
+                lambda: gravac.init(PARAMS, TX, MESH),
+            ),
+            (
+                "gravac.flush(tx, params, opt_state)",
+                "dict",
+                lambda: gravac.flush(PARAMS, TX, STATE),
+            ),
+            (
+                "gravac.local_params(tx, params, opt_state)",
+                "dict",
+                lambda: gravac.local_params(PARAMS, TX, STATE),
+            ),
+            ("gravac.guard(tx)", "function", lambda: gravac.guard(gravac.transform)),
+        ]
+    ],
     misuse("compressor ... the class TopK", lambda: gravac.LeaderIndices(gravac.TopK)),
     misuse(
         "not both ... DenseMean ... TopK()",
@@ -437,6 +572,53 @@ def test_a_wrong_value_is_refused_with_what_was_received_and_a_remedy(words, cal
 @pytest.mark.parametrize(("words", "call"), WRONG_TYPES)
 def test_a_wrong_type_is_refused_with_what_was_received_and_a_remedy(words, call):
     check(TypeError, words, call)
+
+
+def in_a_loop(params, state, x):
+    grads_of = gravac.value_and_grad(lambda p, x: x * jnp.sum(p["w"]))
+
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, grads_of(params, x)[1]), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return TX.update(jax.lax.scan(add, zeros, x[None])[0], state)
+
+
+PLATEAU = optax.chain(TX, optax.contrib.reduce_on_plateau())
+
+
+@pytest.mark.parametrize(
+    ("remedy", "call"),
+    {
+        "micro_batches=": lambda: run(in_a_loop),
+        "value=jax.lax.pmean(loss": lambda: run(
+            lambda params, state, x: PLATEAU.update(local(params, x), state, value=x),
+            PLATEAU,
+        ),
+        "In a step of your own": lambda: gravac.train_step(
+            lambda params, x: jnp.sum(params["w"]) * jnp.sum(x), PLATEAU, MESH
+        )(*gravac.place((PARAMS, PLATEAU.init(PARAMS)), MESH), np.ones(N)),
+    }.items(),
+)
+def test_an_error_of_jax_or_optax_in_a_step_has_a_note_with_the_remedy(remedy, call):
+    promotes = jax.numpy_dtype_promotion("standard")  # Optax does
+    with promotes, pytest.raises(TypeError) as caught:
+        call()
+    assert any(remedy in note for note in caught.value.__notes__)
+
+
+def test_an_error_shows_no_whole_arrays():
+    large = {"w": jnp.zeros((1000, 1000))}
+    for call in (
+        lambda: gravac.place(large, large),
+        lambda: gravac.transform(large),
+        lambda: gravac.transform(controller=large),
+        lambda: gravac.data_parallel(jnp.add, large),
+        lambda: gravac.transform(None, compress=large).init(large),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_transform_may_come_after_a_clip_that_keeps_nothing():

@@ -248,7 +248,10 @@ class Checkpointer:
                 f" one of {self.steps}."
             )
         step = int(step)
-        with self._errors("cannot be read", step):
+        # Without reading them nobody knows whether these are whole.
+        others = [x for x in self.steps if x != step]
+        hint = f" Try restore(tree, params, step=...) of {others}." if others else ""
+        with self._errors("cannot be read", step, hint):
             metadata = self._orbax.metadata(step)
             saved = by_path(metadata.metadata)
             data, checksums = _checksums.decode(metadata.custom_metadata, set(saved))
@@ -256,7 +259,7 @@ class Checkpointer:
         by_name = {here[k]: x for k, x in saved.items()}
         shapes = _restore.shapes_to_read(by_name, tree, params)
         wanted = {k: shapes.get(here[k], ocp.PLACEHOLDER) for k in saved}
-        with self._errors("cannot be read", step):
+        with self._errors("cannot be read", step, hint):
             loaded = by_path(self._orbax.load(step, nested(wanted)))
             loaded = {k: x for k, x in loaded.items() if here[k] in shapes}
             _checksums.verify(loaded, checksums)
@@ -286,7 +289,9 @@ class Checkpointer:
             self.close()
 
     @contextlib.contextmanager
-    def _errors(self, what: str, step: int | None = None) -> Iterator[None]:
+    def _errors(
+        self, what: str, step: int | None = None, hint: str = ""
+    ) -> Iterator[None]:
         """Turn every exception into a `CheckpointError` that names the checkpoint."""
         try:
             yield
@@ -295,5 +300,5 @@ class Checkpointer:
             why = textwrap.shorten(str(error), 300)  # Orbax's may fill pages
             raise CheckpointError(
                 f"the checkpoint of {which}{self.directory} {what}:"
-                f" {type(error).__name__}: {why}"
+                f" {type(error).__name__}: {why}.{hint}"
             ) from error
