@@ -9,6 +9,10 @@ launcher passes SIGTERM on to all processes. If all of them then exit with statu
 within `--grace` seconds, for example because they saved a checkpoint, the launcher
 exits with status 0 too.
 
+A process whose script has ended waits in JAX for the others. If they go on for more
+than five seconds, a message says who waits for whom: a process with fewer steps than
+the others, because its data were fewer, stops all of them.
+
 On a cluster, every process of the job runs the launcher, without `-n`::
 
     srun python -m gravac_jax.launch train.py --its --own --arguments
@@ -33,6 +37,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +49,15 @@ import jax
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
 _PROGRAM = "gravac_jax.launch"
+
+# In the environment of a job's processes: the folder where each notes that its script
+# has ended. Processes of a cluster have none.
+_ENDED = "GRAVAC_LAUNCH_ENDED"
+_UNEVEN_SECONDS = 5.0  # scripts that end together end within seconds
+_UNEVEN = (
+    "If the others wait for it in a step, nothing moves until JAX gives up, after"
+    " minutes: give every process the same number of steps."
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -126,9 +140,16 @@ def _run_job(options: argparse.Namespace) -> None:
         for i in range(options.n)
     ]
     _exit_on_signals()
-    env = local_environment(coordinator)
-    with Job(commands, env=env, grace_seconds=options.grace) as job:
+    with (
+        tempfile.TemporaryDirectory() as ended,
+        Job(
+            commands,
+            env={**local_environment(coordinator), _ENDED: ended},
+            grace_seconds=options.grace,
+        ) as job,
+    ):
         try:
+            _report_uneven_ends(job, Path(ended))
             job.wait()
         except ProcessDiedError as died:
             raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
@@ -138,6 +159,36 @@ def _run_job(options: argparse.Namespace) -> None:
             sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
             if any(job.statuses):
                 raise
+
+
+def _report_uneven_ends(job: "Job", ended: Path) -> None:
+    """Say which scripts have ended and which go on, if that lasts; wait for the end."""
+
+    def indices(is_ended: bool) -> list[int]:
+        statuses = enumerate(job.statuses)
+        has_ended = lambda i, status: status == 0 or (ended / str(i)).exists()
+        return [i for i, status in statuses if has_ended(i, status) == is_ended]
+
+    is_done = lambda: job.is_over or not indices(is_ended=False)
+    _poll(lambda: job.is_over or bool(indices(is_ended=True)))
+    if _poll(is_done, _UNEVEN_SECONDS):
+        return
+    first, others, begin = indices(True), indices(False), time.monotonic()
+    sys.stderr.write(
+        f"{_PROGRAM}: {_names(first)} of {len(job.pids)} reached the end of the script,"
+        f" and {_names(others)} did not. {_UNEVEN}\n"
+    )
+    _poll(is_done)
+    if not any(job.statuses):
+        seconds = _UNEVEN_SECONDS + time.monotonic() - begin
+        sys.stderr.write(
+            f"{_PROGRAM}: {_names(others)} reached it, too, {seconds:.0f} s later\n"
+        )
+
+
+def _names(indices: list[int]) -> str:
+    kind = "process" if len(indices) == 1 else "processes"
+    return f"{kind} {', '.join(map(str, indices))}"
 
 
 def _exit_on_signals() -> None:
@@ -186,7 +237,7 @@ def _run_process(options: argparse.Namespace) -> None:
     try:
         _join_job(options)
         _run_script(options)
-        return
+        status = 0
     except SystemExit as stop:
         status = stop.code or 0
         if not isinstance(status, int):  # sys.exit("the reason")
@@ -195,12 +246,30 @@ def _run_process(options: argparse.Namespace) -> None:
     except BaseException as error:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)
-    if status:
+    if not status:
+        _note_end()
+    else:
         # A normal exit would wait for the other processes, which wait for this one.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(status)
+
+
+def _note_end() -> None:
+    """Let it be known that this script has ended; JAX then waits for the others."""
+    index, count = jax.process_index(), jax.process_count()
+    if folder := os.environ.get(_ENDED):
+        with contextlib.suppress(OSError):
+            (Path(folder) / str(index)).touch()
+        return
+    text = (
+        f"{_PROGRAM}: process {index} of {count} reached the end of the script, and"
+        f" waits for others that did not. {_UNEVEN}\n"
+    )
+    timer = threading.Timer(_UNEVEN_SECONDS, sys.stderr.write, [text])
+    timer.daemon = True  # it ends with the process
+    timer.start()
 
 
 def _join_job(options: argparse.Namespace) -> None:
@@ -322,6 +391,12 @@ class Job:
         """Exit statuses, in the order of the commands; None of one that runs."""
         return [process.poll() for process in self._processes]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all processes have exited, or one of them has failed."""
+        statuses = self.statuses
+        return any(statuses) or None not in statuses
+
     def _start(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
         index = len(self._processes)
         output = subprocess.PIPE if index else None
@@ -351,23 +426,13 @@ class Job:
           ProcessDiedError: If a process fails; the others have been ended.
           TimeoutError: After `timeout_seconds`; all processes have been ended.
         """
-        is_over = lambda: any(self.statuses) or None not in self.statuses
-        is_in_time = self._poll(is_over, timeout_seconds)
+        is_in_time = _poll(lambda: self.is_over, timeout_seconds)
         death = self._describe_death() if any(self.statuses) else None
         self.end()
         if death is not None:
             raise ProcessDiedError(death)
         if not is_in_time:
             raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
-
-    def _poll(self, condition: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait for a condition; return whether it holds within so many seconds."""
-        end = time.monotonic() + (math.inf if seconds is None else seconds)
-        while not condition():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
 
     def _describe_death(self) -> str:
         index = next(i for i, status in enumerate(self.statuses) if status)
@@ -400,13 +465,23 @@ class Job:
             # macOS raises PermissionError for a group whose members are all dead.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guardian.pid, number)
-        self._poll(lambda: None not in self.statuses, self._grace_seconds)
+        _poll(lambda: None not in self.statuses, self._grace_seconds)
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _poll(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+    """Wait for a condition; return whether it holds within so many seconds."""
+    end = time.monotonic() + (math.inf if seconds is None else seconds)
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def _relay(pipe: IO[bytes], fd: int, prefix: bytes) -> None:

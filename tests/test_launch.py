@@ -145,6 +145,46 @@ def test_a_job_does_not_outlive_the_process_that_created_it(tmp_path):
     wait_until(lambda: not running(word) and not running(str(creator.pid)))
 
 
+def report(monkeypatch, capsys, tmp_path, *commands):
+    """Report uneven ends of a job whose scripts end within the test; return errors."""
+    monkeypatch.setattr(launch, "_UNEVEN_SECONDS", 0.1)
+    with Job(commands) as job:
+        launch._report_uneven_ends(job, tmp_path)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_processes_that_end_early_and_those_that_go_on_are_named(
+    monkeypatch, capsys, tmp_path
+):
+    early, late = f"touch {tmp_path}/2; sleep 1000", f"sleep 0.5; touch {tmp_path}/"
+    first, second = report(
+        monkeypatch,
+        capsys,
+        tmp_path,
+        *map(shell, ("exit 0", f"{late}1; sleep 1000", early, f"{late}3; sleep 1000")),
+    )
+    assert "processes 0, 2 of 4 reached the end" in first
+    assert "and processes 1, 3 did not. " in first
+    assert "give every process the same number of steps" in first
+    assert re.search(r"processes 1, 3 reached it, too, \d s later", second)
+
+
+def test_a_process_that_ends_early_is_named_though_another_fails_later(
+    monkeypatch, capsys, tmp_path
+):
+    failing = [shell("exit 0"), shell("sleep 0.5; exit 3")]
+    [line] = report(monkeypatch, capsys, tmp_path, *failing)
+    assert "process 0 of 2 reached the end of the script, and process 1 did" in line
+
+
+@pytest.mark.parametrize("last", ["exit 3", "touch 1; sleep 1000"])
+def test_processes_that_end_or_fail_together_are_not_reported(
+    last, monkeypatch, capsys, tmp_path
+):
+    both = [shell(f"cd {tmp_path}; {x}") for x in ("touch 0; sleep 1000", last)]
+    assert report(monkeypatch, capsys, tmp_path, *both) == []
+
+
 # The command line.
 
 
@@ -244,10 +284,12 @@ time.sleep(1000)
 
 @pytest.mark.slow
 def test_a_process_may_end_before_the_others(script):
-    text = "import time, jax\ntime.sleep(3 * jax.process_index())\nprint('done')"
+    text = "import time, jax\ntime.sleep(8 * jax.process_index())\nprint('done')"
     status, output, errors = finish(*LAUNCH, "-n", "2", script(text))
     assert status == 0, errors
     assert output.count("done") == 2
+    assert "process 0 of 2 reached the end of the script, and process 1 did" in errors
+    assert "process 1 reached it, too" in errors
 
 
 TRAIN = """
