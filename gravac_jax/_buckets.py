@@ -194,6 +194,7 @@ def plan(tree: Any, compress: bool | Predicate | Any | None) -> Buckets:
     if isinstance(compress, bool):
         chosen = [compress] * len(leaves)
     elif callable(compress):
+        _step_checks.path_and_leaf(compress)
         chosen = [bool(compress(path, x)) for path, x in _arrays.named_leaves(tree)]
     elif not leaves:
         chosen = []  # optax.tree.map_params asks for the state of no params at all

@@ -168,6 +168,34 @@ def not_swapped(first: Any, mesh: Any, call: str) -> None:
         )
 
 
+def function(value: Any, name: str, call: str) -> None:
+    """Refuse what cannot be called in the place of a function."""
+    # A mesh decorates functions, so it can be called.
+    if not callable(value) or isinstance(value, jax.sharding.Mesh):
+        raise TypeError(
+            f"`{name}` must be a function, as in {call}, got {_arrays.brief(value)}."
+        )
+
+
+def learning_rate(value: Any) -> None:
+    """Refuse what is neither a number nor a schedule."""
+    is_array = getattr(value, "shape", None) == ()
+    if not (_is_number(value) or is_array or callable(value)):
+        raise TypeError(
+            f"`learning_rate` must be a number or a schedule of Optax, and comes first,"
+            f" got {_arrays.brief(value)}. Write gravac.adamw(1e-3) or gravac.sgd(0.1)."
+        )
+
+
+def seed(value: Any) -> None:
+    """Refuse a seed that is no whole number."""
+    if not _is_number(value, numbers.Integral):
+        raise TypeError(
+            f"`seed` must be a whole number, got {_arrays.brief(value)}. The transform"
+            f" makes its random keys from it."
+        )
+
+
 def optimizer(tx: Any, call: str) -> None:
     """Refuse what has not the two functions of an optimizer of Optax."""
     if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):

@@ -47,8 +47,9 @@ def value_and_grad(
       A function of the same arguments that returns (value, gradients).
 
     Raises:
-      TypeError: if `axis_name` is not an axis name. When called: if an argument to
-        differentiate is not given by position, or has leaves that are not real.
+      TypeError: if `fun` is no function or `axis_name` not an axis name. When called:
+        if an argument to differentiate is not given by position, or has leaves that
+        are not real; if the loss is not one number.
       ValueError: if `micro_batches` is not a positive number. When called: outside the
         axis, with a batch that does not divide, or if `fun` changes its arguments.
 
@@ -69,6 +70,7 @@ def value_and_grad(
       >>> gradients(x).tolist()
       [1.0, 2.0]
     """
+    _checks.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
     _checks.axis(axis_name)
     _checks.positive_integer(micro_batches, "micro_batches", "parts of the batch")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -119,6 +121,7 @@ def _local(
         out = fun(*args, **kwargs)
         _step_checks.leaves_arguments(before, args)
         value, _ = _step_checks.with_aux(out) if has_aux else (out, None)
+        _step_checks.is_loss(value)
         return comm.cast(value), out
 
     grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)

@@ -109,6 +109,7 @@ def nnx_value_and_grad(
         graph, params, rest = nnx.split(given, is_param, ...)
         _step_checks.has_params(params, args)
         if optimizer is not None:
+            _step_checks.is_nnx_optimizer(optimizer)
             params = _own_params(params, optimizer)
         rest = _with_own_keys(rest, comm)
 

@@ -72,6 +72,8 @@ def data_parallel(
       See `gravac.transform`.
     """
     axes = _collectives.join(axis_name, dense_axis_name)
+    call = "gravac.data_parallel(train_step, mesh)"
+    _checks.function(train_step, "train_step", call)
     _checks.mesh_axis(mesh, axes)
     _count_carried(carried)
     sharding = jax.NamedSharding(mesh, jax.P(axes))
@@ -206,6 +208,8 @@ def simulate(
       >>> float(value)
       65536.0
     """
+    call = "gravac.simulate(train_step, replicas)"
+    _checks.function(train_step, "train_step", call)
     _checks.positive_integer(replicas, "replicas", "replicas")
     _count_carried(carried)
     body = _on_one_replica(train_step, axis_name, is_checked=True)
@@ -278,6 +282,7 @@ def _reported(metrics: Any, comm: Comm, is_checked: bool) -> Any:
         not isinstance(x, jax.Array) or (is_checked and comm.is_known_alike(x))
     )
     for path, x in _arrays.named_leaves(metrics):
+        _step_checks.is_metric(path, x)
         if not is_float(jnp.asarray(x)) and not known(x):
             _step_checks.has_no_mean(path, x.dtype, comm.axis_name)
     metrics = jax.tree.map(jnp.asarray, metrics)

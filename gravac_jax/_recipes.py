@@ -143,6 +143,7 @@ def adamw(
       >>> float(loss)
       65536.0
     """
+    _checks.learning_rate(learning_rate)
     _checks.no_memory_beside(others, "gravac.adamw", "Adam")
     _checks.decay(b1, "b1")
     _checks.decay(b2, "b2")
@@ -198,6 +199,7 @@ def sgd(
       >>> import gravac_jax as gravac
       >>> tx = gravac.sgd(0.1, momentum=0.9, nesterov=True)
     """
+    _checks.learning_rate(learning_rate)
     _checks.no_memory_beside(others, "gravac.sgd", "momentum")
     _checks.decay(momentum, "momentum")
     _checks.flag(nesterov, "nesterov")

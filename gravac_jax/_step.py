@@ -191,9 +191,11 @@ class Components:
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
         if self.wire is not None:
-            _checks.component(self.wire, WireCost, "wire", "gravac.WireCost()")
+            wires = "gravac.WireCost(), or probe.read(file)"
+            _checks.component(self.wire, WireCost, "wire", wires)
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)
+        _checks.seed(self.seed)
         if self.delay and isinstance(self.memory, NoMemory):
             raise ValueError(
                 "`delay` needs a memory: what is on its way waits there, and NoMemory()"

@@ -5,6 +5,8 @@ counter in StepInfo instead.
 """
 
 import contextlib
+import inspect
+import numbers
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,6 +45,41 @@ def bound_axis(axis_name: Any, caller: str) -> None:
         ) from None
 
 
+def path_and_leaf(compress: Callable[..., Any]) -> None:
+    """Refuse a function that does not take a path and a leaf."""
+    try:
+        signature = inspect.signature(compress)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind("['w']", None)
+    except TypeError:
+        raise TypeError(
+            f"`compress` must be a function of (path, leaf), such as lambda path, leaf:"
+            f" leaf.ndim == 2, got one of {signature}."
+        ) from None
+
+
+def is_loss(value: Any) -> None:
+    """Refuse a loss that is not one number."""
+    is_array = jax.tree_util.all_leaves([value])
+    if not is_array or jnp.shape(value) != ():
+        got = f"shape {jnp.shape(value)}" if is_array else f"a {type(value).__name__}"
+        raise TypeError(
+            f"the loss must be one number, got {got}. Return its mean over the"
+            f" batch; if the function returns (loss, aux), say has_aux=True."
+        )
+
+
+def is_metric(path: str, x: Any) -> None:
+    """Refuse a metric that is neither an array nor a number."""
+    if not (hasattr(x, "dtype") or isinstance(x, numbers.Number)):
+        raise TypeError(
+            f"the metric at {path} that the step returns is a {type(x).__name__}:"
+            f" return arrays and numbers only, and add names outside of the step."
+        )
+
+
 def gradients(tree: Any, name: str = "gradients") -> None:
     """Refuse leaves that are not real floating-point arrays."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
@@ -57,9 +94,11 @@ def gradients(tree: Any, name: str = "gradients") -> None:
             )
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            make = " Make it an array with jnp.asarray."
             raise TypeError(
                 f"the {name} must be real floating-point arrays, got"
-                f" {dtype or type(leaf).__name__} at {path}. Differentiate with respect"
+                f" {dtype or type(leaf).__name__} at {path}."
+                f"{make if isinstance(leaf, float) else ''} Differentiate with respect"
                 f" to the float params only, and keep counters, keys and complex"
                 f" params out of what the optimizer sees. Of an nnx model with dropout,"
                 f" batch statistics or counters gravac.nnx_value_and_grad takes the"
@@ -77,7 +116,8 @@ def still_local(path: str, missing: Sequence[str]) -> None:
         f" nnx.grad add them up by themselves for replicated params. (For an nnx model"
         f" that changes while it computes, gravac.nnx_value_and_grad.)"
         f" optax.MultiSteps and optax.apply_if_finite around the transform raise this"
-        f" error, too: put them around what comes after it."
+        f" error, too: put them around what comes after it. So does a second transform"
+        f" in the chain: one is enough."
     )
 
 
@@ -90,13 +130,22 @@ def is_pure(steps: Any) -> None:
         )
 
 
+def no_state(received: Any) -> None:
+    """Refuse what is not the state of a transform."""
+    raise ValueError(
+        f"`update` was given a {type(received).__name__} in place of the transform's"
+        f" state: write tx.update(grads, opt_state, params), in this order, with the"
+        f" state of this tx. If its chain has changed, call init again."
+    )
+
+
 def state_matches(received: Any, expected: Any) -> None:
     """Refuse a state that was made for other params, or with other components."""
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         return {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
 
-    if type(received) is not type(expected) or shapes(received) != shapes(expected):
+    if shapes(received) != shapes(expected):
         had, need = shapes(received), shapes(expected)
         for path in [path for path in had if need.get(path) == had[path]]:
             del had[path], need[path]
@@ -307,7 +356,8 @@ def stays_alike(path: str, names: Sequence[str]) -> None:
         f" statistics of a BatchNorm or a loss that the optimizer is told, or a"
         f" jax.lax.psum, such as counts. For metrics of Flax NNX"
         f" gravac.nnx_data_parallel does it, and gravac.nnx_value_and_grad for batch"
-        f" statistics. Where params are sharded, a norm over slices differs"
+        f" statistics. The last argument alone is the batch: give all of it there,"
+        f" such as (x, y). Where params are sharded, a norm over slices differs"
         f" too: in place of optax.clip_by_global_norm use gravac.transform("
         f"clip=gravac.ClipByGlobalNorm(...)). check_vma=False would only hide it."
     )
@@ -326,6 +376,11 @@ def explained() -> Iterator[None]:
 
 
 _NOTES = {
+    "argument 'measured_step'": """
+gravac: the times of gravac.StepClock reach a step by name. Let it take them, as
+train_step(params, opt_state, batch, **times), and hand them on to tx.update(...,
+**times).
+""",
     "manual ax": """
 gravac: "V:" marks what may differ between replicas. Here it meets what is known to be
 the same on all of them, in a loop or a branch.
@@ -355,6 +410,16 @@ def variable_stays_alike(path: str, kind: str, who: str) -> None:
         f" average what is written with jax.lax.pmean, or return it: from a loss as"
         f" aux, with has_aux=True."
     )
+
+
+def is_nnx_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer without the state that own params need."""
+    if not (hasattr(optimizer, "tx") and hasattr(optimizer, "opt_state")):
+        raise TypeError(
+            f"`optimizer` must be the nnx.Optimizer of the model, for its state, got"
+            f" {type(optimizer).__name__}. For gradients at the shared params leave it"
+            f" out."
+        )
 
 
 def has_params(params: Any, args: Sequence[Any]) -> None:
@@ -474,7 +539,7 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
         raise ValueError(
             f"the step must return its {len(state)} state arguments first, each of the"
             f" structure that it came in, then any metrics, as a tuple; got"
-            f" {len(results)} results of the structures {received}."
+            f" {len(results)} results of the structures {_arrays.brief(received)}."
         )
 
 

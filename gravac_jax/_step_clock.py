@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from gravac_jax import _arrays
+
 AHEAD = 4  # steps that the host may be ahead of the devices; later times are of no use
 
 
@@ -54,13 +56,14 @@ class StepClock:
     """
 
     def __init__(self, steps: int = 0):
-        if steps < 0:
+        if not hasattr(steps, "__index__") or steps < 0:
             raise ValueError(
-                f"steps must be 0 or more, got {steps}. Give the number of steps that"
-                " the state of gravac.transform has counted: 0 in a new run."
+                f"steps must be 0 or more, got {_arrays.brief(steps)}. Give the"
+                " number of steps that the state of gravac.transform has counted: 0 in"
+                " a new run."
             )
         self._number = steps
-        self._begin, self._compilations = 0.0, len(_compilations())
+        self._begin, self._compilations = time.perf_counter(), len(_compilations())
         self._end = 0.0  # of the last step that is known to be done
         self._running: collections.deque[_Step] = collections.deque()
         # Its thread ends with the clock. The interpreter waits for it before it exits.

@@ -91,6 +91,9 @@ def train_step(
       >>> float(loss)
       65536.0
     """
+    call = "gravac.train_step(loss_fn, tx, mesh)"
+    _checks.function(loss_fn, "loss_fn", call)
+    _checks.optimizer(tx, call)
     tx = _consistency.guard(tx)
     axes = _collectives.join(axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(

@@ -158,6 +158,7 @@ def transform(
     if momentum is not None:
         why = "momentum=m is short for memory=Momentum(m)."
         _checks.not_both(why, momentum=momentum, memory=memory)
+        _checks.decay(momentum, "momentum")
         memory = Momentum(momentum)
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
@@ -169,7 +170,8 @@ def transform(
         _checks.not_both(why, compress=compress, sharded=sharded)
         compress = sharded
     memory = Residual() if memory is None else memory
-    _checks.component(memory, Memory, "memory", "gravac.Residual()")
+    memories = "gravac.Residual(), or gravac.Steps(optax.scale_by_adam())"
+    _checks.component(memory, Memory, "memory", memories)
     if controller is None:
         controller = _controller_for(exchange, memory)
     _checks.component(controller, Controller, "controller", "gravac.Fixed(factor=100)")

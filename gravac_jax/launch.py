@@ -287,7 +287,8 @@ def _join_job(options: argparse.Namespace) -> None:
     except Exception as error:
         raise SystemExit(
             f"{_PROGRAM}: could not join a job: {error} (give --coordinator,"
-            " --processes and --process; to start a job on this machine, give -n N)"
+            " --processes and --process; to start a job on this machine, give -n N"
+            " before the script)"
         ) from error
     if jax.process_index() == 0:
         sys.stderr.write(

@@ -192,6 +192,19 @@ def test_steps_that_count_nothing_are_refused(tmp_path, step):
 # Several runs in one directory.
 
 
+@pytest.mark.parametrize("step", [1.0, (PARAMS,)])
+def test_arguments_in_another_order_are_refused(tmp_path, step):
+    state = begin()
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        with pytest.raises(TypeError, match=r"write save\(step, tree, params\)"):
+            checkpointer.save(step, state, PARAMS)
+        with pytest.raises(ValueError, match=r"`params` holds .*save\(step, \(params"):
+            checkpointer.save(1, PARAMS, state)
+        checkpointer.save(1, state, PARAMS)
+        with pytest.raises(ValueError, match=r"`params` holds .*restore\(\(params"):
+            checkpointer.restore(PARAMS, state)
+
+
 def test_a_run_that_goes_back_deletes_later_checkpoints_with_a_warning(tmp_path):
     state = filled(begin())
     with Checkpointer(tmp_path, save_every=10, keep=2) as checkpointer:

@@ -194,3 +194,11 @@ def test_a_controller_receives_the_times_of_a_run():
         clock.wait()
     assert state.controller.timing.times >= 2
     assert 0 < state.controller.timing.seconds < 20
+
+
+def test_a_step_recorded_without_asking_for_times_began_with_the_clock():
+    loss, began = jnp.ones(3), time.perf_counter()
+    clock = gravac.StepClock()
+    clock.record(loss)
+    clock.wait()
+    assert 0 <= clock.times()["step_seconds"] <= time.perf_counter() - began

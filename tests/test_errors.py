@@ -74,6 +74,20 @@ ARGUMENTS = [
         {"micro_batches": 0},
         "least 1",
     ),
+    (TypeError, gravac.adamw, {"learning_rate": "1e-3"}, "schedule"),
+    (TypeError, gravac.sgd, {"learning_rate": None}, "schedule"),
+    (TypeError, gravac.transform, {"seed": 0.5}, "whole number"),
+    (TypeError, gravac.transform, {"wire": "probe.json"}, "probe.read(file)"),
+    (TypeError, gravac.transform, {"memory": 0.9}, "gravac.Steps(optax.scale_by_adam"),
+    (TypeError, gravac.transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
+    (ValueError, gravac.transform, {"momentum": "0.9"}, "such as 0.9"),
+    (ValueError, gravac.transform, {"momentum": 1.0}, "such as 0.9"),
+    (ValueError, gravac.transform, {"delay": "1"}, "1 (that of the step before)"),
+    (ValueError, gravac.transform, {"check_every": True}, "0 for never"),
+    (ValueError, gravac.LowRank, {"values": "float16"}, "'bfloat16'"),
+    (ValueError, gravac.StepClock, {"steps": "0"}, "0 in a new run"),
+    (ValueError, gravac.StepClock, {"steps": (0,)}, "0 in a new run"),
+    (TypeError, gravac.value_and_grad, {"fun": 3.0}, "(loss_fn, axis_name)"),
     (TypeError, partial(gravac.state_specs, PARAMS), {"axis_name": 0}, "None"),
     (ValueError, partial(gravac.simulate, jnp.add), {"replicas": 2.5}, "at least 1"),
     (ValueError, partial(gravac.simulate, jnp.add), {"replicas": 0}, "at least 1"),
@@ -248,8 +262,74 @@ def local_metrics(metrics):
     step(gravac.place(metrics, MESH), np.ones(N, np.float32))
 
 
+def in_a_step(grads=None, update=None, metrics=lambda x: (), tx=TX):
+    """Run a step with one part of it replaced."""
+    grads = grads or local
+    update = update or tx.update
+
+    def train_step(params, state, x):
+        updates, after = update(grads(params, jnp.sum(x)), state, params)
+        return optax.apply_updates(params, updates), after, *metrics(jnp.sum(x))
+
+    state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
+    gravac.data_parallel(train_step, MESH)(*state, np.ones(N, np.float32))
+
+
+def grads_of(loss, **how):
+    return lambda params, x: gravac.value_and_grad(
+        lambda params: loss(params, x), **how
+    )(params)[1]
+
+
+def trained(loss, params=PARAMS):
+    step = gravac.train_step(loss, optax.chain(TX, SGD), MESH)
+    step(*step.init(params), np.ones(N, np.float32))
+
+
+def two_batches():
+    def train_step(params, x, y):
+        return params, x * y
+
+    step = gravac.data_parallel(train_step, MESH)
+    step(gravac.place(NUMBER, MESH), np.ones(N), np.ones(N, np.float32))
+
+
 NUMBER, SGD = jnp.zeros(()), optax.sgd(0.1)
 WRONG_VALUES = [
+    misuse("(100, 10) ... Write (10, 100)", lambda: gravac.Accordion(100, 10)),
+    misuse(
+        "a dict ... tx.update(grads, opt_state, params)",
+        lambda: in_a_step(update=lambda grads, state, params: TX.update(grads, params)),
+    ),
+    misuse(
+        "['b'] ... second transform ... one is enough",
+        lambda: in_a_step(tx=optax.chain(TX, TX)),
+    ),
+    misuse("[1] ... differs ... such as (x, y)", two_batches),
+    misuse(
+        "found 2 ... optax.chain",
+        lambda: gravac.train_step(jnp.add, optax.chain(TX, TX), MESH).init(PARAMS),
+    ),
+    misuse(
+        "found 0 ... optax.chain",
+        lambda: gravac.train_step(jnp.add, SGD, MESH).init(PARAMS),
+    ),
+    misuse(
+        "outside axis_name='data' ... name that your mesh has",
+        lambda: jax.pmap(lambda x: TX.update(local(PARAMS, x), STATE))(jnp.ones(N)),
+    ),
+    misuse(
+        "return its 2 state arguments ... got 1 ... tuple",
+        lambda: called(NUMBER, NUMBER, jnp.zeros(N), step=lambda a, b, x: [a, b]),
+    ),
+    misuse(
+        "return its 2 state arguments ... got 1 ... None",
+        lambda: called(NUMBER, NUMBER, jnp.zeros(N), step=lambda a, b, x: None),
+    ),
+    misuse(
+        "the batch, the last argument ... .steps",
+        lambda: called(jnp.zeros(N), PARAMS, gravac.place(STATE, N)),
+    ),
     misuse("ladder ... 0.1 ... write 10", lambda: gravac.GraVAC(ladder=(1, 0.1, 0.01))),
     misuse(
         "micro_batches=3 ... 'x' ... (4,) ... divisor",
@@ -423,6 +503,54 @@ WRONG_VALUES = [
 
 WRONG_TYPES = [
     misuse(
+        "`compress` ... lambda path, leaf: ... (leaf)",
+        lambda: gravac.transform(None, compress=lambda leaf: True).init(PARAMS),
+    ),
+    misuse(
+        "one number ... a tuple ... has_aux=True",
+        lambda: trained(lambda params, x: (jnp.sum(params["w"]), x)),
+    ),
+    misuse(
+        "one number ... shape (8, 8) ... mean",
+        lambda: in_a_step(grads=grads_of(lambda params, x: params["w"] * x)),
+    ),
+    misuse(
+        "one number ... a NoneType",
+        lambda: in_a_step(grads=grads_of(lambda params, x: None)),
+    ),
+    misuse(
+        "['a'] ... float ... jnp.asarray",
+        lambda: trained(lambda params, x: params["a"], {"a": 1.0}),
+    ),
+    misuse(
+        "[0]['name'] ... str ... outside of the step",
+        lambda: in_a_step(metrics=lambda x: ({"loss": x, "name": "sgd"},)),
+    ),
+    misuse(
+        "gravac.train_step(loss_fn, tx, mesh) ... got GradientTransformation",
+        lambda: gravac.train_step(TX, jnp.add, MESH),
+    ),
+    misuse(
+        "`tx` ... gravac.train_step(loss_fn, tx, mesh) ... got function",
+        lambda: gravac.train_step(jnp.add, lambda: TX, MESH),
+    ),
+    misuse(
+        "gravac.simulate(train_step, replicas) ... got 4",
+        lambda: gravac.simulate(4, jnp.add),
+    ),
+    misuse(
+        "gravac.data_parallel(train_step, mesh) ... got Mesh",
+        lambda: gravac.data_parallel(MESH, jnp.add),
+    ),
+    misuse(
+        "`optimizer` ... nnx.Optimizer of the model ... got GradientTransformation",
+        lambda: in_an_nnx_step(
+            lambda model, optimizer, x: gravac.nnx_value_and_grad(
+                lambda model: jnp.mean(model(x)), optimizer=optimizer.tx
+            )(model)
+        ),
+    ),
+    misuse(
         "uint32 ... count ... gravac.nnx_value_and_grad",
         lambda: in_an_nnx_step(
             lambda model, _, x: gravac.value_and_grad(lambda model: model(x).mean())(
@@ -591,6 +719,9 @@ PLATEAU = optax.chain(TX, optax.contrib.reduce_on_plateau())
     ("remedy", "call"),
     {
         "micro_batches=": lambda: run(in_a_loop),
+        "train_step(params, opt_state, batch, **times)": lambda: gravac.simulate(
+            lambda params, x: (params,), N
+        )(PARAMS, jnp.zeros(N), **gravac.StepClock().times()),
         "value=jax.lax.pmean(loss": lambda: run(
             lambda params, state, x: PLATEAU.update(local(params, x), state, value=x),
             PLATEAU,

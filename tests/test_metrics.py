@@ -137,6 +137,9 @@ def test_a_state_without_figures_of_one_step_is_refused():
         metrics.scalars(jax.tree.map(lambda x: jnp.stack([x] * 4), info))
     with pytest.raises(ValueError, match=r"`loss` must have one entry .* \(3,\)"):
         metrics.scalars(state, loss=jnp.ones(3))
+    for wrong in (None, "high", {"a": 1.0, "b": 2.0}):
+        with pytest.raises(ValueError, match=r"`loss` must be a number .*Leave it out"):
+            metrics.scalars(state, loss=wrong)
     jax.jit(TX.update, donate_argnums=1)(PARAMS, state)
     with pytest.raises(RuntimeError, match="deleted"):
         metrics.scalars(state)
@@ -271,6 +274,16 @@ def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, module,
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"needs .*pip install 'gravac_jax\[tools\]'"):
         make(tmp_path)
+
+
+def test_what_is_no_writer_is_refused_when_it_is_given(tmp_path):
+    with pytest.raises(TypeError, match=r"writers, such as metrics.JsonlWriter.*'run'"):
+        metrics.Recorder("run")
+    with (
+        metrics.JsonlWriter(tmp_path / "run.jsonl") as writer,
+        pytest.raises(TypeError, match=r"such as lambda:.*got a JsonlWriter"),
+    ):
+        metrics.first_host(writer)
 
 
 # The live view.

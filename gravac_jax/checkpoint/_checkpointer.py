@@ -15,7 +15,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from gravac_jax import _checks
+from gravac_jax import _arrays, _checks
 from gravac_jax.checkpoint import _checksums, _format, _restore
 from gravac_jax.checkpoint._paths import by_path, nested
 
@@ -142,13 +142,19 @@ class Checkpointer:
         Raises:
           TypeError: if JSON cannot store `data`, a leaf cannot be saved, or `step` is
             not a whole number.
-          ValueError: if the state was made for other params, or `step` is below 0.
+          ValueError: if the state was made for other params, `step` is below 0, or
+            `tree` and `params` are swapped.
           CheckpointError: if this checkpoint, or the one before, cannot be written; if
             the directory has later checkpoints and the run was not restored from any.
 
         Cost:
           Waits for the step, computes a checksum of everything, copies it to the host.
         """
+        if not hasattr(step, "__index__"):
+            raise TypeError(
+                f"`step` must be the steps so far, a whole number, got"
+                f" {_arrays.brief(step)}: write save(step, tree, params)."
+            )
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"`step` must be the steps so far, 0 or more, got {step}.")

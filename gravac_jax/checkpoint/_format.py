@@ -38,6 +38,12 @@ def to_named(tree: Any, params: Any) -> Named:
       ValueError: if the state was made for other params, is not as `gravac.place` makes
         it, or was taken apart; if Orbax would give two leaves the same name.
     """
+    if _state.locals_of(params):
+        raise ValueError(
+            "`params` holds the state of gravac.transform, which belongs into `tree`:"
+            " write save(step, (params, opt_state), params), and restore((params,"
+            " opt_state), params)."
+        )
     if len(_state.locals_of(tree)) != len(_state.transform_states(tree)):
         raise ValueError(
             "nnx.split took the state in `tree` apart: pass the nnx.Optimizer itself."

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
+from gravac_jax import _arrays
 from gravac_jax.metrics._scalars import Snapshot, fetch, snapshot
 
 
@@ -51,6 +52,9 @@ def first_host(*makes: Callable[[], Writer]) -> _Writers:
       closes all of them. On other processes it does nothing. If one writer cannot be
       opened or closed, the others are closed.
 
+    Raises:
+      TypeError: If one of `makes` is no function, such as a writer that is open.
+
     Example:
       >>> import pathlib, tempfile
       >>> from gravac_jax import metrics
@@ -60,6 +64,12 @@ def first_host(*makes: Callable[[], Writer]) -> _Writers:
       >>> [line["loss"] for line in metrics.read_jsonl(path)]
       [0.5]
     """
+    for make in makes:
+        if not callable(make):
+            raise TypeError(
+                f"first_host takes functions that open a writer, such as lambda:"
+                f" metrics.JsonlWriter(path), got a {type(make).__name__}."
+            )
     opened = _Writers()
     try:
         for make in makes if jax.process_index() == 0 else ():
@@ -85,6 +95,9 @@ class Recorder:
     Args:
       writers: Where the figures go. The recorder does not close them.
 
+    Raises:
+      TypeError: If one of them has no `write`.
+
     Example:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
@@ -104,6 +117,12 @@ class Recorder:
     """
 
     def __init__(self, *writers: Writer) -> None:
+        for x in writers:
+            if not hasattr(x, "write"):
+                raise TypeError(
+                    f"a recorder takes writers, such as metrics.JsonlWriter(path), got"
+                    f" {_arrays.brief(x)}."
+                )
         is_idle = lambda x: isinstance(x, _Writers) and not x.writers
         self.writers = [x for x in writers if not is_idle(x)]
         self._pending: tuple[int, Snapshot] | None = None

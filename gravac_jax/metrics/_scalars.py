@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gravac_jax import _arrays
 from gravac_jax._info import StepInfo
 
 
@@ -115,7 +116,7 @@ def fetch(shot: Snapshot) -> list[dict[str, float]]:
 
 def _snapshot(tree: Any, others: Mapping[str, Any]) -> Snapshot:
     info = {f"gravac/{name}": x for name, x in _find(tree)._asdict().items()}
-    columns = {name: _on_this_host(x) for name, x in {**info, **others}.items()}
+    columns = {name: _on_this_host(name, x) for name, x in {**info, **others}.items()}
     steps = columns["gravac/factor"].size
     names = []
     for name, x in columns.items():
@@ -149,8 +150,14 @@ def _find(tree: Any) -> StepInfo:
     return info if isinstance(info, StepInfo) else StepInfo(**dict(info))
 
 
-def _on_this_host(value: Any) -> Any:
-    (x,) = jax.tree.leaves(value)  # nnx wraps arrays in variables
+def _on_this_host(name: str, value: Any) -> Any:
+    leaves = jax.tree.leaves(value)  # nnx wraps arrays in variables
+    if len(leaves) != 1 or isinstance(leaves[0], str):
+        raise ValueError(
+            f"`{name}` must be a number or an array, got {_arrays.brief(value)}."
+            f" Leave it out, or give each of its numbers a name."
+        )
+    (x,) = leaves
     # One local copy: a program on all devices would have to run on every host.
     return x.addressable_data(0) if hasattr(x, "addressable_data") else np.asarray(x)
 
