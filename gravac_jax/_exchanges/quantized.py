@@ -11,29 +11,12 @@ import numpy as np
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
+from gravac_jax._exchanges.base import Kept, dense_if_cheaper
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
+from gravac_jax._exchanges.rounding import Local, RoundingExchange
 from gravac_jax._selection.rungs import Rungs
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
-
-
-class Local(NamedTuple):
-    """What is known before the branch of a rung.
-
-    Attributes:
-      is_taken: `[rungs]` bool, a mask of the rung of this step.
-      energies: `[rungs + 1]` float32, the energy that each rung would send of this
-        replica's bucket, 0 without a look; then that of the bucket.
-    """
-
-    is_taken: jax.Array
-    energies: jax.Array
-
-    def own(self, sent: jax.Array) -> jax.Array:
-        """Return the energies with `sent` for the rung that is taken."""
-        looked = jnp.where(self.is_taken, sent, self.energies[:-1])
-        return jnp.append(looked, self.energies[-1])
 
 
 class Told(NamedTuple):
@@ -51,7 +34,7 @@ class Told(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(GatheringExchange):
+class Quantized(RoundingExchange):
     """All-gathers all entries in 8, 4, 2 or 1 bits, with two scales for every row.
 
     A rung of factor 4 sends 8 bits an entry in place of 32, factor 8 sends 4 bits,
@@ -148,15 +131,6 @@ class Quantized(GatheringExchange):
         entries = np.minimum(n - length * np.arange(rows), length)
         return padded, jnp.asarray(entries, jnp.float32)
 
-    def shares(
-        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """Return the share of a gradient's energy that each rung would send; exact."""
-        energy = _arrays.energy(gradient)
-        counts = self.entries(gradient.size, ladder, comm.replicas)
-        energies = self._energies(gradient, counts, energy)
-        return energies / jnp.maximum(energy, _arrays.SMALLEST_NORMAL)
-
     def _energies(
         self, bucket: jax.Array, counts: Sequence[int], energy: jax.Array
     ) -> jax.Array:
@@ -166,17 +140,6 @@ class Quantized(GatheringExchange):
         levels = lambda bits: quantizer.fit(*self._in_rows(bucket), bits)
         sent = {k: jnp.sum(levels(bits).sent) for k, bits in widths.items()}
         return jnp.stack([sent.get(k, energy) for k in counts])
-
-    def prepare(
-        self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
-    ) -> Local:
-        """Look at the rungs that are not taken."""
-        energy = _arrays.energy(bucket)
-        looked = jnp.zeros_like(bucket, shape=(len(rungs.counts),))
-        if len(rungs.counts) > 1:
-            look = lambda: self._energies(bucket, rungs.counts, energy)
-            looked = jax.lax.cond(rungs.looks, look, lambda: looked)
-        return Local(rungs.is_taken, jnp.append(looked, energy))
 
     def _round(
         self, bucket: jax.Array, bits: int

@@ -10,8 +10,9 @@ from gravac_jax import _arrays, _checks
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic, mean_traffic
 from gravac_jax._exchanges import quantizer
 from gravac_jax._exchanges.base import dense_if_cheaper
-from gravac_jax._exchanges.quantized import Local, Quantized, Told
+from gravac_jax._exchanges.quantized import Quantized, Told
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS
+from gravac_jax._exchanges.rounding import Local
 
 
 @dataclasses.dataclass(frozen=True)
