@@ -192,7 +192,11 @@ def spread(payload: Payload, zeros: jax.Array) -> jax.Array:
 
 
 def mean_of_payloads(
-    buffers: jax.Array, decode: Callable[[jax.Array], Payload], zeros: jax.Array
+    buffers: jax.Array,
+    decode: Callable[[jax.Array], Payload],
+    zeros: jax.Array,
+    *,
+    indices_are_sorted: bool = True,
 ) -> jax.Array:
     """Return the mean over replicas of the payloads in `buffers`.
 
@@ -205,6 +209,7 @@ def mean_of_payloads(
       buffers: `[replicas, words]`, one encoded payload a row.
       decode: returns the payload of one row.
       zeros: `[n]` float32.
+      indices_are_sorted: whether indices rise, as those of a compressor do.
 
     Returns:
       `[n]` float32.
@@ -218,7 +223,7 @@ def mean_of_payloads(
             payload.values / replicas,
             mode="drop",
             unique_indices=True,
-            indices_are_sorted=True,
+            indices_are_sorted=indices_are_sorted,
         )
 
     return jax.lax.fori_loop(0, replicas, add, zeros)
