@@ -42,6 +42,7 @@ from gravac_jax._exchanges import LeaderIndices as LeaderIndices
 from gravac_jax._exchanges import LowRank as LowRank
 from gravac_jax._exchanges import Quantized as Quantized
 from gravac_jax._exchanges import QuantizedAllReduce as QuantizedAllReduce
+from gravac_jax._exchanges import QuantizedTopK as QuantizedTopK
 from gravac_jax._exchanges import SharedRandomK as SharedRandomK
 from gravac_jax._exchanges import by_rank as by_rank
 from gravac_jax._exchanges.base import Exchanged as Exchanged

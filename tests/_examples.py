@@ -54,6 +54,10 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"row_entries": 32},
         {"row_entries": 32, "mean_bits": 4},
     ],
+    gravac.QuantizedTopK: [
+        {"row_entries": 32},
+        {"row_entries": 32, "bits": 1},
+    ],
     gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
     gravac.Momentum: [

@@ -220,7 +220,7 @@ TOLERANCES = {"float32": 2.0**-16, "bfloat16": 2.0**-6}
 
 def tolerance(exchange: Any) -> float:
     """Return how far an exchange's mean may be off; 0 if it adds up exactly."""
-    if isinstance(exchange, gravac.Quantized):
+    if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
         return TOLERANCES["float32"]
     is_low_rank = isinstance(exchange, gravac.LowRank)
     return TOLERANCES[exchange.values] if is_low_rank else 0.0
@@ -371,7 +371,7 @@ def is_the_same_alone(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
 def exchanges_like_its_oracle(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     """Mean, residual and energies are those of the oracle."""
     oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
-    if isinstance(exchange, gravac.Quantized):
+    if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
         # Dyadic numbers and their means lie on borders between two codes.
         draw = np.random.default_rng(0).standard_normal
         buckets = draw(buckets.shape).astype(np.float32)

@@ -311,6 +311,49 @@ def quantized_all_reduce(
     return Exchanged(mean, residuals, (sent**2).sum(1))
 
 
+def best_levels(magnitudes: list[float], bits: int) -> list[float]:
+    """Return what falling magnitudes are rounded to: their means, cut at the best."""
+    cuts = [len(magnitudes)] if bits == 1 else range(1, len(magnitudes) + 1)
+    cells = lambda cut: [x for x in (magnitudes[:cut], magnitudes[cut:]) if x]
+    levels = lambda cut: [float(np.mean(x)) for x in cells(cut) for _ in x]
+    loss = lambda cut: np.sum(np.square(np.subtract(magnitudes, levels(cut))))
+    return levels(min(cuts, key=loss)) if magnitudes else []
+
+
+def largest_of_rows(x: np.ndarray, bits: int, length: int, k: int) -> np.ndarray:
+    """Return a vector with the k largest of each row of this length, rounded."""
+    sent = np.zeros_like(x)
+    for start in range(0, x.size, length):
+        row = x[start : start + length].tolist()
+        order = sorted(range(len(row)), key=lambda i: -abs(row[i]))
+        chosen = [i for i in order[:k] if row[i]]
+        levels = best_levels([abs(row[i]) for i in chosen], bits)
+        for i, level in zip(chosen, levels, strict=True):
+            sent[start + i] = math.copysign(level, row[i])
+    return sent
+
+
+def rows_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Return the mean of the largest entries of each row, in float64."""
+    replicas, n = buckets.shape
+    longest = min(exchange.row_entries, n)
+    fitting = [x for x in range(16, longest + 1, 16) if n % x == 0 and 2 * x > longest]
+    length = longest if longest == n else max(fitting, default=longest)
+    rows = math.ceil(n / length)
+    k = max(1, round(length / factor))
+    width = math.ceil(math.log2(length)) + exchange.bits
+    planes = [2**i for i in range(6) if width & 2**i]
+    words = sum(math.ceil(rows * k / (32 // x)) for x in planes)
+    wire_bytes = (replicas - 1) * 4 * (words + exchange.bits * rows)
+    is_dense = wire_bytes > 2 * (replicas - 1) / replicas * 4 * n
+    if factor == 1 or rows * k >= n or is_dense:
+        return dense_mean(None, buckets, factor)
+    exact = buckets.astype(np.float64)
+    largest = lambda x: largest_of_rows(x, exchange.bits, length, k)
+    sent = np.stack([largest(x) for x in exact])
+    return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
+
+
 EXCHANGES = {
     gravac.DenseMean: dense_mean,
     gravac.AllGather: gathered_mean,
@@ -318,6 +361,7 @@ EXCHANGES = {
     gravac.LowRank: low_rank_mean,
     gravac.Quantized: quantized_mean,
     gravac.QuantizedAllReduce: quantized_all_reduce,
+    gravac.QuantizedTopK: rows_mean,
     gravac.SharedRandomK: random_mean,
 }
 

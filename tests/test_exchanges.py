@@ -127,6 +127,7 @@ PARTS = {
     gravac.LowRank: {"values": ["float32", "bfloat16"]},
     gravac.Quantized: {"row_entries": [32, 64]},
     gravac.QuantizedAllReduce: {"row_entries": [32], "mean_bits": [None, 4]},
+    gravac.QuantizedTopK: {"bits": [2, 1], "row_entries": [32, 4096]},
     gravac.SharedRandomK: {},
     gravac.DenseMean: {"values": ["float32", "bfloat16"]},
 }

@@ -12,8 +12,8 @@ import gravac_jax as gravac
 COMPONENTS = """
     Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
     Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
-    QuantizedAllReduce RandomK RedSync Residual SampledTopK Scheduled SharedRandomK
-    StepClock Steps Threshold TopK WireCost
+    QuantizedAllReduce QuantizedTopK RandomK RedSync Residual SampledTopK Scheduled
+    SharedRandomK StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "

@@ -13,6 +13,7 @@ from gravac_jax._exchanges.low_rank import LowRank
 from gravac_jax._exchanges.low_rank import by_rank as by_rank
 from gravac_jax._exchanges.quantized import Quantized
 from gravac_jax._exchanges.quantized_all_reduce import QuantizedAllReduce
+from gravac_jax._exchanges.quantized_top_k import QuantizedTopK
 from gravac_jax._exchanges.random_k import SharedRandomK
 
 EXCHANGES: tuple[type[Exchange], ...] = (
@@ -22,5 +23,6 @@ EXCHANGES: tuple[type[Exchange], ...] = (
     LowRank,
     Quantized,
     QuantizedAllReduce,
+    QuantizedTopK,
     SharedRandomK,
 )
