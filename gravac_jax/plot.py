@@ -132,10 +132,11 @@ def _draw_medians(
 
 def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
     for run in runs:
-        steps = run.figures("step")
-        (line,) = axis.plot(steps, run.figures("gravac/factor"))
-        color = line.get_color()
-        axis.plot(steps, run.byte_factors(), "-", color=color, lw=0.7, alpha=0.7)
+        steps, factors = run.figures("step"), run.figures("gravac/factor")
+        sends = np.isfinite(factors)  # a local step sends nothing
+        (line,) = axis.plot(steps[sends], factors[sends])
+        thin = {"color": line.get_color(), "lw": 0.7, "alpha": 0.7}
+        axis.plot(steps[sends], run.byte_factors()[sends], "-", **thin)
     axis.set(yscale="log", ylabel="factor\n(thin: times fewer bytes)")
     axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
     axis.yaxis.set_major_formatter("{x:g}")

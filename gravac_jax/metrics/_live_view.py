@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _LOSSES = 20  # steps in the mean of the loss; arbitrary
 _REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
+_FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
 _ALARMS = {
     "gravac/skipped_steps": "{:.0f} steps skipped: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
@@ -77,6 +78,7 @@ class LiveView:
         self._task = self._progress.add_task(title, total=total_steps, pace="")
         self._losses: collections.deque[float] = collections.deque(maxlen=_LOSSES)
         self._sent = self._dense = 0.0  # bytes so far
+        self._known: dict[str, float] = {}  # figures of the last step that sent
         self._printed_at = -math.inf
         self._live = live.Live(
             self._progress,
@@ -126,15 +128,15 @@ class LiveView:
         if "loss" in scalars:
             self._losses.append(scalars["loss"])
             figures.append(f"loss {statistics.fmean(self._losses):.4f}")
-        if "gravac/factor" in scalars:
-            sent, dense = (scalars[f"gravac/{x}wire_bytes"] for x in ("", "dense_"))
-            fewer = dense / sent if sent else 1.0
-            figures += [
-                f"factor {scalars['gravac/factor']:.0f}, {fewer:.1f}x fewer bytes",
-                f"gain {scalars['gravac/gain']:.2f}",
-            ]
-            self._sent += sent
-            self._dense += dense
-            total, of_dense = decimal(int(self._sent)), decimal(int(self._dense))
-            figures.append(f"sent {total} (dense {of_dense})")
+        known = {k: x for k, x in scalars.items() if k in _FIGURES}
+        if math.isfinite(known.get("gravac/factor", math.nan)):
+            self._known = known
+        shown = {k: _FIGURES[k].format(x) for k, x in self._known.items()}
+        if "gravac/dense_wire_bytes" in scalars:
+            self._sent += scalars.get("gravac/wire_bytes", 0.0)
+            self._dense += scalars["gravac/dense_wire_bytes"]
+            sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
+            fewer = self._dense / max(self._sent, 1.0)
+            shown["bytes"] = f"sent {sent} (dense {dense}, {fewer:.1f}x)"
+        figures += shown.values()
         return figures
