@@ -27,6 +27,16 @@ from step_seconds.methods import method
 
 from adaptivity.worker import Setting
 
+LABELS = {
+    "dense": "dense, float32",
+    "densehalf": "dense, float16",
+    "default": "default, shared params",
+    "localdefault": "default, own params",
+    "sparse": "Fastest, sparse factors",
+    "gravac": "GraVAC",
+    "accordion": "Accordion(10, 100)",
+    "fixed10": "static factor 10",
+}
 STYLES = ("k:", "C0-", "C1--", "C2-.", "C3-.", "C4-.", "C5-.", "C6-.")
 
 
@@ -80,14 +90,24 @@ def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
         mine = [x for x in lines if x["method"] == name]
         factors = [factor for x in mine for factor in x["factors"]]
         if len(set(factors)) > 1:
-            above.plot(factors, style, label=name, linewidth=1, drawstyle="steps")
+            above.plot(
+                factors,
+                style,
+                label=LABELS.get(name, name),
+                linewidth=1,
+                drawstyle="steps",
+            )
         seconds = np.array([x["seconds"] for x in mine])
         steps = [x["step"] - setting.turn / 2 for x in mine]
-        middle.plot(steps, 1e3 * seconds / setting.turn, style, label=name)
+        middle.plot(
+            steps, 1e3 * seconds / setting.turn, style, label=LABELS.get(name, name)
+        )
         mbytes = np.array([x["wire_bytes"] for x in mine]) / 1e6
-        bytes_sent.plot(steps, mbytes / setting.turn, style, label=name)
+        bytes_sent.plot(
+            steps, mbytes / setting.turn, style, label=LABELS.get(name, name)
+        )
         losses = [x["held_out_loss"] for x in mine]
-        below.plot(np.cumsum(seconds), losses, style, label=name)
+        below.plot(np.cumsum(seconds), losses, style, label=LABELS.get(name, name))
     for axis in (above, middle, bytes_sent):
         for i, mbit in enumerate(setting.bandwidths_mbit):
             if mbit < max(setting.bandwidths_mbit):
@@ -124,7 +144,9 @@ def table_of(lines: list[Line], setting: Setting) -> Table:
             ends.append(f"{np.median(phase[-1]['factors']):.0f}")
         whole = sum(x["seconds"] for x in mine)
         loss = f"{mine[-1]['held_out_loss']:.3f}"
-        rows.append([name, *cells, f"{whole:.1f}", loss, ", ".join(ends)])
+        rows.append(
+            [LABELS.get(name, name), *cells, f"{whole:.1f}", loss, ", ".join(ends)]
+        )
     title = "Milliseconds a step: median over turns (quartiles)"
     return table(columns, rows, title)
 

@@ -20,6 +20,7 @@ from common.statistics import in_turn
 from common.training import AVERAGED, averaged, held_out_loss, size, train_step
 from step_seconds.methods import all_reduce_bytes, method
 from tasks import Task, load
+from training.methods import is_local
 
 import gravac_jax as gravac
 
@@ -59,15 +60,14 @@ class Racer:
     ) -> None:
         rate = setting.learning_rate or task.learning_rate
         ramp = optax.linear_schedule(0, rate, setting.warm_up_steps)
-        chosen = method(name)
-        tx = optax.chain(
-            chosen.exchange,
-            optax.clip_by_global_norm(1.0),
-            optax.sgd(ramp, momentum=0.9, nesterov=True),
-        )
+        chosen, is_own = method(name), is_local(name)
+        # A method at own params clips before the exchange.
+        clip = [] if is_own else [optax.clip_by_global_norm(1.0)]
+        sgd = optax.sgd(ramp, momentum=0.9, nesterov=True)
+        tx = optax.chain(chosen.exchange, *clip, sgd)
         replicas = mesh.size
         dense_bytes = all_reduce_bytes(size(params), replicas, chosen.value_bytes or 4)
-        step = train_step(tx, task.loss)
+        step = train_step(tx, task.loss, is_own)
 
         def reported(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
             params, opt_state, loss = step(params, opt_state, batch, **times)
