@@ -19,6 +19,7 @@ from gravac_jax._consistency import guard as guard
 from gravac_jax._consistency import resync as resync
 from gravac_jax._controllers import Accordion as Accordion
 from gravac_jax._controllers import Capped as Capped
+from gravac_jax._controllers import Every as Every
 from gravac_jax._controllers import Fastest as Fastest
 from gravac_jax._controllers import Fixed as Fixed
 from gravac_jax._controllers import GraVAC as GraVAC
@@ -51,6 +52,7 @@ from gravac_jax._gradients import value_and_grad as value_and_grad
 from gravac_jax._info import StepInfo as StepInfo
 from gravac_jax._nnx import nnx_data_parallel as nnx_data_parallel
 from gravac_jax._nnx import nnx_value_and_grad as nnx_value_and_grad
+from gravac_jax._outer import outer as outer
 from gravac_jax._parallel import data_parallel as data_parallel
 from gravac_jax._parallel import simulate as simulate
 from gravac_jax._placement import init as init
@@ -58,7 +60,9 @@ from gravac_jax._placement import place as place
 from gravac_jax._placement import state_specs as state_specs
 from gravac_jax._recipes import adamw as adamw
 from gravac_jax._recipes import dgc as dgc
+from gravac_jax._recipes import diloco as diloco
 from gravac_jax._recipes import sgd as sgd
+from gravac_jax._recipes import sparse_loco as sparse_loco
 from gravac_jax._residuals import flush as flush
 from gravac_jax._residuals import local_params as local_params
 from gravac_jax._selection import Compressor as Compressor

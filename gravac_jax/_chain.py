@@ -4,13 +4,17 @@ These checks run when an optimizer's state is made, placed or asked for. They lo
 states of Optax that remember or rescale gradients in a place where they must not.
 """
 
+import contextlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gravac_jax import _step_checks
+from gravac_jax._controllers.base import Controller
 from gravac_jax._error_feedback.momentum import MomentumState
+from gravac_jax._outer import OuterState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
 
 # Their steps are not linear in the updates.
@@ -58,9 +62,27 @@ def the_transform(state: Any, caller: str) -> TransformState:
     return found[0]
 
 
-def is_delayed(state: Any) -> bool:
-    """Return whether the transform in `state` has a delay."""
+def waits(state: Any) -> bool:
+    """Return whether steps wait in the transform's memory: for a delay, or rounds."""
     return bool(the_transform(state, "gravac.train_step").local.told)
+
+
+class _ShownError(Exception):
+    """Ends a trace of an optimizer once its controller is known."""
+
+
+def controller_of(tx: optax.GradientTransformationExtraArgs, state: Any) -> Controller:
+    """Return the controller of the one transform in `tx`, without a computation."""
+    found: list[Controller] = []
+
+    def show(controller: Controller) -> None:
+        found.append(controller)
+        raise _ShownError
+
+    with contextlib.suppress(_ShownError):
+        nothing = jnp.zeros(0)
+        jax.eval_shape(lambda x: tx.update(nothing, x, nothing, show=show), state)
+    return found[0]
 
 
 def is_linear(state: Any) -> bool:
@@ -146,8 +168,10 @@ def _check_order(chain: tuple[Any, ...]) -> None:
 def _instances(tree: Any, kind: Any) -> list[Any]:
     """Return every instance of a class, or of several classes, in `tree`.
 
-    The optimizer inside a transform's memory is not one of the chain's.
+    The optimizer inside a transform's memory is not one of the chain's, nor is an outer
+    one: what is held back does not pass through either.
     """
-    is_leaf = lambda x: isinstance(x, kind) or is_transform_state(x)
+    is_apart = lambda x: is_transform_state(x) or isinstance(x, OuterState)
+    is_leaf = lambda x: isinstance(x, kind) or is_apart(x)
     found = jax.tree.leaves(tree, is_leaf=is_leaf)
     return [x for x in found if isinstance(x, kind)]

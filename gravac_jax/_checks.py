@@ -278,6 +278,13 @@ def delay(value: Any) -> None:
         )
 
 
+def steps_of_a_round(value: Any) -> None:
+    """Refuse what is neither a number of steps nor a function to one."""
+    if not callable(value):
+        what = "the steps of a round; a function from the step to them will do, too"
+        positive_integer(value, "steps", what)
+
+
 def schedule(value: Any, name: str = "schedule") -> None:
     """Refuse a value that is not a function of the step."""
     if not callable(value):

@@ -6,6 +6,7 @@ replica is alone: the same code runs and nothing is exchanged.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -230,6 +231,27 @@ class Comm:
         """Return a float32 whose mean over replicas is the first replica's `x`."""
         own = jnp.where(self.replica() == 0, self.replicas * x, 0)
         return own.astype(jnp.float32)
+
+
+def only_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
+    """Return `exchange()` if it is due, else `otherwise`, without a collective.
+
+    Args:
+      is_due: `[]` bool, the same on all replicas.
+      exchange: talks to the others.
+      otherwise: a tree like that from `exchange`.
+    """
+
+    def like(x: jax.Array, shape: Any) -> jax.Array:
+        marks = shape.manual_axis_type
+        if marks is None:  # under vmap
+            return x
+        here = jax.typeof(x).manual_axis_type.varying
+        missing = tuple(sorted(marks.varying - here))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    marked = jax.tree.map(like, otherwise, jax.eval_shape(exchange))
+    return jax.lax.cond(is_due, exchange, lambda: marked)
 
 
 def _is_batched(x: jax.Array) -> bool:

@@ -138,12 +138,15 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     return _state.map_local(tree, lambda local: local, shared)
 
 
-def is_apart(params: Any, steps: jax.Array, check_every: int, comm: Comm) -> jax.Array:
+def is_apart(
+    params: Any, steps: jax.Array, unseen: jax.Array, check_every: int, comm: Comm
+) -> jax.Array:
     """Compare params between replicas, every `check_every` steps.
 
     Args:
       params: the params.
       steps: `[]` int32, steps before this one.
+      unseen: `[]` int32, steps since the last call, this one included.
       check_every: steps from one comparison to the next.
       comm: the replicas that should hold the same params.
 
@@ -159,7 +162,8 @@ def is_apart(params: Any, steps: jax.Array, check_every: int, comm: Comm) -> jax
     # This zero varies over the axes that some of the params vary over.
     firsts = [jnp.ravel(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(params)]
     zero = _arrays.total([jnp.sum(comm.zeros(x)) for x in firsts])
-    is_due = (steps + 1) % check_every == 0
+    now = steps + 1
+    is_due = now // check_every > (now - unseen) // check_every
     return jax.lax.cond(is_due, compare, lambda: zero)[None]
 
 

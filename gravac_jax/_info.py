@@ -52,6 +52,8 @@ class StepInfo(NamedTuple):
       alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
         the same norm. They had been averaged before the exchange, which nothing else
         can tell under `pmap`, or all replicas had the same batch.
+      local_steps: `[]` int32, steps since the last exchange; 0 unless `gravac.Every`
+        makes some steps local.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -77,28 +79,29 @@ class StepInfo(NamedTuple):
     skipped_steps: jax.Array
     disagreements: jax.Array
     alike_steps: jax.Array
+    local_steps: jax.Array
 
     @property
     def byte_factor(self) -> jax.Array:
         """How many times fewer bytes than a dense step this one sent: `[]` float32.
 
         It stays below `factor`: an all-gather sends to each of N - 1 replicas, and the
-        dense leaves and the evidence count. It is 1 where nothing is sent.
+        dense leaves and the evidence count. It is infinite in a local step, and 1 with
+        one replica, where a dense step sends nothing either.
         """
-        sends = self.wire_bytes > 0
         return jnp.where(
-            sends, self.dense_wire_bytes / jnp.where(sends, self.wire_bytes, 1), 1
+            self.dense_wire_bytes > 0, self.dense_wire_bytes / self.wire_bytes, 1.0
         )
 
 
 class Tables(NamedTuple):
-    """What each rung sends; the last row is a silent step. Static.
+    """What each rung sends; after them come a silent step and a local one. Static.
 
     Attributes:
-      factors: `[rungs + 1]`, entries over entries sent.
-      payload_bytes: `[rungs + 1]`.
-      wire_bytes: `[rungs + 1]`.
-      messages: `[rungs + 1]`, sent one after the other.
+      factors: `[rungs + 2]`, entries over entries sent.
+      payload_bytes: `[rungs + 2]`.
+      wire_bytes: `[rungs + 2]`.
+      messages: `[rungs + 2]`, sent one after the other.
       sample: what a step that looks adds, for the energies of the gradient.
       dense: a float32 mean of all leaves.
     """
@@ -135,6 +138,7 @@ def tables(
         factor_sent = n / sent if n else 1.0
         rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
     rows.append((np.inf, *_sizes([agreed])))
+    rows.append((np.inf, 0, 0, 0))
     sample = Traffic(0, 0, 0, 0)
     if controller.samples_gradient:
         sample = _collectives.mean_traffic(rungs, replicas)
@@ -177,7 +181,7 @@ def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
     """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
     costs = zip(table.wire_bytes, table.messages, table.factors == 1, strict=True)
     parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
-    return jnp.asarray(parts[:-1], jnp.float32)
+    return jnp.asarray(parts[:-2], jnp.float32)
 
 
 def before_the_first_step(rungs: int) -> StepInfo:
@@ -197,6 +201,7 @@ def before_the_first_step(rungs: int) -> StepInfo:
         skipped_steps=jnp.zeros((), jnp.int32),
         disagreements=jnp.zeros((), jnp.int32),
         alike_steps=jnp.zeros((), jnp.int32),
+        local_steps=jnp.zeros((), jnp.int32),
     )
 
 
@@ -208,19 +213,21 @@ def after(
     looks: jax.Array | bool,
 ) -> StepInfo:
     """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
+    is_local = rung == gains.size + 1
     at_rung = lambda figures: jnp.asarray(figures)[rung]
-    extra = lambda size: jnp.where(looks, jnp.float32(size), 0)
+    extra = lambda size: jnp.where(looks & ~is_local, jnp.float32(size), 0)
     factor = at_rung(table.factors)
     is_dense = (factor == 1).astype(jnp.int32)
     return before._replace(
         factor=factor,
-        gain=jnp.append(gains, 0.0)[rung],
+        gain=jnp.append(gains, jnp.zeros(2))[rung],
         gains=gains,
         payload_bytes=at_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
         wire_bytes=at_rung(table.wire_bytes) + extra(table.sample.wire_bytes),
         dense_bytes=jnp.float32(table.dense.payload_bytes),
         dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
         dense_steps=before.dense_steps + is_dense,
+        local_steps=jnp.where(is_local, before.local_steps + 1, 0),
     )
 
 

@@ -23,6 +23,7 @@ def data_parallel(
     carried: int = 0,
     donate: bool = True,
     check_vma: bool = True,
+    average_metrics: bool = True,
 ) -> Step:
     """Run a train step on every replica of a mesh, as one compiled program.
 
@@ -56,6 +57,8 @@ def data_parallel(
         want to use again.
       donate: whether the state's memory is reused for the new state.
       check_vma: as for `jax.shard_map`.
+      average_metrics: whether metrics are averaged, which takes a message in each step.
+        Otherwise they are returned as each replica's own, `[replicas, ...]`.
 
     Returns:
       The step, jitted, with the same arguments.
@@ -80,7 +83,9 @@ def data_parallel(
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
     devices = _placement.count_replicas(mesh, axes)
-    body = _on_one_replica(train_step, axes, check_vma)
+    _checks.flag(average_metrics, "average_metrics")
+    body = _on_one_replica(train_step, axes, check_vma, average_metrics)
+    out = jax.P() if average_metrics else jax.P(axes)
     here = max(1, devices // jax.process_count())
 
     def run(state: Any, own: Any, batch: Any, shared: Any, sharded: Any) -> Any:
@@ -94,7 +99,7 @@ def data_parallel(
             body,
             mesh=mesh,
             in_specs=(specs, jax.P(axes), jax.P(axes), jax.P()),
-            out_specs=(specs, jax.P(axes), jax.P()),
+            out_specs=(specs, jax.P(axes), out),
             check_vma=check_vma,
         )(state, own, batch, shared)
 
@@ -169,6 +174,7 @@ def simulate(
     *,
     carried: int = 0,
     donate: bool = True,
+    average_metrics: bool = True,
 ) -> Step:
     """Run a train step on `replicas` replicas that share one device, by `vmap`.
 
@@ -183,6 +189,7 @@ def simulate(
       axis_name: the axis of the transform.
       carried: as for `gravac.data_parallel`.
       donate: as for `gravac.data_parallel`.
+      average_metrics: as for `gravac.data_parallel`.
 
     Returns:
       The step, jitted.
@@ -212,7 +219,8 @@ def simulate(
     _checks.function(train_step, "train_step", call)
     _checks.positive_integer(replicas, "replicas", "replicas")
     _count_carried(carried)
-    body = _on_one_replica(train_step, axis_name, is_checked=True)
+    _checks.flag(average_metrics, "average_metrics")
+    body = _on_one_replica(train_step, axis_name, True, average_metrics)
 
     split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
@@ -225,10 +233,11 @@ def simulate(
         mapped = jax.vmap(
             body,
             in_axes=(axes, 0, 0, None),
-            out_axes=(axes, 0, None),
+            out_axes=(axes, 0, None if average_metrics else 0),
             axis_name=axis_name,
         )
         state, own, metrics = mapped(state, own, batch, shared)
+        metrics = metrics if average_metrics else jax.tree.map(join, metrics)
         return state, jax.tree.map(join, own), metrics
 
     @functools.wraps(train_step)
@@ -247,7 +256,9 @@ def _count_carried(carried: int) -> None:
         )
 
 
-def _on_one_replica(train_step: Step, axis_name: AxisName, is_checked: bool) -> Step:
+def _on_one_replica(
+    train_step: Step, axis_name: AxisName, is_checked: bool, averages: bool
+) -> Step:
     """Wrap a step: split its results into state and metrics, and average these.
 
     Without the check nobody can tell what differs between replicas.
@@ -269,7 +280,11 @@ def _on_one_replica(train_step: Step, axis_name: AxisName, is_checked: bool) -> 
         after, own_after = results[:first], results[first:last]
         _step_checks.returned_carry(own_after, own)
         comm.check_alike(state, after)
-        metrics = _reported(results[last:], comm, is_checked)
+        if averages:
+            metrics = _reported(results[last:], comm, is_checked)
+        else:
+            each = lambda x: jnp.asarray(x)[None]
+            metrics = comm.cast(jax.tree.map(each, results[last:]))
         return after, comm.cast(own_after), metrics
 
     return body

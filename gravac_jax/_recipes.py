@@ -1,15 +1,16 @@
-"""Recipes: Deep Gradient Compression, AdamW and SGD, in one line each."""
+"""Recipes in one line each: published methods, and optimizers that exchange steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
-from gravac_jax import _checks
+from gravac_jax import _checks, _outer
 from gravac_jax._clipping import ClipByGlobalNorm, NoClip
 from gravac_jax._collectives import AxisName
-from gravac_jax._controllers import STAGES, Fixed, warm_up
+from gravac_jax._controllers import STAGES, Every, Fixed, warm_up
 from gravac_jax._error_feedback import Momentum, Steps
-from gravac_jax._exchanges import QuantizedAllReduce
+from gravac_jax._exchanges import DenseMean, QuantizedAllReduce, QuantizedTopK
 from gravac_jax._selection import SampledTopK
 from gravac_jax._transform import transform
 
@@ -207,6 +208,128 @@ def sgd(
     return optax.chain(
         transform(axis_name, **_in_two_bits(steps, others)),
         optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    steps: int | Callable[[Any], Any] = 30,
+    axis_name: AxisName = "data",
+    *,
+    outer: optax.GradientTransformation | None = None,
+    **others: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Return DiLoCo: rounds of local steps, and an outer optimizer of their mean.
+
+    Each replica takes `steps` steps of its own optimizer from the shared params. Then
+    the mean of what they made, its negative called the pseudo-gradient, is the gradient
+    of an outer optimizer. Use it with `gravac.train_step`, or take gradients at
+    `gravac.local_params`.
+
+    Args:
+      inner: the whole optimizer of each replica, learning rate and weight decay
+        included, such as `optax.adamw(1e-3)`.
+      steps: H, the steps of a round, as for `gravac.Every`.
+      axis_name: as for `gravac.transform`.
+      outer: the outer optimizer. Default: Nesterov's momentum as published,
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)`. `optax.sgd(1.0)` is local SGD.
+      others: further arguments of `gravac.transform`, except its memory. They take
+        precedence over a mean in float32, as published. With `controller` the rounds
+        are yours: `controller=gravac.Every(steps, gravac.Fixed(16))` and
+        `exchange=gravac.QuantizedAllReduce()` send two bits.
+
+    Returns:
+      `optax.chain(gravac.transform(memory=gravac.Steps(inner),
+      controller=gravac.Every(steps, gravac.Fixed(1)), ...), gravac.outer(outer,
+      steps))`.
+
+    Raises:
+      TypeError: as `gravac.transform`, and for a `memory`.
+      ValueError: if an argument is out of its range.
+
+    Law:
+      With one replica, rounds of one step and `outer=optax.sgd(1.0)` it is `inner`.
+
+    Example:
+      >>> import optax
+      >>> import gravac_jax as gravac
+      >>> tx = gravac.diloco(optax.adamw(1e-3), steps=30)
+
+    References:
+      Douillard et al., DiLoCo, arXiv 2311.08105, Algorithm 1.
+    """
+    _checks.no_memory_beside(others, "gravac.diloco", "the inner optimizer")
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    usual = {
+        "memory": Steps(inner),
+        "exchange": DenseMean(),
+        "controller": Every(steps, Fixed(1)),
+        "compress": True,
+    }
+    return optax.chain(
+        transform(axis_name, **{**usual, **others}), _outer.outer(outer, steps)
+    )
+
+
+def sparse_loco(
+    inner: optax.GradientTransformation,
+    steps: int | Callable[[Any], Any] = 15,
+    axis_name: AxisName = "data",
+    *,
+    factor: float = 32,
+    residual_decay: float = 0.95,
+    learning_rate: float = 1.0,
+    **others: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Return SparseLoCo: rounds of local steps, of which the largest entries are sent.
+
+    Each replica takes `steps` steps of its own optimizer from the shared params, and
+    adds them to a residual that decays by `residual_decay` a round. The largest entries
+    of each row of 4,096 are exchanged in 14 bits, and the params move by
+    `learning_rate` times their mean over all replicas: error feedback takes the place
+    of an outer momentum. Rows are those of the flat model, where the paper cuts blocks
+    of 64 x 64 from each matrix, and the two levels of a value are those of
+    `gravac.QuantizedTopK`.
+
+    Args:
+      inner: the whole optimizer of each replica, such as `optax.adamw(1e-3)`.
+      steps: H, the steps of a round, as for `gravac.Every`.
+      axis_name: as for `gravac.transform`.
+      factor: entries over entries sent; the paper's 128 of 4,096 are 32.
+      residual_decay: share of the residual that is kept from round to round.
+      learning_rate: of the outer step.
+      others: further arguments of `gravac.transform`, except its memory. They take
+        precedence over `QuantizedTopK()`.
+
+    Returns:
+      `gravac.transform` with these components, and `gravac.outer(optax.sgd(...))`.
+
+    Raises:
+      TypeError: as `gravac.transform`, and for a `memory`.
+      ValueError: if an argument is out of its range.
+
+    Example:
+      >>> import optax
+      >>> import gravac_jax as gravac
+      >>> tx = gravac.sparse_loco(optax.adamw(1e-3), steps=15, factor=64)
+
+    References:
+      Sarfi et al., SparseLoCo, arXiv 2508.15706, Algorithm 1.
+    """
+    _checks.no_memory_beside(others, "gravac.sparse_loco", "the inner optimizer")
+    _checks.above_zero(learning_rate, "learning_rate", "It scales the outer step.")
+    usual = {
+        "memory": Steps(inner, residual_decay, begin_at_shared=True),
+        "exchange": QuantizedTopK(),
+        "controller": Every(steps, Fixed(factor)),
+        "compress": True,
+    }
+    if others.get("compressor") is not None:
+        del usual["exchange"]
+    return optax.chain(
+        transform(axis_name, **{**usual, **others}),
+        _outer.outer(optax.sgd(learning_rate), steps),
     )
 
 

@@ -14,12 +14,17 @@ everything else that a replica holds back. Nothing else in a step differs. Such 
 may be taken in two programs, which a CPU needs to do both at once: an update that only
 `receives`, and one that is given what has `arrived`.
 
-Three things may happen to a step, and they are separate. A *bad* step has a gradient
-that is not finite on some replica: nothing is learned from it, on any of them. With a
-delay the others hear of it one step late, so that this replica alone learns nothing. A
-*silent* step sends nothing of the buckets, because its rung lies beyond the ladder;
-what replicas agree on still travels. A *delivery* is no step at all: it asks for what
-is held back (`_residuals.py`).
+Where a controller has rounds (`gravac.Every`), each step feeds the memory, and only the
+last step of a round exchanges what has gathered there. The others are *local*: they
+have no collective, and all but the memory stays as it is. Replicas know which step is
+which because all count alike.
+
+Three more things may happen to a step, and they are separate. A *bad* step has a
+gradient that is not finite on some replica: nothing is learned from it, on any of them.
+With a delay or rounds the others hear of it later, so that this replica alone learns
+nothing. A *silent* step sends nothing of the buckets, because its rung lies beyond the
+ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
+for what is held back (`_residuals.py`).
 
 GraVAC's Algorithm 1 decides before it exchanges. Here a step decides the rung of the
 next one, so that the decision costs no collective of its own.
@@ -27,6 +32,7 @@ next one, so that the decision costs no collective of its own.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +43,7 @@ from gravac_jax import (
     _arrays,
     _buckets,
     _checks,
+    _collectives,
     _consistency,
     _info,
     _residuals,
@@ -116,7 +123,8 @@ class Arrived(NamedTuple):
 
     Attributes:
       agreed: what every step averages.
-      rung: `[]` int32, the rung that was taken; beyond the ladder if silent.
+      rung: `[]` int32, the rung that was taken; the first beyond the ladder if silent,
+        the second if local.
       means: the mean of what was sent, `[n]` float32 a bucket.
       mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
     """
@@ -141,8 +149,22 @@ class Decision(NamedTuple):
     gains: jax.Array
 
 
+class Taken(NamedTuple):
+    """What came of a step, before it is reported.
+
+    Attributes:
+      arrived: what all replicas have received.
+      local: this replica's own state after the step.
+      decision: the controller's.
+    """
+
+    arrived: Arrived
+    local: LocalState
+    decision: Decision
+
+
 class Setting(NamedTuple):
-    """What a step knows before it begins; all but `key` and `looks` is static.
+    """What a step knows before it begins. The first four are static.
 
     Attributes:
       axes: the other replicas.
@@ -152,6 +174,11 @@ class Setting(NamedTuple):
       looks: whether the step estimates what other rungs would send, `[]` bool or
         static.
       key: a random key, the same on all replicas, new at every step that was not bad.
+      state: the transform's state after the last step.
+      params: the params, or None if `update` was not given any.
+      times: the measured step time of each rung, and whether it is known: `[rungs]`
+        float32 both.
+      is_due: with rounds, whether this step exchanges, if the caller knows: static.
     """
 
     axes: Axes
@@ -160,6 +187,10 @@ class Setting(NamedTuple):
     tables: Tables
     looks: jax.Array | bool
     key: jax.Array
+    state: TransformState
+    params: Any = None
+    times: Any = ()
+    is_due: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +227,11 @@ class Components:
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)
         _checks.seed(self.seed)
-        if self.delay and isinstance(self.memory, NoMemory):
+        if self.waits and isinstance(self.memory, NoMemory):
             raise ValueError(
-                "`delay` needs a memory: what is on its way waits there, and NoMemory()"
-                " forgets it. Use memory=gravac.Residual(), the default."
+                "`delay` and gravac.Every need a memory: what is not sent yet waits"
+                " there, and NoMemory() forgets it. Use memory=gravac.Residual(), the"
+                " default."
             )
         if self.memory.masks and not self.exchange.sends_whole_entries:
             _checks.cannot_mask(self.memory, self.exchange)
@@ -207,6 +239,12 @@ class Components:
             _checks.positive_integer(
                 self.check_every, "check_every", "steps, or 0 for never"
             )
+
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient waits in the memory before the others hear of it."""
+        waits = bool(self.delay) or self.controller.has_rounds
+        return waits or self.memory.forgets
 
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
@@ -228,7 +266,7 @@ class Components:
             layout=jnp.asarray(buckets.layout, jnp.int32).reshape(-1, 2),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
-                told=_state.Told(nothing, jnp.copy(nothing)) if self.delay else (),
+                told=_state.Told(nothing, jnp.copy(nothing)) if self.waits else (),
                 memory=tuple(map(self.memory.init, buckets.part_sizes)),
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
@@ -249,18 +287,24 @@ class Components:
         *,
         step_seconds: Any = None,
         measured_step: Any = None,
+        is_due: bool | None = None,
         deliver: _residuals.Delivery | None = None,
         receives: bool = False,
         arrived: Arrived | None = None,
+        show: Callable[[Controller], None] | None = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
         """Take one step, from local gradients to the update and the next rung.
 
         With a delay, a step may be taken in two: one that only `receives` and leaves
-        `TransformState.arrived`, and one that is given it, with the gradients.
+        `TransformState.arrived`, and one that is given it, with the gradients. A caller
+        who only wants to see the controller passes what to `show` it to.
         """
         del ignored
-        if receives and not self.delay:
+        if show is not None:
+            show(self.controller)
+            return updates, state
+        if receives and (self.controller.has_rounds or not self.delay):
             _step_checks.needs_delay()
         is_asked = deliver is not None or receives
         axes, buckets, local = self._enter(updates, state, params, is_asked)
@@ -270,27 +314,18 @@ class Components:
             info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
             local = _state.leave(local, state.local)
             return buckets.unpack(held), state._replace(local=local, info=info)
-        setting = self._setting(axes, buckets, state)
-        times = self._credit(state, step_seconds, measured_step)
-
-        def send(told: Told, fed: Fed) -> tuple[Arrived, LocalState]:
-            agreed = self._agree(told, fed.parts[-1], times, state, params, axes)
-            return self._exchange(fed, agreed, local, setting)
-
+        setting = self._setting(axes, buckets, state)._replace(
+            params=params,
+            times=self._credit(state, step_seconds, measured_step),
+            is_due=is_due,
+        )
         if receives:
-            arrived, local = send(local.told, self._held(local, buckets))
+            arrived, local = self._send_held(local, setting)
             local = _state.leave(local, state.local)
             zeros = jax.tree.map(jnp.zeros_like, updates)
             return zeros, state._replace(local=local, arrived=arrived)
-        gradient = self._prepare(updates, params, setting)
-        if arrived is None and self.delay:
-            arrived, local = send(local.told, self._held(local, buckets))
-        elif arrived is None:
-            arrived, local = send(_tell(gradient), self._feed(gradient, local))
-        decision = self._decide(gradient, arrived, state, setting)
-        if self.delay:
-            local = self._keep(gradient, local, axes)
-        return self._report(arrived, local, decision, state, setting)
+        gradient = self._prepare(updates, setting)
+        return self._report(self._take(gradient, local, arrived, setting), setting)
 
     def _enter(
         self, updates: Any, state: Any, params: Any, is_asked: bool
@@ -305,10 +340,16 @@ class Components:
         buckets = _buckets.plan(updates, self.compress)
         if params is not None:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
-        elif self.weight_decay and not is_asked:
-            _step_checks.params_given(params, "weight_decay")
+        elif not is_asked:
+            self._needs_no_params()
         expected = jax.eval_shape(lambda: self._initial(buckets))
         return axes, buckets, _state.enter(state, expected, axes.owners)
+
+    def _needs_no_params(self) -> None:
+        if self.weight_decay:
+            _step_checks.params_given(None, "weight_decay")
+        if self.memory.needs_params:
+            _step_checks.params_given(None, "memory")
 
     def _setting(self, axes: Axes, buckets: Buckets, state: TransformState) -> Setting:
         exchanges, replicas = self._shaped(buckets), axes.slow.replicas
@@ -321,6 +362,7 @@ class Components:
             tables=_info.tables(buckets, exchanges, self.controller, replicas),
             looks=self.controller.looks(state.steps),
             key=jax.random.fold_in(jax.random.key(self.seed), good_steps),
+            state=state,
         )
 
     def _credit(
@@ -332,7 +374,7 @@ class Components:
         rungs = len(self.controller.ladder)
         return _state.credit(state, rungs, step_seconds, measured_step)
 
-    def _prepare(self, updates: Any, params: Any, setting: Setting) -> Gradient:
+    def _prepare(self, updates: Any, setting: Setting) -> Gradient:
         """Fuse, average over the fast axis, clip, and add weight decay."""
         axes, buckets = setting.axes, setting.buckets
         parts = buckets.pack(updates)
@@ -350,8 +392,50 @@ class Components:
             parts = self.clip.clip(parts, norm, axes.slow.replicas)
         if self.weight_decay:
             decay = lambda x, p: x + self.weight_decay * p
-            parts = jax.tree.map(decay, parts, buckets.pack(params))
+            parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
         return Gradient(parts, bad)
+
+    def _take(
+        self,
+        gradient: Gradient,
+        local: LocalState,
+        arrived: Arrived | None,
+        setting: Setting,
+    ) -> Taken:
+        """Feed, agree, exchange and decide, in the order that delay and rounds ask."""
+        decide = lambda arrived: self._decide(gradient, arrived, setting)
+        keep = lambda local: self._keep(gradient, local, setting)
+        if arrived is not None:
+            return Taken(arrived, keep(local), decide(arrived))
+        if not self.waits:
+            fed = self._feed(gradient, local, setting)
+            arrived, local = self._send(_tell(gradient), fed, local, setting)
+            return Taken(arrived, local, decide(arrived))
+        if not self.delay:
+            return self._take_held(gradient, keep(local), setting)
+        taken = self._take_held(gradient, local, setting)
+        return taken._replace(local=keep(taken.local))
+
+    def _take_held(
+        self, gradient: Gradient, local: LocalState, setting: Setting
+    ) -> Taken:
+        """Exchange what the memory holds, if the step is the last one of a round."""
+
+        def exchange() -> Taken:
+            arrived, after = self._send_held(local, setting)
+            return Taken(arrived, after, self._decide(gradient, arrived, setting))
+
+        if not self.controller.has_rounds or setting.is_due:
+            return exchange()
+        state, shapes = setting.state, jax.eval_shape(exchange)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.arrived)
+        is_local = jnp.int32(len(self.controller.ladder) + 1)
+        undecided = Decision(state.rung, state.controller, state.info.gains)
+        waited = Taken(nothing._replace(rung=is_local), local, undecided)
+        if setting.is_due is False:
+            return waited
+        is_due = self.controller.is_due(state.steps, state.info.local_steps)
+        return _collectives.only_if(is_due, exchange, waited)
 
     def deliver(
         self,
@@ -371,13 +455,15 @@ class Components:
           axes: the other replicas.
         """
         held = self._held(local, buckets).parts
+        if delivery == "own":
+            held = tuple(map(self.memory.ahead, local.memory, held))
         emptied = [
             self.memory.retain(jnp.zeros_like(x), x, state)
             for x, state in zip(held, local.memory, strict=True)
         ]
-        # Only a delay holds dense leaves back, on all devices of a replica alike.
+        # Dense leaves that wait do so on all devices of a replica alike.
         *flat, dense = held
-        dense = axes.slices.mean(dense) if self.delay else jnp.zeros(dense.shape)
+        dense = axes.slices.mean(dense) if self.waits else jnp.zeros(dense.shape)
         if delivery == "mean":
             local = local._replace(memory=tuple(emptied))
             return (*axes.slow.mean(flat), axes.slow.mean(dense)), local
@@ -385,10 +471,13 @@ class Components:
             flat, dense = jax.tree.map(jnp.zeros_like, (flat, dense))
         return (*flat, dense), local
 
-    def _feed(self, gradient: Gradient, local: LocalState) -> Fed:
+    def _feed(self, gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
         """Add the gradient to what the memory holds back."""
-        pairs = zip(gradient.parts, local.memory, strict=True)
-        parts, memory = zip(*(self.memory.compensate(*x) for x in pairs), strict=True)
+        given = (gradient.parts, local.memory)
+        if self.memory.needs_params:
+            given = (*given, setting.buckets.pack(setting.params))
+        fed = [self.memory.compensate(*x) for x in zip(*given, strict=True)]
+        parts, memory = zip(*fed, strict=True)
         return Fed(parts, memory)
 
     def _held(self, local: LocalState, buckets: Buckets) -> Fed:
@@ -396,36 +485,47 @@ class Components:
         pairs = zip(local.memory, buckets.part_sizes, strict=True)
         return Fed(tuple(self.memory.held(*x) for x in pairs), local.memory)
 
-    def _keep(self, gradient: Gradient, local: LocalState, axes: Axes) -> LocalState:
-        """Add the gradient to the memory, for the next step to send."""
-        is_bad = axes.slices.mean(gradient.bad) != 0
-        fed = self._feed(gradient, local)
-        pairs = zip(fed.parts, fed.memory, strict=True)
-        kept = tuple(self.memory.retain(x, x, state) for x, state in pairs)
+    def _keep(
+        self, gradient: Gradient, local: LocalState, setting: Setting
+    ) -> LocalState:
+        """Add the gradient to the memory, for a later exchange to send."""
+        is_bad = setting.axes.slices.mean(gradient.bad) != 0
+        fed = self._feed(gradient, local, setting)
+        kept = tuple(map(self.memory.keep, fed.parts, fed.memory))
         # This is no branch, because XLA would copy the memory in and out of one.
         memory = _arrays.where(is_bad, local.memory, kept)
-        return local._replace(memory=memory, told=_tell(gradient))
+        told = _tell(gradient)
+        told = told._replace(bad=jnp.maximum(told.bad, local.told.bad))
+        return local._replace(memory=memory, told=told)
 
-    def _agree(
-        self,
-        told: Told,
-        dense: jax.Array,
-        times: tuple[jax.Array, jax.Array],
-        state: TransformState,
-        params: Any,
-        axes: Axes,
-    ) -> Agreed:
+    def _send_held(
+        self, local: LocalState, setting: Setting
+    ) -> tuple[Arrived, LocalState]:
+        """Send what the memory holds, and what the others have not been told yet."""
+        held = self._held(local, setting.buckets)
+        arrived, local = self._send(local.told, held, local, setting)
+        return arrived, local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
+
+    def _send(
+        self, told: Told, fed: Fed, local: LocalState, setting: Setting
+    ) -> tuple[Arrived, LocalState]:
+        """Agree on what all must know, then exchange."""
+        agreed = self._agree(told, fed.parts[-1], setting)
+        return self._exchange(fed, agreed, local, setting)
+
+    def _agree(self, told: Told, dense: jax.Array, setting: Setting) -> Agreed:
         """Average what all replicas must know, in one collective.
 
         Decisions made from the same figures may still differ by a rounding between
         programs that were compiled apart, and different branches would hang. So the
         rung is agreed on, too.
         """
-        seconds, timed = times
+        axes, state, (seconds, timed) = setting.axes, setting.state, setting.times
         apart = jnp.zeros(0)
         if self.check_every:
+            unseen = state.info.local_steps + 1
             apart = _consistency.is_apart(
-                params, state.steps, self.check_every, axes.alike
+                setting.params, state.steps, unseen, self.check_every, axes.alike
             )
         return axes.both.mean(
             Agreed(
@@ -447,8 +547,8 @@ class Components:
 
     def _skips(self, agreed: Agreed) -> jax.Array:
         """Return whether nothing at all is learned in this step, `[]` bool."""
-        # With a delay, what is sent was fed to the memory because it is good.
-        return jnp.zeros((), bool) if self.delay else agreed.bad != 0
+        # What has waited in the memory was fed to it because it is good.
+        return jnp.zeros((), bool) if self.waits else agreed.bad != 0
 
     def _exchange(
         self, fed: Fed, agreed: Agreed, local: LocalState, setting: Setting
@@ -494,13 +594,10 @@ class Components:
         return Arrived(agreed, rung_or_silent, tuple(means), total), local
 
     def _decide(
-        self,
-        gradient: Gradient,
-        arrived: Arrived,
-        state: TransformState,
-        setting: Setting,
+        self, gradient: Gradient, arrived: Arrived, setting: Setting
     ) -> Decision:
         """Show the evidence to the controller, which picks the next rung."""
+        state = setting.state
         tables, energies = setting.tables, arrived.mean_energies
         agreed, taken = arrived.agreed, arrived.rung
         evidence = Evidence(
@@ -544,22 +641,16 @@ class Components:
 
         sampled = jax.lax.cond(setting.looks, sample, lambda: zeros)
         # A rung that is dense under another name sends what rung 0 sends.
-        is_dense = jnp.asarray(setting.tables.factors[:-1] == 1)
+        is_dense = jnp.asarray(setting.tables.factors[: len(ladder)] == 1)
         return jnp.where(is_dense, sampled[0], sampled)
 
-    def _report(
-        self,
-        arrived: Arrived,
-        local: LocalState,
-        decision: Decision,
-        state: TransformState,
-        setting: Setting,
-    ) -> tuple[Any, TransformState]:
+    def _report(self, step: Taken, setting: Setting) -> tuple[Any, TransformState]:
         """Return the updates, and the state with what a human wants to know.
 
         Nothing is learned from a bad step: what it would have changed stays as it was.
         """
-        agreed, taken = arrived.agreed, arrived.rung
+        arrived, local, decision = step
+        agreed, taken, state = arrived.agreed, arrived.rung, setting.state
         is_skipped = self._skips(agreed)
         learned = (agreed.dense, decision.rung, decision.controller)
         before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)

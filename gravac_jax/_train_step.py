@@ -1,5 +1,6 @@
 """A whole train step in one call: everything that a loop should not forget."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from gravac_jax import (
     _residuals,
 )
 from gravac_jax._collectives import AxisName
+from gravac_jax._controllers.base import Controller
+from gravac_jax._state import TransformState
 from gravac_jax._step_clock import StepClock
 
 
@@ -69,7 +72,9 @@ def train_step(
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
       `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
-      `flush(params, opt_state)` delivers what replicas hold back.
+      `flush(params, opt_state)` delivers what replicas hold back. If `gravac.Every`
+      makes some steps local, loss and aux are each replica's own, `[replicas, ...]`: to
+      average them would take a message in every step.
 
     Raises:
       TypeError: if `mesh` is neither a mesh nor a number, or `overlap` is no bool.
@@ -101,8 +106,8 @@ def train_step(
     )
 
     def where(params: Any, opt_state: Any) -> Any:
-        # A delayed exchange needs own params, and says so where they cannot be.
-        is_right = _chain.is_linear(opt_state) or _chain.is_delayed(opt_state)
+        # What waits needs own params, and says so where they cannot be.
+        is_right = _chain.is_linear(opt_state) or _chain.waits(opt_state)
         is_own = is_right if own_params is None else own_params
         return _residuals.local_params(tx, params, opt_state) if is_own else params
 
@@ -124,20 +129,33 @@ def train_step(
     run = _runner(mesh, axis_name, dense_axis_name)
     if overlap:
         only = _overlap.checked(mesh, dense_axis_name)
-        step = _overlap.Overlapped(tx, where, loss_and_grad, finish, only, axis_name)
+        late = _overlap.Overlapped(tx, where, loss_and_grad, finish, only, axis_name)
+        programs: dict[bool | None, Callable[..., Any]] = {None: late}
     else:
-        step = run(on_one_replica)
+        # With rounds there are two programs: steps that exchange, and local ones.
+        in_rounds = lambda x: functools.partial(on_one_replica, is_due=x)
+        programs = {
+            None: run(on_one_replica, True),
+            True: run(in_rounds(True), False),
+            False: run(in_rounds(False), False),
+        }
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
-    return TrainStep(init, step, run(deliver), replicas, is_timed)
+    return TrainStep(tx, init, programs, run(deliver, True), replicas, is_timed)
 
 
 def _runner(mesh: Any, axis_name: Any, dense_axis_name: AxisName) -> Callable[..., Any]:
     """Return what makes a program of all replicas from the step of one."""
-    if not isinstance(mesh, jax.sharding.Mesh):
-        return lambda body: _parallel.simulate(body, mesh, axis_name)
-    return lambda body: _parallel.data_parallel(body, mesh, axis_name, dense_axis_name)
+
+    def run(body: Callable[..., Any], averages: bool) -> Callable[..., Any]:
+        if not isinstance(mesh, jax.sharding.Mesh):
+            return _parallel.simulate(body, mesh, axis_name, average_metrics=averages)
+        return _parallel.data_parallel(
+            body, mesh, axis_name, dense_axis_name, average_metrics=averages
+        )
+
+    return run
 
 
 def _initializer(
@@ -156,6 +174,30 @@ def _initializer(
     return init
 
 
+class Rounds:
+    """Counts steps on the host, which so knows which of them exchange.
+
+    Args:
+      controller: the controller.
+      state: the transform's state before the first step.
+    """
+
+    def __init__(self, controller: Controller, state: TransformState):
+        self._controller = controller
+        self._step, self._local_steps = int(state.steps), int(state.info.local_steps)
+
+    def next_is_due(self) -> bool | None:
+        """Return whether the next step exchanges; None if all steps do."""
+        if not self._controller.has_rounds:
+            return None
+        # A schedule of JAX would wait in the queue of the devices that train.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            is_due = bool(self._controller.is_due(self._step, self._local_steps))
+        self._step += 1
+        self._local_steps = 0 if is_due else self._local_steps + 1
+        return is_due
+
+
 class TrainStep:
     """A compiled train step; see `gravac.train_step`, which makes it.
 
@@ -164,25 +206,29 @@ class TrainStep:
 
     def __init__(
         self,
+        tx: optax.GradientTransformationExtraArgs,
         init: Callable[[Any], tuple[Any, Any]],
-        step: Callable[..., Any],
+        programs: dict[bool | None, Callable[..., Any]],
         deliver: Callable[..., Any],
         replicas: int,
         is_timed: bool,
     ):
         self.init = init
-        self._step, self._deliver = step, deliver
+        self._tx, self._programs, self._deliver = tx, programs, deliver
         self._replicas, self._is_timed = replicas, is_timed
+        self._rounds: Rounds | None = None
         self._clock: StepClock | None = None
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
-        if not self._is_timed:
-            return self._step(params, opt_state, batch)
-        if self._clock is None:
+        if self._rounds is None:
             state = _chain.the_transform(opt_state, "gravac.train_step")
-            self._clock = StepClock(int(state.steps))
-        params, opt_state, *metrics = self._step(
+            self._rounds = Rounds(_chain.controller_of(self._tx, opt_state), state)
+            self._clock = StepClock(int(state.steps)) if self._is_timed else None
+        step = self._programs[self._rounds.next_is_due()]
+        if self._clock is None:
+            return step(params, opt_state, batch)
+        params, opt_state, *metrics = step(
             params, opt_state, batch, **self._clock.times()
         )
         self._clock.record(metrics)

@@ -81,6 +81,11 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
             "cap": Slope(2.5, 1.02),
         }
     ],
+    gravac.Every: [
+        {"steps": 3, "controller": gravac.Fixed(8)},
+        {"steps": 2, "controller": gravac.GraVAC(epsilon=0.7, window=10)},
+        {"steps": 1, "controller": gravac.Fixed(8)},
+    ],
     gravac.Fastest: [
         {"ladder": (1, 4, 16, 64)},
         {"ladder": (1, 4, 16, 64), "least_progress": 0.8},

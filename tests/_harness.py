@@ -259,7 +259,16 @@ class Collective(NamedTuple):
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 KINDS += "|collective-broadcast|ragged-all-to-all"
-BYTES = {"pred": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "f32": 4}
+BYTES = {
+    "pred": 1,
+    "u8": 1,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 
 
 def collectives(text):

@@ -531,6 +531,12 @@ def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         )
 
 
+def every(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
+    """Yield the decisions of the controller of the exchanges."""
+    other = controller.controller
+    yield from look_up(CONTROLLERS, other).decisions(other, list(evidence))
+
+
 def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """Yield the low factor where the gradient's norm changes between intervals."""
     norms: list[float] = []
@@ -771,6 +777,11 @@ def visit_gain(
     return max(gains)
 
 
+def rungs_of_rounds(state: Any) -> tuple[Any, ...]:
+    """Return the rungs in the state of the controller of the exchanges."""
+    return (state.minimum, state.candidate) if hasattr(state, "minimum") else ()
+
+
 class Decider(NamedTuple):
     """What a controller should do, and where its state holds rungs."""
 
@@ -781,6 +792,7 @@ class Decider(NamedTuple):
 CONTROLLERS = {
     gravac.Accordion: Decider(accordion, lambda state: (state.rung,)),
     gravac.Capped: Decider(capped, lambda state: (state.minimum, state.candidate)),
+    gravac.Every: Decider(every, rungs_of_rounds),
     gravac.Fastest: Decider(fastest, lambda state: (state.home, state.current)),
     gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.Scheduled: Decider(scheduled, lambda state: ()),

@@ -245,7 +245,13 @@ cases = {
     "factor 1, with a residual": (transform(1), 250_000),
     "factor 10, 200 kB": (transform(10), 250_000),
     "factor 100, 100 kB": (transform(100), 1_250_000),
-    "adaptive": (gravac.transform(compress=True), 250_000),
+    "rounds": (
+        gravac.transform(
+            controller=gravac.Every(5, gravac.Fixed(1)), compress=True
+        ),
+        250_000,
+    ),
+    "adaptive": (gravac.transform(compress=True), 1_250_000),
     "dense, 16 bits, 1 MB": (transform(1, **mean16), 500_000),
 }
 found = {name: measure(*case) for name, case in cases.items()}
@@ -265,3 +271,39 @@ def test_interfaces_agree_with_wire_bytes_within_a_tenth(
         expected, counted = np.array([x[name] for x in found]).T
         assert (expected > 0).all()
         assert (abs(counted / expected - 1) < 0.1).all(), (name, counted / expected)
+
+
+LOCAL_STEPS = """
+import json, pathlib, time
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.experimental import multihost_utils
+import gravac_jax as gravac
+from common import network
+
+links, process = network.attach(), jax.process_index()
+mesh = jax.make_mesh((jax.process_count(),), ("data",))
+tx = gravac.sgd(0.1, controller=gravac.Every(100, gravac.Fixed(16)))
+loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+step = gravac.train_step(loss, tx, mesh)
+state, found = step.init({"w": jnp.ones((256, 256))}), {}
+batch = np.random.default_rng(process).standard_normal((4, 256), dtype=np.float32)
+for name, steps in (("to the exchange", 100), ("local", 60), ("exchange", 40)):
+    multihost_utils.sync_global_devices(name)
+    time.sleep(0.5)  # for what acknowledges this
+    before = links.traffic()[process].sent_bytes
+    for _ in range(steps):
+        *state, _ = jax.block_until_ready(step(*state, batch))
+    found[name] = links.traffic()[process].sent_bytes - before
+pathlib.Path(sys.argv[1], f"{process}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_interfaces_stay_still_in_local_steps(net_of, script, tmp_path):
+    with net_of(2, None) as net:
+        net.launch([script(LOCAL_STEPS), str(tmp_path)]).wait(2 * SECONDS)
+    for process in range(2):
+        found = json.loads((tmp_path / f"{process}.json").read_text())
+        # The smallest message in each of 60 steps would be 8 kB; heartbeats are less.
+        assert found["local"] < 2_000
+        assert found["exchange"] > 10_000

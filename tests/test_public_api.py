@@ -11,16 +11,17 @@ import gravac_jax as gravac
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
     Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
-    Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
+    Every Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
     QuantizedAllReduce QuantizedTopK RandomK RedSync Residual SampledTopK Scheduled
     SharedRandomK StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "
 FUNCTIONS = """
-    adamw by_rank checksum data_parallel dgc exponential flush geometric guard init
-    local_params low_after_drops matrices nnx_data_parallel nnx_value_and_grad place
-    resync sgd simulate state_specs train_step transform value_and_grad warm_up
+    adamw by_rank checksum data_parallel dgc diloco exponential flush geometric guard
+    init local_params low_after_drops matrices nnx_data_parallel nnx_value_and_grad
+    outer place resync sgd simulate sparse_loco state_specs train_step transform
+    value_and_grad warm_up
 """
 CLASSES = sorted((RECORDS + BASES + COMPONENTS).split())
 PUBLIC = sorted(CLASSES + FUNCTIONS.split())

@@ -23,9 +23,10 @@ exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entrie
 `adam10`. They clip before the memory.
 
 `local` before any of these names takes gradients at each replica's own params, and
-clips before the exchange; so does `delayed`, whose exchange is one step late. `wide`
-before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
-place of 4.
+clips before the exchange; so does `delayed`, whose exchange is one step late, and
+`every8`, which exchanges in every eighth step: `every8allreducedadam16`. `wide` before
+the name of an all-gather gives it entries of 8 bytes, as the papers have, in place
+of 4.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ import gravac_jax as gravac
 WIDE = "wide"
 LOCAL = "local"
 DELAYED = "delayed"
+EVERY = "every"
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
@@ -96,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
-    return name.removeprefix(WIDE).startswith((LOCAL, DELAYED))
+    return name.removeprefix(WIDE).startswith((LOCAL, DELAYED, EVERY))
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
@@ -116,6 +118,10 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
         return {"clip": CLIP, **METHODS[name.removeprefix(LOCAL)]}
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
+    if rounds := re.fullmatch(rf"{EVERY}(\d+)([a-z].*)", name):
+        chosen = arguments(LOCAL + rounds[2], beside)
+        controller = gravac.Every(int(rounds[1]), chosen["controller"])
+        return {**chosen, "controller": controller}
     if name.startswith(DELAYED):
         return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name.removeprefix(LOCAL))

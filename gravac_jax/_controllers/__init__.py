@@ -8,6 +8,7 @@ replica, and know nothing of exchanges.
 from gravac_jax._controllers.accordion import Accordion
 from gravac_jax._controllers.capped import Capped
 from gravac_jax._controllers.capped import low_after_drops as low_after_drops
+from gravac_jax._controllers.every import Every
 from gravac_jax._controllers.fastest import Fastest
 from gravac_jax._controllers.fixed import Fixed
 from gravac_jax._controllers.gravac import GraVAC
@@ -15,4 +16,4 @@ from gravac_jax._controllers.scheduled import STAGES as STAGES
 from gravac_jax._controllers.scheduled import Scheduled
 from gravac_jax._controllers.scheduled import warm_up as warm_up
 
-CONTROLLERS = (Accordion, Capped, Fastest, Fixed, GraVAC, Scheduled)
+CONTROLLERS = (Accordion, Capped, Every, Fastest, Fixed, GraVAC, Scheduled)

@@ -92,6 +92,21 @@ class Controller(abc.ABC):
         return False
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether some steps are local and exchange nothing, as `is_due` says."""
+        return False
+
+    def is_due(self, step: Any, local_steps: Any) -> jax.Array | bool:
+        """Return whether a step exchanges; asked only of a controller with rounds.
+
+        Args:
+          step: `[]` int32 or a number, steps before this one.
+          local_steps: `[]` int32 or a number, steps since the last exchange.
+        """
+        del step, local_steps
+        return True
+
+    @property
     def uses_seconds(self) -> bool:
         """Whether it decides by how long steps take, measured or predicted."""
         return False

@@ -39,6 +39,16 @@ class Memory(abc.ABC):
         """Whether it needs to know which entries were sent."""
         return False
 
+    @property
+    def forgets(self) -> bool:
+        """Whether `retain` keeps less than an exchange leaves; a bad step must not."""
+        return False
+
+    @property
+    def needs_params(self) -> bool:
+        """Whether `compensate` takes the params of the bucket, too: `[n]` float32."""
+        return False
+
     @abc.abstractmethod
     def init(self, n: int) -> Any:
         """Return this replica's state for a bucket of `n` entries."""
@@ -55,6 +65,25 @@ class Memory(abc.ABC):
           compensated: `[n]` float32, the gradient plus what was held back.
           state: the state that `retain` takes.
         """
+
+    def keep(self, compensated: jax.Array, state: Any) -> Any:
+        """Return the state in which all of `compensated` waits for a later exchange.
+
+        Args:
+          compensated: `[n]` float32, from `compensate`.
+          state: from `compensate`.
+        """
+        return self.retain(compensated, compensated, state)
+
+    def ahead(self, state: Any, held: jax.Array) -> jax.Array:
+        """Return by how much this replica's own params are ahead of the shared ones.
+
+        Args:
+          state: from `init` or `retain`.
+          held: `[n]` float32, what is held back: the usual answer.
+        """
+        del state
+        return held
 
     @abc.abstractmethod
     def held(self, state: Any, n: int) -> jax.Array:

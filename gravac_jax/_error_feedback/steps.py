@@ -19,10 +19,13 @@ class StepsState(NamedTuple):
     Attributes:
       optimizer: the state of the optimizer, for a flat vector `[n]` of params.
       residual: `[n]` float32, what this replica still has to send.
+      left: `[n]` float32, what the last exchange left of it, if rounds begin at the
+        shared params; else nothing.
     """
 
     optimizer: Any
     residual: jax.Array
+    left: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Steps(ErrorFeedback):
     chains. Take gradients at `gravac.local_params`, as `gravac.train_step` does. At the
     shared params a replica would ask again for the steps that it holds back.
 
-    Any transformation of Optax will do that works entry by entry and needs no params:
-    it sees the buckets, flat vectors, in place of the params. SGD, Adam, Lion and
-    RMSProp do; Adafactor, LAMB and Muon look at whole matrices and do not. Decoupled
-    weight decay and the learning rate may come after `gravac.transform` in the chain.
+    Any transformation of Optax will do that works entry by entry: it sees the buckets,
+    flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do; Adafactor,
+    LAMB and Muon look at whole matrices and do not. Decoupled weight decay and the
+    learning rate may come after `gravac.transform` in the chain, or be part of a whole
+    optimizer here, such as `optax.adamw(1e-3)`. What decays then are the replica's own
+    params.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
@@ -58,10 +63,15 @@ class Steps(ErrorFeedback):
 
     Args:
       optimizer: a transformation of Optax, such as `optax.scale_by_adam()`.
+      residual_decay: share of what an exchange leaves that is kept.
+      begin_at_shared: whether a round begins at the shared params. What earlier
+        exchanges left is then no part of own params.
 
     Raises:
-      TypeError: if `optimizer` is not a transformation of Optax.
-      ValueError: if it needs params, as weight decay does.
+      TypeError: if `optimizer` is not a transformation of Optax, or `begin_at_shared`
+        not a bool.
+      ValueError: if the optimizer does not work on a flat vector, or `residual_decay`
+        is not in [0, 1].
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -74,36 +84,80 @@ class Steps(ErrorFeedback):
 
     References:
       Tang et al., 1-bit Adam, ICML 2021, which exchanges compressed momentum; Basu et
-      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps.
+      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps;
+      SparseLoCo, arXiv 2508.15706, whose residual decays by 0.95 and whose rounds begin
+      at the shared params.
     """
 
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
+    residual_decay: float = 1.0
+    begin_at_shared: bool = False
 
     def __post_init__(self) -> None:
         _checks.component(
             self.optimizer, optax.GradientTransformation, "optimizer", "optax.sgd(0.1)"
         )
-        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        why = "It is the share of what an exchange leaves that is kept."
+        _checks.within(self.residual_decay, "residual_decay", 0, 1, why)
+        _checks.flag(self.begin_at_shared, "begin_at_shared")
+        self._try(needs_params=self.needs_params)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether an exchange changes more than what it sends."""
+        return self.begin_at_shared or self.residual_decay < 1
+
+    @property
+    def needs_params(self) -> bool:
+        """Whether the optimizer needs params, as one with weight decay does."""
         try:
-            jax.eval_shape(self.compensate, one, jax.eval_shape(lambda: self.init(1)))
+            self._try(needs_params=False)
+        except ValueError:
+            return True
+        return False
+
+    def _try(self, needs_params: bool) -> None:
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        state = jax.eval_shape(lambda: self.init(1))
+        params = (one,) if needs_params else ()
+        try:
+            jax.eval_shape(self.compensate, one, state, *params)
         except ValueError as error:
             raise ValueError(
-                f"gravac.Steps cannot run this optimizer on a flat vector without"
-                f" params: {error} Put what needs params, such as"
-                f" optax.add_decayed_weights(1e-4), after gravac.transform."
+                f"gravac.Steps cannot run this optimizer on a flat vector: {error} Use"
+                f" one that works entry by entry, such as optax.adamw(1e-3)."
             ) from error
 
     def init(self, n: int) -> StepsState:
         """Return the optimizer's first state and an empty residual."""
         optimizer = self.optimizer.init(jnp.zeros(n, jnp.float32))
-        return StepsState(optimizer, jnp.zeros(n, jnp.float32))
+        left = jnp.zeros(n, jnp.float32) if self.begin_at_shared else ()
+        return StepsState(optimizer, jnp.zeros(n, jnp.float32), left)
 
     def compensate(
-        self, gradient: jax.Array, state: StepsState
+        self, gradient: jax.Array, state: StepsState, params: jax.Array | None = None
     ) -> tuple[jax.Array, StepsState]:
         """Return the residual plus this replica's own step."""
         gradient = jnp.clip(gradient, -LARGEST, LARGEST)
+        own = None if params is None else params + self.ahead(state, state.residual)
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            step, optimizer = self.optimizer.update(gradient, state.optimizer)
+            step, optimizer = self.optimizer.update(gradient, state.optimizer, own)
         return state.residual + jnp.asarray(step), state._replace(optimizer=optimizer)
+
+    def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
+        """Return the state in which all of `compensated` waits."""
+        return state._replace(residual=compensated)
+
+    def ahead(self, state: StepsState, held: jax.Array) -> jax.Array:
+        """Return what own params have and the shared ones have not."""
+        return held - state.left if self.begin_at_shared else held
+
+    def retain(
+        self, residual: jax.Array, compensated: jax.Array, state: StepsState
+    ) -> StepsState:
+        """Return the state after an exchange: what it left decays."""
+        del compensated
+        residual = self.residual_decay * residual if self.forgets else residual
+        left = residual if self.begin_at_shared else ()
+        return state._replace(residual=residual, left=left)

@@ -1,0 +1,115 @@
+"""Exchange in every H-th step only, and let replicas go on alone between."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gravac_jax import _checks
+from gravac_jax._controllers.base import Controller, DerivedLadder, Evidence
+
+
+def ends_round(
+    steps: int | Callable[[Any], Any], step: Any, local_steps: Any
+) -> jax.Array | bool:
+    """Return whether a step is the last one of its round, `[]` bool."""
+    return local_steps + 1 >= (steps(step) if callable(steps) else steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Every(DerivedLadder):
+    """Exchanges in every H-th step, at the rung that another controller decides.
+
+    The steps between are *local*: nothing at all is sent, no gradient, no evidence.
+    Each replica feeds its gradient to its memory and goes on at its own params, as
+    `gravac.train_step` does, while the params that all share stay as they are. The
+    exchange of a round averages what has gathered.
+
+    The other controller sees the exchanges alone. Times that it is told are those of
+    the steps that exchange. A gradient that is not finite counts for nothing on its
+    replica, and the others hear of it at the next exchange.
+
+    Args:
+      steps: H, the steps of a round, of which the last one exchanges; or a function
+        from the step (`[]` int32, counted from 0) to H. Short rounds at first lose
+        least.
+      controller: the controller of the exchanges, such as `gravac.Fixed(16)`.
+
+    Raises:
+      TypeError: if `controller` is not a controller.
+      ValueError: if `steps` is neither a positive integer nor a function, or if
+        `controller` has rounds itself.
+
+    Law:
+      `Every(1, controller)` is `controller`. What all replicas made in a round is what
+      was sent plus what is kept.
+
+    Cost:
+      A local step has no collective over the compressed axis. A round sends what one
+      step would.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> controller = gravac.Every(8, gravac.Fixed(16))  # 128 times fewer bits
+      >>> tx = gravac.adamw(1e-3, controller=controller)
+
+    References:
+      Stich, Local SGD converges fast and communicates little, ICLR 2019; Lin et al.,
+      Don't use large mini-batches, use local SGD, ICLR 2020, whose rounds begin short;
+      Basu et al., Qsparse-local-SGD, NeurIPS 2019.
+    """
+
+    steps: int | Callable[[Any], Any]
+    controller: Controller
+
+    def __post_init__(self) -> None:
+        _checks.component(self.controller, Controller, "controller", "gravac.Fixed(16)")
+        _checks.steps_of_a_round(self.steps)
+        if self.controller.has_rounds:
+            raise ValueError(
+                f"the controller of gravac.Every has rounds itself, got"
+                f" {self.controller!r}. Write gravac.Every(steps, gravac.Fixed(16))."
+            )
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some steps are local: unless all exchange."""
+        return self.steps != 1
+
+    def is_due(self, step: Any, local_steps: Any) -> jax.Array | bool:
+        """Return whether a step is the last one of its round."""
+        return ends_round(self.steps, step, local_steps)
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """The ladder of the other controller."""
+        return self.controller.ladder
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all exchanges are at one rung."""
+        return self.controller.is_fixed
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether the other controller decides by how long steps take."""
+        return self.controller.uses_seconds
+
+    @property
+    def samples_gradient(self) -> bool:
+        """Whether the other controller needs `Evidence.gradient_energies`."""
+        return self.controller.samples_gradient
+
+    @property
+    def look_every(self) -> int:
+        """With rounds every exchange looks at all rungs, because rounds are long."""
+        return 1 if self.has_rounds else self.controller.look_every
+
+    def init(self) -> tuple[jax.Array, Any]:
+        """Return the first rung of the other controller, and its state."""
+        return self.controller.init()
+
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """Return the decision of the other controller, for the next exchange."""
+        return self.controller.decide(evidence, state)
