@@ -1,4 +1,4 @@
-"""Compare two checkouts: do the recipes of the README train to the same bits?
+"""Compare two checkouts: do their recipes train to the same bits?
 
     python tests/compare_checkouts.py OLD_DIR NEW_DIR [RECIPE ...]
 

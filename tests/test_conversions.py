@@ -1,4 +1,4 @@
-"""Loops as they are found, converted by what the README says, and gone wrong."""
+"""Loops as they are found, converted by what the documents say, and gone wrong."""
 
 import difflib
 import functools

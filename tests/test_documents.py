@@ -1,11 +1,13 @@
-"""Code in the documents runs as it stands; the README's commands are complete.
+"""Code in the documents runs as it stands; links lead somewhere; commands are complete.
 
 Each page's Python blocks run in order, in one namespace. What they leave in it is
 compared with what the page says.
 """
 
 import functools
+import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -15,17 +17,52 @@ import optax
 import pytest
 from flax import nnx
 
+import gravac_jax
+
 pytestmark = pytest.mark.xdist_group("documents")  # each page runs once
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*.md")
+DOCUMENTS = sorted(
+    x.relative_to(ROOT).as_posix() for y in FOLDERS for x in ROOT.glob(y)
+)
+GUIDES = ["README.md", *(x for x in DOCUMENTS if x.startswith("docs/"))]
 RECIPES = "docs/recipes.md"
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # of float32 sums in another order
 
 
+def text_of(page):
+    return (ROOT / page).read_text()
+
+
 def blocks(language, page="README.md"):
-    text = (ROOT / page).read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", text_of(page), re.DOTALL)
+
+
+def prose_of(page):
+    """Return a page without its blocks."""
+    return re.sub(
+        r"^ *```.*?^ *```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def anchors_of(page):
+    """Return the anchors that GitHub gives to the headings of a page."""
+    seen, anchors = Counter(), set()
+    for title in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return anchors
+
+
+def is_dead(page, link):
+    """Whether a relative link leads to no file, or to no heading of a page."""
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+    if not target.exists():
+        return True
+    return bool(anchor) and anchor not in anchors_of(target.relative_to(ROOT))
 
 
 @functools.cache
@@ -47,21 +84,44 @@ def recipe():
 # All pages. -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [x for x in GUIDES if blocks("python", x)])
 def test_every_python_block_runs_in_order(page):
     assert names_of(page)["gravac"].__name__ == "gravac_jax"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_to_a_file_leads_to_one(page):
-    text = (ROOT / page).read_text()
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
-    files = [x for x in links if "://" not in x]
-    assert files
-    assert [x for x in files if not (ROOT / page).parent.joinpath(x).exists()] == []
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    prose = re.sub(r"`[^`\n]*`", "`code`", prose_of(page))
+    links = [x for x in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in x]
+    assert links or not page.startswith("docs/")
+    assert [x for x in links if is_dead(page, x)] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_has_one_title_and_no_block_that_no_test_reads(page):
+    assert len(re.findall(r"^# ", prose_of(page), re.MULTILINE)) == 1
+    fences = re.findall(r"^ *```(.*)$", text_of(page), re.MULTILINE)
+    assert set(fences[::2]) <= {"python", "bash", "diff", "text"}
+    assert "<" not in re.sub(r"<!-- .* -->|`[^`]*`", "", prose_of(page))  # no HTML
+
+
+def test_the_list_of_pages_and_the_readme_lead_to_every_guide():
+    for page, folder in (("README.md", "docs/"), ("docs/README.md", "")):
+        guides = {x.removeprefix("docs/") for x in GUIDES[1:]} - {"README.md"}
+        assert {x for x in guides if f"]({folder}{x})" not in text_of(page)} == set()
+
+
+def test_the_guides_mention_every_public_name():
+    public = [x for x, y in vars(gravac_jax).items() if not inspect.ismodule(y)]
+    words = set(re.findall(r"\w+", " ".join(text_of(x) for x in GUIDES)))
+    assert [x for x in public if not x.startswith("_") and x not in words] == []
 
 
 # The README. ----------------------------------------------------------------------
+
+
+def test_the_readme_is_a_page():
+    assert len(text_of("README.md").splitlines()) <= 150
 
 
 def test_the_diff_is_a_valid_loop_and_stays_under_six_lines_of_change():
@@ -74,13 +134,28 @@ def test_the_diff_is_a_valid_loop_and_stays_under_six_lines_of_change():
 def test_the_first_commands_set_up_their_own_environment_and_others_use_it():
     first, second, *others = blocks("bash")
     assert all(x.startswith("python3 -m venv .venv && ") for x in (first, second))
+    others += [x for page in GUIDES[1:] for x in blocks("bash", page)]
     assert others
     assert all(x.startswith(".venv/bin/") for x in others)
-    assert all(len(x.splitlines()) == 1 for x in blocks("bash"))
+    assert all(len(x.splitlines()) == 1 for x in [*blocks("bash"), *others])
 
 
-def test_the_last_step_of_the_readme_has_sent_bytes():
-    assert float(names_of("README.md")["info"].wire_bytes) > 0
+# Pages. ---------------------------------------------------------------------------
+
+
+def test_the_step_whose_decisions_are_read_has_sent_bytes():
+    info = names_of("docs/watch.md")["info"]
+    assert 0 < float(info.wire_bytes) < float(info.dense_wire_bytes) / 4
+
+
+def test_nothing_is_held_back_after_the_flush():
+    for page, name in (
+        ("README.md", "opt_state"),
+        ("docs/optimizers.md", "lion_state"),
+    ):
+        held = optax.tree.get_all_with_path(names_of(page)[name], "residual")
+        assert held
+        assert all(not np.asarray(x).any() for _, x in held)
 
 
 # Recipes. -------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_the_networks_for_images_have_the_paper_s_sizes():
     vgg = vgg_cifar.model.VGG(**{x: getattr(config, x) for x in fields})
     small = vgg_cifar.config.PRESETS["small"]
     little = vgg_cifar.model.VGG(**{x: getattr(small, x) for x in fields})
-    # torchvision's resnet101() and vgg16_bn(); the last is what the README says.
+    # torchvision's resnet101() and vgg16_bn(); the last is its README's.
     sizes = [(resnet, 44_549_160), (vgg, 138_365_992), (little, 679_882)]
     for model, size in sizes:
         init = lambda model=model: model.init(KEY, image, is_training=False)["params"]

@@ -68,7 +68,8 @@ class GraVAC(Controller):
 
     Args:
       epsilon: smallest gain that may be sent; raising it sends more. The default was
-        measured (the README says how); the paper uses 0.7 and 0.9 on larger models.
+        measured (docs/papers.md says how); the paper uses 0.7 and 0.9 on larger
+        models.
       ladder: factor 1, then the factors to explore. The default is geometric: on the
         quickstart it saved more than exponential at the same loss.
       omega: relative difference that counts as none; 0.01 in the paper.

@@ -1,4 +1,4 @@
-"""Run the quickstart over several seeds and controllers, paired: the README's table.
+"""Run the quickstart over several seeds and controllers, paired.
 
 Every line of the record is one run; the runs of a seed share initial params and
 batches. Each run has four replicas, on virtual devices.
