@@ -1,7 +1,7 @@
 """Adaptive gradient compression for data-parallel JAX, as one Optax transformation.
 
-Replicas exchange the few gradient entries that matter, remember the rest, and decide
-how few while training runs::
+Replicas exchange gradients in a few bits, or the few entries that matter, and remember
+the rest. A controller decides how few while training runs::
 
     import gravac_jax as gravac
     tx = optax.chain(gravac.transform(), optax.sgd(0.1))
