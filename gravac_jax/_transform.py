@@ -120,14 +120,15 @@ def transform(
         params that are sharded otherwise than `sharded` says.
 
     Law:
-      On every replica and step, sent + kept == gradient + residual, exactly (apart from
-      numbers below 2**-126, which XLA may flush to zero; `LowRank` rounds). Clip, decay
-      and momentum come before: the law holds for what they make of the gradient.
-      Without them the update at factor 1 is `jax.lax.pmean` of the gradients, unless
-      the exchange rounds. If a gradient of any replica is not finite, or without a clip
-      has an entry of 2**50 or more, the update is zero and the state stays as it was,
-      apart from its counters, on all replicas. With a delay, that replica alone learns
-      nothing from it, and the counters follow one step later.
+      On every replica and step, sent + kept == gradient + residual: exactly where whole
+      entries are sent (apart from numbers below 2**-126, which XLA may flush to zero),
+      and to a rounding of float32 in few bits and at low rank. Clip, decay and momentum
+      come before: the law holds for what they make of the gradient. Without them the
+      update at factor 1 is `jax.lax.pmean` of the gradients, unless the exchange
+      rounds. If a gradient of any replica is not finite, or without a clip has an entry
+      of 2**50 or more, the update is zero and the state stays as it was, apart from its
+      counters, on all replicas. With a delay or rounds that replica alone learns
+      nothing from it, and the counters follow at the next exchange.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -95,7 +95,7 @@ def text(tmp_path):
 # The smallest run of a benchmark, and how many lines it leaves.
 RUNS = {
     "selection_speed": ("--sizes 2e4 --factors 100 --steps 3", 7),
-    "controllers": ("--replicas 2 --networks 1 --steps 40 --seeds 1 --longest 2", 10),
+    "controllers": ("--replicas 2 --networks 1 --steps 40 --seeds 1 --longest 2", 6),
     "controllers.traces": ("--steps 60 --picture picture.png", 12),
     "adaptivity": (
         "--methods dense default --bandwidths-mbit 1000 20 --steps 4 --turn 2"

@@ -213,6 +213,8 @@ def holds(name, rung, size, batches):
         kept = by_kind(state, "residual")
         # Sums of a few numbers, and means that are rounded to the leaf's dtype.
         eps, smallest = narrow(case)
+        if "exchange" not in dict(case.recipe) and total.size:
+            total = np.full_like(total, total.max())  # few bits are of the row's size
         sums = len(batches) * case.replicas
         assert (np.abs(came - sent - kept) <= sums * (eps * total + smallest)).all()
 

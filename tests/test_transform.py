@@ -498,7 +498,11 @@ CONTROLLERS = {
 
 @pytest.mark.parametrize("controller", choices(CONTROLLERS, lambda x: x == "Fastest"))
 def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
-    tx = gravac.transform(compress=COMPRESS, controller=CONTROLLERS[controller])
+    tx = gravac.transform(
+        compress=COMPRESS,
+        exchange=gravac.AllGather(),
+        controller=CONTROLLERS[controller],
+    )
     # An entry is sent in three steps, until its last bit has arrived.
     zeros = lambda x: np.zeros((150, *x.shape[1:]), np.float32)
     gradients = jax.tree.map(
@@ -512,6 +516,16 @@ def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
     assert states.info.skipped_steps[-1] == 0
     for x in jax.tree.leaves(at(states, -1)):
         assert not np.issubdtype(x.dtype, np.floating) or np.isfinite(x).all()
+
+
+def test_gradients_of_zero_deliver_the_residual_in_few_bits_but_for_a_rounding():
+    tx = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(16))
+    zeros = lambda x: np.zeros((60, *x.shape[1:]), np.float32)
+    gradients = jax.tree.map(lambda x: np.concatenate([x[:1], zeros(x)]), FLOATS)
+    updates, states = trajectory(tx, PARAMS, "vmap")(gradients)
+    assert np.abs(residuals(states)[0][-1]).max() < 1e-6
+    for leaf, x in updates.items():
+        np.testing.assert_allclose(x.sum(0), FLOATS[leaf][0].mean(0), atol=1e-5)
 
 
 # Any pytree, any axis
