@@ -8,7 +8,6 @@ import contextlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gravac_jax import _step_checks
@@ -63,7 +62,7 @@ def the_transform(state: Any, caller: str) -> TransformState:
 
 
 def waits(state: Any) -> bool:
-    """Return whether steps wait in the transform's memory: for a delay, or rounds."""
+    """Return whether steps wait in the memory before other replicas hear of them."""
     return bool(the_transform(state, "gravac.train_step").local.told)
 
 
@@ -71,18 +70,22 @@ class _ShownError(Exception):
     """Ends a trace of an optimizer once its controller is known."""
 
 
-def controller_of(tx: optax.GradientTransformationExtraArgs, state: Any) -> Controller:
-    """Return the controller of the one transform in `tx`, without a computation."""
+def controller_of(
+    tx: optax.GradientTransformationExtraArgs, params: Any, state: Any
+) -> Controller | None:
+    """Return the controller of the one transform in `tx`, without a computation.
+
+    None if what comes before the transform cannot be traced outside of its axes.
+    """
     found: list[Controller] = []
 
     def show(controller: Controller) -> None:
         found.append(controller)
         raise _ShownError
 
-    with contextlib.suppress(_ShownError):
-        nothing = jnp.zeros(0)
-        jax.eval_shape(lambda x: tx.update(nothing, x, nothing, show=show), state)
-    return found[0]
+    with contextlib.suppress(_ShownError, NameError):
+        jax.eval_shape(lambda p, s: tx.update(p, s, p, show=show), params, state)
+    return found[0] if found else None
 
 
 def is_linear(state: Any) -> bool:
@@ -144,7 +147,7 @@ def check_chains(tree: Any) -> None:
 
     def is_chain(x: Any) -> bool:
         parts = x.values() if type(x) is dict else x if type(x) is tuple else ()
-        return any(map(is_transform_state, parts))
+        return any(map(_is_transform, parts))
 
     for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):
         check_momentum(chain)
@@ -154,7 +157,7 @@ def check_chains(tree: Any) -> None:
 
 def _check_order(chain: tuple[Any, ...]) -> None:
     """Refuse a chain in which something that remembers gradients comes first."""
-    at = [is_transform_state(part) for part in chain].index(True)
+    at = [_is_transform(part) for part in chain].index(True)
     for before in _instances(chain[:at], _REMEMBERING):
         raise ValueError(
             f"gravac.transform comes after a {type(before).__name__} in the chain,"
@@ -165,13 +168,16 @@ def _check_order(chain: tuple[Any, ...]) -> None:
         )
 
 
+def _is_transform(x: Any) -> bool:
+    return is_transform_state(x) or isinstance(x, OuterState)
+
+
 def _instances(tree: Any, kind: Any) -> list[Any]:
     """Return every instance of a class, or of several classes, in `tree`.
 
     The optimizer inside a transform's memory is not one of the chain's, nor is an outer
     one: what is held back does not pass through either.
     """
-    is_apart = lambda x: is_transform_state(x) or isinstance(x, OuterState)
-    is_leaf = lambda x: isinstance(x, kind) or is_apart(x)
+    is_leaf = lambda x: isinstance(x, kind) or _is_transform(x)
     found = jax.tree.leaves(tree, is_leaf=is_leaf)
     return [x for x in found if isinstance(x, kind)]

@@ -278,6 +278,16 @@ def delay(value: Any) -> None:
         )
 
 
+def no_rounds(controller: Any, owner: str) -> None:
+    """Refuse a controller with rounds inside another one."""
+    if controller.has_rounds:
+        raise ValueError(
+            f"the controller inside {owner} has rounds itself, got {controller!r}. Put"
+            f" gravac.Every around the others: gravac.Every(8,"
+            f" gravac.Capped(gravac.GraVAC(), cap=100))."
+        )
+
+
 def steps_of_a_round(value: Any) -> None:
     """Refuse what is neither a number of steps nor a function to one."""
     if not callable(value):

@@ -220,7 +220,7 @@ def after(
     is_dense = (factor == 1).astype(jnp.int32)
     return before._replace(
         factor=factor,
-        gain=jnp.append(gains, jnp.zeros(2))[rung],
+        gain=jnp.append(gains, jnp.zeros(2, jnp.float32))[rung],
         gains=gains,
         payload_bytes=at_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
         wire_bytes=at_rung(table.wire_bytes) + extra(table.sample.wire_bytes),

@@ -1,6 +1,5 @@
 """An outer optimizer: it steps on what arrives at the end of each round."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,72 +7,72 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _checks
-from gravac_jax._controllers.every import ends_round
+from gravac_jax._error_feedback.steps import StepsState
+from gravac_jax._state import transform_states
 
 
 class OuterState(NamedTuple):
-    """The state of `outer`, the same on all replicas.
+    """The state of `outer`.
 
     Attributes:
-      optimizer: the state of the outer optimizer.
-      steps: `[]` int32, steps so far.
-      local_steps: `[]` int32, steps since the last exchange.
+      transform: the state of the transform.
+      optimizer: the state of the outer optimizer, the same on all replicas.
     """
 
+    transform: Any
     optimizer: Any
-    steps: jax.Array
-    local_steps: jax.Array
 
 
 def outer(
-    optimizer: optax.GradientTransformation, steps: int | Callable[[Any], Any]
+    transform: optax.GradientTransformation, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that steps on the mean of what replicas made in a round.
+    """Return a transform with an optimizer that steps on the mean of each round.
 
-    It comes after a `gravac.transform` whose memory is `gravac.Steps` and whose
-    controller is `gravac.Every` with the same `steps`. What arrives is the mean of the
-    replicas' steps; its negative, the *pseudo-gradient*, is the gradient of
-    `optimizer`. In local steps nothing arrives, and it stands still. Own params
-    (`gravac.local_params`) and a flush leave it out: both add what is held back as
-    it is.
+    What arrives is the mean of the steps that replicas made. Its negative, the
+    *pseudo-gradient*, is the gradient of `optimizer`. In local steps (`gravac.Every`)
+    nothing arrives, and it stands still. Own params (`gravac.local_params`) and a flush
+    leave it out: both add what is held back as it is.
 
     Args:
+      transform: a `gravac.transform` whose memory is `gravac.Steps`, of a whole
+        optimizer.
       optimizer: any optimizer of Optax, such as `optax.sgd(0.7, 0.9, nesterov=True)`.
-      steps: H, as for `gravac.Every`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`, whose state is the same everywhere.
+      An `optax.GradientTransformationExtraArgs`, in place of the transform.
 
     Raises:
-      TypeError: if `optimizer` is not a transformation of Optax.
-      ValueError: if `steps` is neither a positive integer nor a function.
+      TypeError: if one of both is not a transformation of Optax.
+      ValueError: from `init`, if `transform` is no `gravac.transform`, or its memory is
+        not `gravac.Steps`.
 
     Law:
-      `outer(optax.sgd(1.0), steps)` changes nothing: it is local SGD.
+      `outer(transform, optax.sgd(1.0))` is the transform.
 
     Example:
       >>> import optax
       >>> import gravac_jax as gravac
       >>> inner = gravac.Steps(optax.adamw(1e-3))
-      >>> tx = optax.chain(
-      ...     gravac.transform(
-      ...         memory=inner, controller=gravac.Every(30, gravac.Fixed(16))
-      ...     ),
-      ...     gravac.outer(optax.sgd(0.7, momentum=0.9, nesterov=True), steps=30),
+      >>> rounds = gravac.Every(30, gravac.Fixed(16))
+      >>> tx = gravac.outer(
+      ...     gravac.transform(memory=inner, controller=rounds),
+      ...     optax.sgd(0.7, momentum=0.9, nesterov=True),
       ... )
 
     References:
       Douillard et al., DiLoCo, arXiv 2311.08105; Reddi et al., Adaptive federated
       optimization, ICLR 2021.
     """
-    example = "optax.sgd(0.7, momentum=0.9, nesterov=True)"
-    _checks.component(optimizer, optax.GradientTransformation, "optimizer", example)
-    _checks.steps_of_a_round(steps)
+    kind, sgd = optax.GradientTransformation, "optax.sgd(0.7, momentum=0.9)"
+    _checks.component(transform, kind, "transform", "gravac.transform(...)")
+    _checks.component(optimizer, kind, "optimizer", sgd)
+    transform = optax.with_extra_args_support(transform)
     optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> OuterState:
-        zero = jnp.zeros((), jnp.int32)
-        return OuterState(optimizer.init(params), zero, jnp.copy(zero))
+        state = transform.init(params)
+        _holds_steps(state)
+        return OuterState(state, optimizer.init(params))
 
     def update(
         updates: Any,
@@ -81,25 +80,40 @@ def outer(
         params: Any = None,
         *,
         deliver: Any = None,
-        is_due: bool | jax.Array | None = None,
+        is_due: bool | None = None,
         **extra: Any,
     ) -> tuple[Any, OuterState]:
+        arrived, inner = transform.update(
+            updates, state.transform, params, deliver=deliver, is_due=is_due, **extra
+        )
         if deliver is not None:
-            return updates, state
+            return arrived, state._replace(transform=inner)
 
         def step() -> tuple[Any, Any]:
-            gradients = jax.tree.map(jnp.negative, updates)
+            gradients = jax.tree.map(jnp.negative, arrived)
             return optimizer.update(gradients, state.optimizer, params, **extra)
 
+        still = arrived, state.optimizer  # zeros
         if is_due is None:
-            is_due = ends_round(steps, state.steps, state.local_steps)
-        still = jax.tree.map(jnp.zeros_like, updates), state.optimizer
-        if isinstance(is_due, bool):
-            updates, inner = step() if is_due else still
+            (found,) = transform_states(inner)
+            has_arrived = found.info.local_steps == 0
+            stepped, kept = jax.lax.cond(has_arrived, step, lambda: still)
         else:
-            updates, inner = jax.lax.cond(is_due, step, lambda: still)
-        counted = optax.safe_increment(state.steps)
-        since = jnp.where(is_due, 0, state.local_steps + 1)
-        return updates, OuterState(inner, jnp.asarray(counted), since)
+            stepped, kept = step() if is_due else still
+        return stepped, OuterState(inner, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _holds_steps(state: Any) -> None:
+    found = transform_states(state)
+    memories = [x for ours in found for x in ours.local.memory]
+    if len(found) != 1 or not all(isinstance(x, StepsState) for x in memories):
+        raise ValueError(
+            "gravac.outer steps on the mean of what optimizers made: it needs one"
+            " gravac.transform with memory=gravac.Steps(...), got"
+            f" {len(found)} transforms with"
+            f" {sorted({type(x).__name__ for x in memories})}. Write gravac.outer("
+            "gravac.transform(memory=gravac.Steps(optax.adamw(1e-3)), ...),"
+            " optax.sgd(0.7, momentum=0.9))."
+        )

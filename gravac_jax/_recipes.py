@@ -234,14 +234,13 @@ def diloco(
       outer: the outer optimizer. Default: Nesterov's momentum as published,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`. `optax.sgd(1.0)` is local SGD.
       others: further arguments of `gravac.transform`, except its memory. They take
-        precedence over a mean in float32, as published. With `controller` the rounds
-        are yours: `controller=gravac.Every(steps, gravac.Fixed(16))` and
+        precedence over a mean in float32, as published. A `controller` brings rounds of
+        its own: `controller=gravac.Every(30, gravac.Fixed(16))` and
         `exchange=gravac.QuantizedAllReduce()` send two bits.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.Steps(inner),
-      controller=gravac.Every(steps, gravac.Fixed(1)), ...), gravac.outer(outer,
-      steps))`.
+      `gravac.outer(gravac.transform(memory=gravac.Steps(inner),
+      controller=gravac.Every(steps, gravac.Fixed(1)), ...), outer)`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -267,9 +266,7 @@ def diloco(
         "controller": Every(steps, Fixed(1)),
         "compress": True,
     }
-    return optax.chain(
-        transform(axis_name, **{**usual, **others}), _outer.outer(outer, steps)
-    )
+    return _outer.outer(transform(axis_name, **{**usual, **others}), outer)
 
 
 def sparse_loco(
@@ -303,7 +300,7 @@ def sparse_loco(
         precedence over `QuantizedTopK()`.
 
     Returns:
-      `gravac.transform` with these components, and `gravac.outer(optax.sgd(...))`.
+      `gravac.outer(gravac.transform(...), optax.sgd(learning_rate))`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -327,10 +324,8 @@ def sparse_loco(
     }
     if others.get("compressor") is not None:
         del usual["exchange"]
-    return optax.chain(
-        transform(axis_name, **{**usual, **others}),
-        _outer.outer(optax.sgd(learning_rate), steps),
-    )
+    compressed = transform(axis_name, **{**usual, **others})
+    return _outer.outer(compressed, optax.sgd(learning_rate))
 
 
 def _in_two_bits(memory: Steps, others: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,9 @@ def local_params(
     Law:
       The mean over replicas of their own params is where `gravac.flush` takes the
       params, apart from what momentum and decay do in that step. Without anything held
-      back, own params are the shared ones.
+      back, own params are the shared ones. If rounds begin at the shared params
+      (`gravac.Steps(begin_at_shared=True)`), what earlier exchanges left is no part of
+      own params.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -19,10 +19,21 @@ class Told(NamedTuple):
     Attributes:
       bad: `[]` float32, 1 if nothing can be learned from it.
       gradient_energy: `[]` float32, the energy of its buckets.
+      seconds: `[rungs]` float32, a measured step time at its rung, else 0.
+      timed: `[rungs]` float32, 1 where a time was measured.
     """
 
     bad: jax.Array
     gradient_energy: jax.Array
+    seconds: jax.Array
+    timed: jax.Array
+
+
+def nothing_told(rungs: int) -> Told:
+    """Return what is told before the first step: nothing."""
+    number = lambda: jnp.zeros((), jnp.float32)
+    each = lambda: jnp.zeros(rungs, jnp.float32)
+    return Told(number(), number(), each(), each())
 
 
 class LocalState(NamedTuple):
@@ -33,7 +44,8 @@ class LocalState(NamedTuple):
 
     Attributes:
       replica: `[]` int32, which replica this is; -1 before the first step.
-      told: with a delay, what the next step tells about this one's gradient.
+      told: with a delay or rounds, what the next exchange tells about the gradients
+        since the last one.
       memory: the memory's states, one a bucket, and one of the leaves that go dense.
       exchange: the exchange's states, one a bucket.
     """
@@ -57,7 +69,7 @@ class TransformState(NamedTuple):
       rung: `[]` int32, the rung of the next step.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
-        rungs if the step was silent.
+        rungs if the step was silent, and one more if it was local.
       info: what a human wants to know.
       arrived: what an update that only `receives` leaves for the rest of its step. A
         chain hands on nothing but states. Nothing between steps.

@@ -155,7 +155,7 @@ class Taken(NamedTuple):
     Attributes:
       arrived: what all replicas have received.
       local: this replica's own state after the step.
-      decision: the controller's.
+      decision: what the controller decided.
     """
 
     arrived: Arrived
@@ -258,15 +258,15 @@ class Components:
     def _initial(self, buckets: Buckets) -> TransformState:
         sizes, ladder = buckets.sizes, self.controller.ladder
         exchanges = zip(self._shaped(buckets), sizes, strict=True)
-        nothing = jnp.zeros((), jnp.float32)
         rung, controller = self.controller.init()
+        nothing = _state.nothing_told(len(ladder)) if self.waits else ()
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.asarray(ladder, jnp.float32),
             layout=jnp.asarray(buckets.layout, jnp.int32).reshape(-1, 2),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
-                told=_state.Told(nothing, jnp.copy(nothing)) if self.waits else (),
+                told=nothing,
                 memory=tuple(map(self.memory.init, buckets.part_sizes)),
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
@@ -304,7 +304,7 @@ class Components:
         if show is not None:
             show(self.controller)
             return updates, state
-        if receives and (self.controller.has_rounds or not self.delay):
+        if receives and not self.delay:
             _step_checks.needs_delay()
         is_asked = deliver is not None or receives
         axes, buckets, local = self._enter(updates, state, params, is_asked)
@@ -319,6 +319,8 @@ class Components:
             times=self._credit(state, step_seconds, measured_step),
             is_due=is_due,
         )
+        if self.waits and arrived is None:
+            local = self._timed(local, setting)
         if receives:
             arrived, local = self._send_held(local, setting)
             local = _state.leave(local, state.local)
@@ -409,7 +411,8 @@ class Components:
             return Taken(arrived, keep(local), decide(arrived))
         if not self.waits:
             fed = self._feed(gradient, local, setting)
-            arrived, local = self._send(_tell(gradient), fed, local, setting)
+            told = _tell(gradient, setting.times)
+            arrived, local = self._send(told, fed, local, setting)
             return Taken(arrived, local, decide(arrived))
         if not self.delay:
             return self._take_held(gradient, keep(local), setting)
@@ -427,15 +430,19 @@ class Components:
 
         if not self.controller.has_rounds or setting.is_due:
             return exchange()
-        state, shapes = setting.state, jax.eval_shape(exchange)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.arrived)
-        is_local = jnp.int32(len(self.controller.ladder) + 1)
-        undecided = Decision(state.rung, state.controller, state.info.gains)
-        waited = Taken(nothing._replace(rung=is_local), local, undecided)
-        if setting.is_due is False:
-            return waited
+        state = setting.state
+        nothing = self._nothing(jax.eval_shape(exchange).arrived, local, state)
+        if setting.is_due is not None:
+            return nothing
         is_due = self.controller.is_due(state.steps, state.info.local_steps)
-        return _collectives.only_if(is_due, exchange, waited)
+        return _collectives.only_if(is_due, exchange, nothing)
+
+    def _nothing(self, like: Any, local: LocalState, state: TransformState) -> Taken:
+        """Return what comes of a local step: nothing arrives or is decided."""
+        arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        local_rung = jnp.int32(len(self.controller.ladder) + 1)
+        as_before = Decision(state.rung, state.controller, state.info.gains)
+        return Taken(arrived._replace(rung=local_rung), local, as_before)
 
     def deliver(
         self,
@@ -494,9 +501,19 @@ class Components:
         kept = tuple(map(self.memory.keep, fed.parts, fed.memory))
         # This is no branch, because XLA would copy the memory in and out of one.
         memory = _arrays.where(is_bad, local.memory, kept)
-        told = _tell(gradient)
-        told = told._replace(bad=jnp.maximum(told.bad, local.told.bad))
+        before = local.told
+        told = _tell(gradient, (before.seconds, before.timed))
+        told = told._replace(bad=jnp.maximum(told.bad, before.bad))
         return local._replace(memory=memory, told=told)
+
+    def _timed(self, local: LocalState, setting: Setting) -> LocalState:
+        """Add a measured time to what the next exchange tells."""
+        (seconds, timed), told = setting.times, local.told
+        told = told._replace(
+            seconds=jnp.where(timed > 0, seconds, told.seconds),
+            timed=jnp.maximum(timed, told.timed),
+        )
+        return local._replace(told=told)
 
     def _send_held(
         self, local: LocalState, setting: Setting
@@ -520,7 +537,7 @@ class Components:
         programs that were compiled apart, and different branches would hang. So the
         rung is agreed on, too.
         """
-        axes, state, (seconds, timed) = setting.axes, setting.state, setting.times
+        axes, state = setting.axes, setting.state
         apart = jnp.zeros(0)
         if self.check_every:
             unseen = state.info.local_steps + 1
@@ -534,8 +551,8 @@ class Components:
                 gradient_energy=told.gradient_energy,
                 contrast=axes.slow.contrast(told.gradient_energy),
                 rung=axes.both.of_first(state.rung),
-                seconds=seconds,
-                timed=timed,
+                seconds=told.seconds,
+                timed=told.timed,
                 apart=apart,
             )
         )
@@ -610,6 +627,7 @@ class Components:
             gradient_energies=self._sampled_energies(gradient, setting),
             predicted_parts=_info.predicted_parts(tables, self.wire or WireCost()),
             measured_seconds=agreed.seconds / agreed.timed,  # NaN where not timed
+            steps=state.info.local_steps + 1,
         )
         rung, controller = self.controller.decide(evidence, state.controller)
         now = compression_gain.gain(evidence.energies, evidence.energy)
@@ -675,7 +693,7 @@ class Components:
         )
 
 
-def _tell(gradient: Gradient) -> Told:
-    """Return what the other replicas must know of this replica's gradient."""
+def _tell(gradient: Gradient, times: tuple[jax.Array, jax.Array]) -> Told:
+    """Return what the other replicas must know of this one's gradient and times."""
     energy = _arrays.total(map(_arrays.energy, gradient.parts[:-1]))
-    return Told(gradient.bad, jnp.where(gradient.bad != 0, 0, energy))
+    return Told(gradient.bad, jnp.where(gradient.bad != 0, 0, energy), *times)

@@ -18,6 +18,7 @@ from gravac_jax import (
     _parallel,
     _placement,
     _residuals,
+    _step_checks,
 )
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers.base import Controller
@@ -73,8 +74,9 @@ def train_step(
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
       `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
       `flush(params, opt_state)` delivers what replicas hold back. If `gravac.Every`
-      makes some steps local, loss and aux are each replica's own, `[replicas, ...]`: to
-      average them would take a message in every step.
+      makes some steps local, loss and aux are each replica's own, `[replicas, ...]`, or
+      `[devices, ...]` with a fast axis: to average them would take a message in every
+      step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
       TypeError: if `mesh` is neither a mesh nor a number, or `overlap` is no bool.
@@ -182,26 +184,37 @@ class Rounds:
       state: the transform's state before the first step.
     """
 
-    def __init__(self, controller: Controller, state: TransformState):
+    def __init__(self, controller: Controller | None, state: TransformState):
         self._controller = controller
         self._step, self._local_steps = int(state.steps), int(state.info.local_steps)
 
-    def next_is_due(self) -> bool | None:
-        """Return whether the next step exchanges; None if all steps do."""
-        if not self._controller.has_rounds:
+    def is_due(self) -> bool | None:
+        """Return whether the next step exchanges; None if there are no rounds."""
+        if self._controller is None or not self._controller.has_rounds:
             return None
-        # A schedule of JAX would wait in the queue of the devices that train.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            is_due = bool(self._controller.is_due(self._step, self._local_steps))
+        # A schedule in JAX would wait in the queue of the devices that train.
+        with jax.default_device(_cpu()):
+            return bool(self._controller.is_due(self._step, self._local_steps))
+
+    def count(self, is_due: bool | None) -> None:
+        """Count a step that was taken."""
         self._step += 1
-        self._local_steps = 0 if is_due else self._local_steps + 1
-        return is_due
+        self._local_steps = self._local_steps + 1 if is_due is False else 0
+
+
+def _cpu() -> Any:
+    """Return a CPU if JAX may use one."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 class TrainStep:
     """A compiled train step; see `gravac.train_step`, which makes it.
 
-    It measures its own steps. After going back to an earlier state, make a new one.
+    It counts and measures its own steps. After going back to an earlier state, make a
+    new one: it would credit times to other steps, and with rounds end them elsewhere.
     """
 
     def __init__(
@@ -223,15 +236,19 @@ class TrainStep:
         """Take a step; `params` and `opt_state` are donated."""
         if self._rounds is None:
             state = _chain.the_transform(opt_state, "gravac.train_step")
-            self._rounds = Rounds(_chain.controller_of(self._tx, opt_state), state)
+            controller = _chain.controller_of(self._tx, params, opt_state)
+            self._rounds = Rounds(controller, state)
             self._clock = StepClock(int(state.steps)) if self._is_timed else None
-        step = self._programs[self._rounds.next_is_due()]
-        if self._clock is None:
-            return step(params, opt_state, batch)
-        params, opt_state, *metrics = step(
-            params, opt_state, batch, **self._clock.times()
+        is_due = self._rounds.is_due()
+        if is_due not in self._programs:
+            _step_checks.overlaps_no_rounds()
+        times = self._clock.times() if self._clock else {}
+        params, opt_state, *metrics = self._programs[is_due](
+            params, opt_state, batch, **times
         )
-        self._clock.record(metrics)
+        self._rounds.count(is_due)
+        if self._clock:
+            self._clock.record(metrics)
         return params, opt_state, *metrics
 
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:

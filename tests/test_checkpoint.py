@@ -47,6 +47,10 @@ RECIPES = {
     "several buckets": {"memory": gravac.Steps(optax.scale_by_adam())},
     "search": {"controller": gravac.GraVAC(ladder=LADDER, window=1, omega=0.5)},
     "delay": {"delay": 1, "memory": gravac.Momentum(0.5)},
+    "rounds": {
+        "memory": gravac.Momentum(0.5),
+        "controller": gravac.Every(2, gravac.Fixed(4)),
+    },
     "momentum": {"memory": gravac.Momentum(0.5), "controller": gravac.Fixed(4)},
     **{kind.__name__: {"memory": one_of(kind)} for kind in MEMORIES},
     **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
@@ -260,7 +264,7 @@ WHERES = {
     "mesh of 8": make_mesh((8,), axis_type=AXIS_TYPES[1]),
 }
 MOVES = [("momentum", where) for where in WHERES]
-MOVES += [("Steps", "mesh of 8"), ("LowRank", "mesh of 8")]
+MOVES += [(recipe, "mesh of 8") for recipe in ("Steps", "LowRank", "rounds")]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,7 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
         x, y = (np.asarray(z, np.float64).mean(0) for z in (x, y))
         np.testing.assert_allclose(y, x, rtol=0, atol=np.abs(x).max() * 2**-22)
         assert "nu" not in jax.tree_util.keystr(path) or (y >= 0).all()
-    for name in ("steps", "rung", "skipped_steps", "dense_steps"):
+    for name in ("steps", "rung", "skipped_steps", "dense_steps", "local_steps"):
         assert int(optax.tree.get(there, name)) == int(optax.tree.get(state, name))
     other.train(there, 3, STEPS)
 

@@ -18,7 +18,12 @@ from gravac_jax._exchanges import EXCHANGES
 H, ROUNDS = 3, 2
 STEPS = H * ROUNDS
 GRADIENTS = _harness.gaussian_gradients(STEPS)
-MEMBERS = [x for x in _examples.members(MEMORIES) if not isinstance(x, gravac.NoMemory)]
+# What a masking memory makes depends on what was sent.
+MEMBERS = [
+    x
+    for x in _examples.members(MEMORIES)
+    if not isinstance(x, gravac.NoMemory) and not x.masks
+]
 # A threshold follows the bucket of the step before, and random places those of the
 # steps: they choose otherwise in a run without rounds.
 CHOOSE_ALIKE = (gravac.SharedRandomK, gravac.LeaderIndices, gravac.LowRank)
@@ -85,8 +90,6 @@ def test_what_was_made_was_sent_or_is_held(memory, delay):
     made, _ = run(**recipe | {"every": 1, "factor": 1, "delay": 0})
     held = [np.asarray(memory.held(x, x.residual.shape[-1]))[-1].mean(0) for x in
             states.local.memory]  # fmt: skip
-    if isinstance(memory, gravac.Momentum) and memory.masking:
-        return  # what was sent changes what is made
     for name, rest in zip(PARAMS, reversed(held), strict=True):
         sent = updates[name].astype(np.float64).sum(0).ravel()
         came = made[name].astype(np.float64).sum(0).ravel()
@@ -142,7 +145,8 @@ def test_who_knows_which_step_exchanges_gets_a_program_without_a_branch(is_due):
     text = jax.jit(step).lower(*state, np.ones(N, np.float32)).compile().as_text()
     found, conditionals = _harness.collectives(text)
     assert bool(found) == is_due
-    assert not conditionals or is_due
+    assert not any(x.branches for x in found)
+    assert is_due or not conditionals
     (*state,) = step(*state, np.ones(N, np.float32))
     assert optax.tree.get(state, "StepInfo").local_steps == (0 if is_due else 1)
 
@@ -158,7 +162,140 @@ def test_a_train_step_exchanges_where_the_controller_says(every):
     assert found == ([1, 0, 1, 0, 1] if every == 2 else [0, 0, 1, 0, 1])
 
 
-def test_a_train_step_returns_each_replicas_own_loss_and_no_collective_beside():
+def test_the_local_program_of_a_train_step_has_no_collective(monkeypatch):
+    programs = []
+    make = gravac._train_step._parallel.data_parallel
+
+    def kept(*args, **kwargs):
+        programs.append(make(*args, **kwargs))
+        return programs[-1]
+
+    monkeypatch.setattr(gravac._train_step._parallel, "data_parallel", kept)
+    tx = gravac.sgd(RATE, controller=gravac.Every(H, gravac.Fixed(16)))
+    step = gravac.train_step(loss_of, tx, make_mesh())
+    state = step.init({"w": jnp.ones((DIMENSION, 8))})
+    found = []
+    for program in programs:
+        text = jax.jit(program).lower(*state, batch(0)).compile().as_text()
+        found.append(len(_harness.collectives(text)[0]))
+    every_step, exchange, local, flush = found
+    assert every_step > exchange > 0
+    assert local == 0
+    assert flush > 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_exchange_tells_the_time_of_the_one_before(delay):
+    controller = gravac.Every(H, _harness.Scripted((1.0, 8.0)))
+    tx = gravac.transform(compress=COMPRESS, controller=controller, delay=delay)
+    seconds = np.broadcast_to(np.arange(STEPS, dtype=np.float32)[:, None], (STEPS, N))
+    # A clock tells in each step how long the one before took.
+    _, states = _harness.trajectory(tx, PARAMS, "vmap")(
+        GRADIENTS, step_seconds=seconds + 1, measured_step=np.int32(seconds) - 1
+    )
+    told = states.controller.measured_seconds[-1]
+    np.testing.assert_array_equal(told, [H + 1, np.nan])
+
+
+def evidence_at(step, energies):
+    """What a controller sees at an exchange; every rung would take as long."""
+    energies = jnp.asarray(energies)
+    return gravac.Evidence(
+        step=jnp.int32(step),
+        replicas=N,
+        first_sparse=jnp.int32(1),
+        energies=energies,
+        energy=jnp.float32(1),
+        gradient_energy=jnp.float32(1),
+        gradient_energies=energies,
+        predicted_parts=jnp.ones((energies.size, 4)),
+        measured_seconds=jnp.full(energies.size, jnp.nan),
+    )
+
+
+@pytest.mark.parametrize("every", [10, lambda step: jnp.where(step < 4, 4, 10)])
+def test_windows_of_gravac_end_whatever_the_rounds(every):
+    inner = gravac.GraVAC(
+        ladder=(1, 4, 8, 16, 32, 64), window=20, epsilon=0.0, omega=1.0
+    )
+    rounds = gravac.Every(every, inner)
+    energies = jnp.array([1.0, 0.99, 0.98, 0.97, 0.96, 0.95])
+    _, state = rounds.init()
+    moves, step = [], 3 if callable(every) else 9
+    for _ in range(12):
+        evidence = evidence_at(step, energies)
+        _, state = rounds.decide(evidence, state)
+        moves.append((int(state.minimum), int(state.candidate)))
+        step += 10
+    assert len(set(moves)) > 2
+
+
+def test_a_schedule_inside_decides_for_the_next_exchange():
+    stages = gravac.Scheduled(lambda step: jnp.where(step < 15, 4.0, 16.0), (4, 16))
+    rounds = gravac.Every(10, stages)
+    _, state = rounds.init()
+    evidence = evidence_at(9, jnp.ones(2))
+    rung, _ = rounds.decide(evidence, state)
+    assert int(rung) == 1  # of step 19
+
+
+@pytest.mark.parametrize("name", ["masked first", "partitioned"])
+def test_a_train_step_takes_optimizers_that_look_at_the_tree(name):
+    transform = gravac.transform(compress=True, controller=gravac.Fixed(8))
+    decayed = optax.add_decayed_weights(1e-4, mask={"w": True, "b": False})
+    chain = optax.chain(decayed, transform, optax.sgd(RATE))
+    if name == "partitioned":
+        kinds = {"w": "all", "b": "all"}
+        chain = optax.partition({"all": optax.chain(transform, optax.sgd(RATE))}, kinds)
+    step = gravac.train_step(loss_of, chain, N)
+    state = step.init({"w": jnp.ones(DIMENSION), "b": jnp.ones(3)})
+    *_, value = step(*state, batch(0))
+    assert np.isfinite(value)
+
+
+def test_rounds_and_overlap_are_refused_together():
+    controller = gravac.Every(H, gravac.Fixed(16))
+    tx = gravac.sgd(RATE, controller=controller, delay=1)
+    step = gravac.train_step(loss_of, tx, make_mesh(), overlap=True)
+    with pytest.raises(ValueError, match=r"overlap=True and gravac.Every"):
+        step(*step.init({"w": jnp.ones(DIMENSION)}), batch(0))
+
+
+def test_a_step_that_fails_is_not_counted():
+    tx = gravac.sgd(RATE, controller=gravac.Every(2, gravac.Fixed(16)))
+    step = gravac.train_step(loss_of, tx, N)
+    state, found = step.init({"w": jnp.ones(DIMENSION)}), []
+    with pytest.raises(ValueError, match="cannot be split"):
+        step(*state, np.ones((N + 1, DIMENSION), np.float32))
+    for i in range(4):
+        *state, _ = step(*state, batch(i))
+        found.append(int(optax.tree.get(state, "StepInfo").local_steps))
+    assert found == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("recipe", [gravac.diloco, gravac.sparse_loco])
+def test_a_controller_of_ones_own_brings_its_rounds(recipe):
+    tx = recipe(optax.sgd(RATE), steps=30, controller=gravac.Every(2, gravac.Fixed(1)))
+
+    def train_step(params, state, x):
+        own = gravac.local_params(tx, params, state)
+        loss, grads = gravac.value_and_grad(loss_of)(own, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = {"w": jnp.full(DIMENSION, 0.125)}
+    state, found = gravac.place((params, tx.init(params)), N), []
+    step = gravac.simulate(train_step, N)
+    for i in range(4):
+        *state, _ = step(*state, batch(i))
+        found.append(np.asarray(state[0]["w"]))
+    assert (found[0] == 0.125).all()
+    assert (found[1] != 0.125).all()
+    assert (found[2] == found[1]).all()
+    assert (found[3] != found[1]).all()
+
+
+def test_a_train_step_returns_each_replicas_own_loss():
     loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
     tx = transform(axis_name="data", compress=True)
     chain = optax.chain(tx, optax.scale(-0.1))
@@ -354,7 +491,22 @@ def test_an_outer_step_of_1_is_local_sgd():
     ("words", "call"),
     [
         ("steps of a round", lambda: gravac.Every(0, gravac.Fixed(16))),
-        ("steps of a round", lambda: gravac.outer(optax.sgd(0.1), 2.5)),
+        ("steps of a round", lambda: gravac.Every(2.5, gravac.Fixed(16))),
+        (
+            "has rounds itself",
+            lambda: gravac.Capped(gravac.Every(2, gravac.Fixed(16)), 4),
+        ),
+        (
+            "what optimizers made",
+            lambda: gravac.outer(transform(), optax.sgd(0.1)).init(PARAMS),
+        ),
+        (
+            "with a mask",
+            lambda: gravac.Steps(
+                optax.adamw(1e-3, mask=lambda x: jax.tree.map(lambda y: y.ndim > 1, x))
+            ),
+        ),
+        ("with a mask", lambda: gravac.Steps(optax.adamw(1e-3, mask={"w": True}))),
         (
             "rounds itself",
             lambda: gravac.Every(2, gravac.Every(2, gravac.Fixed(16))),

@@ -37,7 +37,9 @@ class Evidence(NamedTuple):
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
-        to `update` this time, at the rung that they measured; NaN at other rungs.
+        to `update` since the last decision, at the rung that they measured; NaN at
+        other rungs.
+      steps: steps since the last decision: 1, unless `gravac.Every` makes some local.
 
     Example:
       See `gravac.Controller`.
@@ -52,6 +54,7 @@ class Evidence(NamedTuple):
     gradient_energies: jax.Array
     predicted_parts: jax.Array
     measured_seconds: jax.Array
+    steps: Any = 1
 
     @property
     def predicted_seconds(self) -> jax.Array:

@@ -49,6 +49,7 @@ class Capped(DerivedLadder):
 
     def __post_init__(self) -> None:
         _checks.component(self.controller, Controller, "controller", "gravac.GraVAC()")
+        _checks.no_rounds(self.controller, "gravac.Capped")
         if not callable(self.cap):
             _checks.factor(self.cap, "cap")
 

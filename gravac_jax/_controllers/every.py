@@ -5,16 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gravac_jax import _checks
 from gravac_jax._controllers.base import Controller, DerivedLadder, Evidence
+
+
+def length_at(steps: int | Callable[[Any], Any], step: Any) -> Any:
+    """Return the length of the round at a step, whole: hosts may round otherwise."""
+    return jnp.int32(jnp.round(steps(step))) if callable(steps) else steps
 
 
 def ends_round(
     steps: int | Callable[[Any], Any], step: Any, local_steps: Any
 ) -> jax.Array | bool:
     """Return whether a step is the last one of its round, `[]` bool."""
-    return local_steps + 1 >= (steps(step) if callable(steps) else steps)
+    return local_steps + 1 >= length_at(steps, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +29,18 @@ class Every(DerivedLadder):
 
     The steps between are *local*: nothing at all is sent, no gradient, no evidence.
     Each replica feeds its gradient to its memory and goes on at its own params, as
-    `gravac.train_step` does, while the params that all share stay as they are. The
-    exchange of a round averages what has gathered.
+    `gravac.train_step` does, while the params that all share get nothing from the
+    gradients. (Decay and momentum that come after the transform act on them in every
+    step, the same on all replicas.) The exchange of a round averages what has gathered.
 
-    The other controller sees the exchanges alone. Times that it is told are those of
-    the steps that exchange. A gradient that is not finite counts for nothing on its
-    replica, and the others hear of it at the next exchange.
+    The other controller sees the exchanges alone, and the times of steps that exchange.
+    A gradient that is not finite counts for nothing on its replica, and the others hear
+    of it at the next exchange.
 
     Args:
       steps: H, the steps of a round, of which the last one exchanges; or a function
-        from the step (`[]` int32, counted from 0) to H. Short rounds at first lose
-        least.
+        from the step (`[]` int32, counted from 0) to H, the same on all hosts. Short
+        rounds at first lose least.
       controller: the controller of the exchanges, such as `gravac.Fixed(16)`.
 
     Raises:
@@ -66,11 +73,7 @@ class Every(DerivedLadder):
     def __post_init__(self) -> None:
         _checks.component(self.controller, Controller, "controller", "gravac.Fixed(16)")
         _checks.steps_of_a_round(self.steps)
-        if self.controller.has_rounds:
-            raise ValueError(
-                f"the controller of gravac.Every has rounds itself, got"
-                f" {self.controller!r}. Write gravac.Every(steps, gravac.Fixed(16))."
-            )
+        _checks.no_rounds(self.controller, "gravac.Every")
 
     @property
     def has_rounds(self) -> bool:
@@ -112,4 +115,9 @@ class Every(DerivedLadder):
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
         """Return the decision of the other controller, for the next exchange."""
+        if self.has_rounds:
+            # It believes to decide for the very next step, from that before.
+            length = length_at(self.steps, evidence.step + 1)
+            before_next = evidence.step + length - 1
+            evidence = evidence._replace(step=before_next, steps=length)
         return self.controller.decide(evidence, state)

@@ -148,7 +148,8 @@ class GraVAC(Controller):
         # A window ends where the paper's `i % window == 0` holds, counting from 1. It
         # does not limit how far the averages reach back. A skipped step decides
         # nothing, so a window that would end there goes on into the next.
-        is_end = (evidence.step + 1) % self.window == 0
+        now = evidence.step + 1
+        is_end = now // self.window > (now - evidence.steps) // self.window
         is_move = is_end & ~state.is_settled
         moved = self._move(state, gains)
         return rung, jax.tree.map(

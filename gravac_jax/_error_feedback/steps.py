@@ -45,9 +45,9 @@ class Steps(ErrorFeedback):
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do; Adafactor,
     LAMB and Muon look at whole matrices and do not. Decoupled weight decay and the
-    learning rate may come after `gravac.transform` in the chain, or be part of a whole
-    optimizer here, such as `optax.adamw(1e-3)`. What decays then are the replica's own
-    params.
+    learning rate may come after `gravac.transform` in the chain. Or both are part of a
+    whole optimizer here, such as `optax.adamw(1e-3)`, after which nothing may scale its
+    steps: what decays then are the replica's own params.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
@@ -100,6 +100,7 @@ class Steps(ErrorFeedback):
         why = "It is the share of what an exchange leaves that is kept."
         _checks.within(self.residual_decay, "residual_decay", 0, 1, why)
         _checks.flag(self.begin_at_shared, "begin_at_shared")
+        self._refuse_masks()
         self._try(needs_params=self.needs_params)
 
     @property
@@ -112,21 +113,36 @@ class Steps(ErrorFeedback):
         """Whether the optimizer needs params, as one with weight decay does."""
         try:
             self._try(needs_params=False)
-        except ValueError:
+        except (ValueError, TypeError):
             return True
         return False
 
     def _try(self, needs_params: bool) -> None:
         one = jax.ShapeDtypeStruct((1,), jnp.float32)
-        state = jax.eval_shape(lambda: self.init(1))
         params = (one,) if needs_params else ()
         try:
+            state = jax.eval_shape(lambda: self.init(1))
             jax.eval_shape(self.compensate, one, state, *params)
         except ValueError as error:
             raise ValueError(
                 f"gravac.Steps cannot run this optimizer on a flat vector: {error} Use"
                 f" one that works entry by entry, such as optax.adamw(1e-3)."
             ) from error
+
+    def _refuse_masks(self) -> None:
+        is_mask = lambda x: isinstance(x, optax.MaskedState)
+        try:
+            state = jax.eval_shape(lambda: self.init(1))
+            has_mask = any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
+        except (ValueError, TypeError):  # a mask that has the form of the params
+            has_mask = True
+        if has_mask:
+            raise ValueError(
+                "gravac.Steps cannot run an optimizer with a mask, or one that looks at"
+                " the tree of the params: it sees flat vectors of many leaves. Put what"
+                " is masked after the transform, as gravac.adamw(1e-3, mask=...) does"
+                " with its decay."
+            )
 
     def init(self, n: int) -> StepsState:
         """Return the optimizer's first state and an empty residual."""

@@ -33,6 +33,7 @@ LABELS = {
     "default": "default, shared params",
     "localdefault": "default, own params",
     "sparse": "Fastest, sparse factors",
+    "localallreduced16": "two bits, own params",
     "gravac": "GraVAC",
     "accordion": "Accordion(10, 100)",
     "fixed10": "static factor 10",
