@@ -44,7 +44,7 @@ def _traces(path: Path) -> None:
 
 
 def _live(path: Path) -> None:
-    head, lines = read(RECORDS / "2026-11-23_live/live.jsonl")
+    head, lines = read(RECORDS / "2026-11-25_live/live.jsonl")
     fields = {x.name for x in dataclasses.fields(adaptivity.worker.Setting)}
     own = {k: x for k, x in head["configuration"].items() if k in fields}
     adaptivity.run.draw(lines, adaptivity.worker.Setting(**own), path)
@@ -96,7 +96,7 @@ MADE: dict[str, Make] = {
         for name in ("adamw", "lstm")
     },
     "2026-11-22_controllers/traces.png": _traces,
-    "2026-11-23_live/live.png": _live,
+    "2026-11-25_live/live.png": _live,
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
     **_paper("2026-11-23_results"),

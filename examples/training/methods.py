@@ -42,6 +42,13 @@ WIDE = "wide"
 LOCAL = "local"
 DELAYED = "delayed"
 EVERY = "every"
+WIDTHS = {
+    "1": "whole",
+    "4": "in eight bits",
+    "8": "in four bits",
+    "16": "in two bits",
+    "32": "in one bit",
+}
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
@@ -99,6 +106,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
     return name.removeprefix(WIDE).startswith((LOCAL, DELAYED, EVERY))
+
+
+def in_words(name: str) -> str:
+    """Return what a reader calls a method in few bits; other names stay."""
+    match = re.fullmatch(
+        rf"({LOCAL}|{DELAYED}|{EVERY}\d+)?allreduced(adam|sgd)?(\d+)", name
+    )
+    if not match or match[3] not in WIDTHS:
+        return name
+    how, optimizer, factor = match[1] or "", match[2], match[3]
+    what = {"adam": "AdamW's steps", "sgd": "SGD's steps"}.get(optimizer, "gradients")
+    said = [f"{what} {WIDTHS[factor]}"]
+    if not how:
+        said.append("shared params")
+    elif how == DELAYED:
+        said.append("one step late")
+    elif how != LOCAL:
+        said.append(f"every {how.removeprefix(EVERY)} steps")
+    return ", ".join(said)
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:

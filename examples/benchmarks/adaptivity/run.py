@@ -38,7 +38,7 @@ LABELS = {
     "accordion": "Accordion(10, 100)",
     "fixed10": "static factor 10",
 }
-STYLES = ("k:", "C0-", "C1--", "C2-.", "C3-.", "C4-.", "C5-.", "C6-.")
+STYLES = ("k:", "C0:", "C1-", "C2--", "C3-", "C4-.", "C5-.", "C6-.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,9 @@ def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
     below.set(xlabel="seconds of the method's own steps")
     below.set(ylabel="held-out loss, nats", xlim=(0, None))
     below.set_ylim(top=float(np.quantile([x["held_out_loss"] for x in lines], 0.9)))
-    above.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
-    below.legend(loc="upper right", ncols=2, frameon=False)
+    figure.legend(
+        handles=middle.lines, loc="outside upper center", ncols=3, frameon=False
+    )
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     save(figure, picture, dpi=150)

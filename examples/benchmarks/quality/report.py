@@ -17,6 +17,7 @@ import tyro
 from common.journal import Line, read
 from common.report import plt, save, show, table
 from common.statistics import upper_bound
+from training.methods import in_words
 
 from quality.results import (
     Result,
@@ -113,7 +114,7 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
         place = np.array([[y[axis] for y in x.lines[:length]] for x in own]).mean(0)
         place = place / 1e6 if axis.endswith("bytes") else place
         style = {"linestyle": line, "marker": marker, "markersize": 3}
-        (drawn,) = ax.plot(place, losses.mean(0), label=name, **style)
+        (drawn,) = ax.plot(place, losses.mean(0), label=in_words(name), **style)
         color = drawn.get_color()
         ax.fill_between(place, losses.min(0), losses.max(0), alpha=0.2, color=color)
     ax.set(xlabel=AXES[axis], ylabel=f"held-out loss, {unit}")
