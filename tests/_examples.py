@@ -192,5 +192,6 @@ def evidence(
         "gradient_energies": to_float32(np.sqrt(shares) * energy[:, None] / 2),
         "predicted_parts": to_float32(np.tile(parts, (steps, 1, 1))),
         "measured_seconds": to_float32(measured),
+        "steps": np.ones(steps, np.int32),
     }
     return Evidence(**fields)

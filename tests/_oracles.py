@@ -532,9 +532,10 @@ def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
 
 
 def every(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the decisions of the controller of the exchanges."""
-    other = controller.controller
-    yield from look_up(CONTROLLERS, other).decisions(other, list(evidence))
+    """Yield the decisions of the controller of the exchanges, each for the next one."""
+    other, h = controller.controller, controller.steps
+    seen = [e._replace(step=int(e.step) + h - 1, steps=h) for e in evidence]
+    yield from look_up(CONTROLLERS, other).decisions(other, seen)
 
 
 def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
@@ -597,7 +598,8 @@ def gravac_algorithm_1(controller: Any, evidence: Iterable[Any]) -> Iterator[Dec
                 rung = minimum
         predicted[rung] = gains[rung] / e.predicted_seconds[rung]
 
-        if (e.step + 1) % controller.window == 0 and not is_settled:
+        passed = range(int(e.step) + 2 - int(e.steps), int(e.step) + 2)
+        if any(x % controller.window == 0 for x in passed) and not is_settled:
             minimum, candidate, is_settled, margin = check_gravac(
                 controller, gains, minimum, candidate, measured or predicted
             )

@@ -1,5 +1,7 @@
 """place, init and state_specs find what differs per replica in any training state."""
 
+import re
+
 import _harness
 import jax
 import jax.numpy as jnp
@@ -67,7 +69,8 @@ def pairs(tree, placed):
     """Return for each leaf whether it differs per replica, and both its forms."""
     assert jax.tree.structure(placed) == jax.tree.structure(tree)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    is_local = ["local" in jax.tree_util.keystr(path) for path, _ in leaves]
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    is_local = [bool(re.search(r"\blocal\b", name)) for name in names]
     assert sum(is_local) == LOCAL_LEAVES
     unplaced = [x for _, x in leaves]
     return list(zip(is_local, unplaced, jax.tree.leaves(placed), strict=True))
