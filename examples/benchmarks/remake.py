@@ -95,6 +95,7 @@ MADE: dict[str, Make] = {
         f"{_STEPS}/{name}.png": _losses(f"{_STEPS}/{name}.jsonl")
         for name in ("adamw", "lstm")
     },
+    "2026-11-25_rounds/adamw.png": _losses("2026-11-25_rounds/adamw.jsonl"),
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-25_live/live.png": _live,
     **_end_to_end("2026-11-23_end_to_end"),
