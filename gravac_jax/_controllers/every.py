@@ -12,7 +12,8 @@ from gravac_jax._controllers.base import Controller, DerivedLadder, Evidence
 
 
 def length_at(steps: int | Callable[[Any], Any], step: Any) -> Any:
-    """Return the length of the round at a step, whole: hosts may round otherwise."""
+    """Return the length of the round at a step, a whole number."""
+    # Floats of two hosts may differ in the last bit, and then one would wait for ever.
     return jnp.int32(jnp.round(steps(step))) if callable(steps) else steps
 
 
