@@ -42,11 +42,12 @@ class StepInfo(NamedTuple):
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
       is_finite: `[]` bool, whether every gradient of every replica was finite and,
-        without a clip, below 2**50. With a delay always True, since no step is skipped.
+        without a clip, below 2**50. Always True with a
+        delay or rounds, since no step is skipped.
       dense_steps: `[]` int32, steps so far that sent everything.
       skipped_steps: `[]` int32, steps so far that sent nothing because `is_finite` was
-        False. With a delay, steps in which some replica's gradient was not finite and
-        counted for nothing there, one step late.
+        False. With a delay or rounds, exchanges that told of a gradient that was not
+        finite and counted for nothing on its replica.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
       alike_steps: `[]` int32, steps so far in which the gradients of all replicas had

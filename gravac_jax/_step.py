@@ -343,11 +343,11 @@ class Components:
         if params is not None:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
         elif not is_asked:
-            self._needs_no_params()
+            self._check_needs_no_params()
         expected = jax.eval_shape(lambda: self._initial(buckets))
         return axes, buckets, _state.enter(state, expected, axes.owners)
 
-    def _needs_no_params(self) -> None:
+    def _check_needs_no_params(self) -> None:
         if self.weight_decay:
             _step_checks.params_given(None, "weight_decay")
         if self.memory.needs_params:

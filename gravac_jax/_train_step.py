@@ -185,15 +185,17 @@ class Rounds:
     """
 
     def __init__(self, controller: Controller | None, state: TransformState):
-        self._controller = controller
+        has_rounds = controller is not None and controller.has_rounds
+        self._controller = controller if has_rounds else None
+        # A schedule in JAX would wait in the queue of the devices that train.
+        self._device = _cpu() if has_rounds else None
         self._step, self._local_steps = int(state.steps), int(state.info.local_steps)
 
     def is_due(self) -> bool | None:
         """Return whether the next step exchanges; None if there are no rounds."""
-        if self._controller is None or not self._controller.has_rounds:
+        if self._controller is None:
             return None
-        # A schedule in JAX would wait in the queue of the devices that train.
-        with jax.default_device(_cpu()):
+        with jax.default_device(self._device):
             return bool(self._controller.is_due(self._step, self._local_steps))
 
     def count(self, is_due: bool | None) -> None:

@@ -259,6 +259,39 @@ class Collective(NamedTuple):
 
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 KINDS += "|collective-broadcast|ragged-all-to-all"
+
+
+def assert_follows_the_mean(exchange, factor, gradients):
+    """Over a run of `[steps, 4, n]`, what was sent and what is kept is what came in."""
+    tx = gravac.transform(
+        compress=True, exchange=exchange, controller=gravac.Fixed(factor)
+    )
+
+    def run(own):
+        def update(state, x):
+            updates, state = tx.update(x, state)
+            return state, updates
+
+        return jax.lax.scan(update, tx.init(own[0]), own)
+
+    run = jax.jit(jax.vmap(run, axis_name="data", in_axes=1, out_axes=0))
+    states, updates = run(jnp.asarray(gradients))
+    kept = np.asarray(states.local.memory[0].residual, np.float64)
+    sent = np.asarray(updates[0], np.float64).sum(0) * 4
+    came = gradients.astype(np.float64).sum((0, 1))
+    np.testing.assert_allclose(sent + kept.sum(0), came, rtol=0, atol=1e-3)
+    assert_same(updates, np.stack([updates[0]] * 4))
+
+
+def on_all_replicas(train, tx, *in_axes):
+    """Run `train(state, *args)` on simulated replicas, from the first state of `tx`."""
+    state = gravac.place(tx.init(PARAMS), N)
+    specs = gravac.state_specs(state)
+    axes = jax.tree.map(lambda x: 0 if x == jax.P("data") else None, specs)
+    mapped = jax.vmap(train, in_axes=(axes, *in_axes), axis_name="data")
+    return lambda *args: jax.jit(mapped)(state, *args)
+
+
 BYTES = {
     "pred": 1,
     "u8": 1,

@@ -132,11 +132,7 @@ def test_a_flush_delivers_what_is_on_its_way():
         own = gravac.local_params(tx, PARAMS, state)
         return params, own, updates
 
-    state = gravac.place(tx.init(PARAMS), N)
-    specs = gravac.state_specs(state)
-    axes = jax.tree.map(lambda x: 0 if x == jax.P("data") else None, specs)
-    train = jax.vmap(train, in_axes=(axes, 1), axis_name="data")
-    _, own, _ = jax.jit(train)(state, GRADIENTS)
+    _, own, _ = _harness.on_all_replicas(train, tx, 1)(GRADIENTS)
     assert_same(own, jax.tree.map(lambda x: np.stack([x] * N), PARAMS))
 
 

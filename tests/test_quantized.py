@@ -1,5 +1,6 @@
 """Quantized: levels, scales, packed words, and widths along a ladder."""
 
+import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,18 +132,4 @@ def test_rows_fill_whole_words():
 def test_training_at_one_bit_follows_the_mean():
     """Over a run, what was sent and what is kept is what came in."""
     gradients = RNG.standard_normal((30, 4, 300)).astype(np.float32)
-    tx = gravac.transform(
-        compress=True, exchange=gravac.Quantized(96), controller=gravac.Fixed(32)
-    )
-
-    def run(own):
-        update = lambda state, x: tx.update(x, state)[::-1]
-        return jax.lax.scan(update, tx.init(own[0]), own)
-
-    run = jax.jit(jax.vmap(run, axis_name="data", in_axes=1, out_axes=0))
-    states, updates = run(jnp.asarray(gradients))
-    kept = np.asarray(states.local.memory[0].residual, np.float64)
-    sent = np.asarray(updates[0], np.float64).sum(0) * 4
-    came = gradients.astype(np.float64).sum((0, 1))
-    np.testing.assert_allclose(sent + kept.sum(0), came, rtol=0, atol=1e-3)
-    assert_same(updates, np.stack([updates[0]] * 4))
+    _harness.assert_follows_the_mean(gravac.Quantized(96), 32, gradients)

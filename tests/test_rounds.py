@@ -338,13 +338,8 @@ def test_params_are_compared_at_the_exchanges():
             apart.append(state.info.disagreements)
         return jnp.stack(apart)
 
-    state = gravac.place(tx.init(PARAMS), N)
-    axes = jax.tree.map(
-        lambda x: 0 if x == jax.P("data") else None, gravac.state_specs(state)
-    )
-    train = jax.vmap(train, in_axes=(axes, 0, 1), axis_name="data")
     shift = jnp.zeros(N).at[1].set(1)
-    found = jax.jit(train)(state, shift, GRADIENTS)
+    found = _harness.on_all_replicas(train, tx, 0, 1)(shift, GRADIENTS)
     assert found[0].tolist() == [0, 0, 0, 0, 0, 1]
 
 
@@ -358,12 +353,7 @@ def test_a_flush_in_the_middle_of_a_round_delivers_what_has_gathered():
         params, state = gravac.flush(tx, PARAMS, state)
         return params, own, gravac.local_params(tx, PARAMS, state)
 
-    state = gravac.place(tx.init(PARAMS), N)
-    axes = jax.tree.map(
-        lambda x: 0 if x == jax.P("data") else None, gravac.state_specs(state)
-    )
-    train = jax.vmap(train, in_axes=(axes, 1), axis_name="data")
-    params, own, empty = jax.jit(train)(state, GRADIENTS)
+    params, own, empty = _harness.on_all_replicas(train, tx, 1)(GRADIENTS)
     assert_close(at(params, 0), jax.tree.map(lambda x: x.mean(0), own))
     assert_same(empty, jax.tree.map(lambda x: np.stack([x] * N), PARAMS))
 

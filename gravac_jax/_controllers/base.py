@@ -164,6 +164,32 @@ class DerivedLadder(Controller):
         """The factors to choose from, rising."""
 
 
+class Wrapping(DerivedLadder):
+    """Base of controllers around another one, whose rungs and needs are theirs."""
+
+    controller: Controller
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """The ladder of the other controller."""
+        return self.controller.ladder
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether the other controller decides by how long steps take."""
+        return self.controller.uses_seconds
+
+    @property
+    def samples_gradient(self) -> bool:
+        """Whether the other controller needs `Evidence.gradient_energies`."""
+        return self.controller.samples_gradient
+
+    @property
+    def look_every(self) -> int:
+        """Number of steps between two looks: that of the other controller."""
+        return self.controller.look_every
+
+
 def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
     """Return the highest rung with a factor up to `allowed`, else the lowest."""
     # A schedule that multiplies its way to a factor may miss it by a rounding.

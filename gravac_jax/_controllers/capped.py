@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from gravac_jax import _checks
 from gravac_jax._controllers.base import (
     Controller,
-    DerivedLadder,
     Evidence,
+    Wrapping,
     has_dropped,
     highest,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Capped(DerivedLadder):
+class Capped(Wrapping):
     """Takes what another controller decides, up to a cap on the factor.
 
     The other controller sees all evidence and does not know about the cap, so it cannot
@@ -52,26 +52,6 @@ class Capped(DerivedLadder):
         _checks.no_rounds(self.controller, "gravac.Capped")
         if not callable(self.cap):
             _checks.factor(self.cap, "cap")
-
-    @property
-    def ladder(self) -> tuple[float, ...]:
-        """The ladder of the other controller."""
-        return self.controller.ladder
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether the controller that is capped decides by how long steps take."""
-        return self.controller.uses_seconds
-
-    @property
-    def samples_gradient(self) -> bool:
-        """Whether the other controller needs `Evidence.gradient_energies`."""
-        return self.controller.samples_gradient
-
-    @property
-    def look_every(self) -> int:
-        """Number of steps between two looks: that of the other controller."""
-        return self.controller.look_every
 
     def _capped(self, rung: jax.Array, step: jax.Array) -> jax.Array:
         cap = self.cap(step) if callable(self.cap) else self.cap

@@ -8,24 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Controller, DerivedLadder, Evidence
-
-
-def length_at(steps: int | Callable[[Any], Any], step: Any) -> Any:
-    """Return the length of the round at a step, a whole number."""
-    # Floats of two hosts may differ in the last bit, and then one would wait for ever.
-    return jnp.int32(jnp.round(steps(step))) if callable(steps) else steps
-
-
-def ends_round(
-    steps: int | Callable[[Any], Any], step: Any, local_steps: Any
-) -> jax.Array | bool:
-    """Return whether a step is the last one of its round, `[]` bool."""
-    return local_steps + 1 >= length_at(steps, step)
+from gravac_jax._controllers.base import Controller, Evidence, Wrapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Every(DerivedLadder):
+class Every(Wrapping):
     """Exchanges in every H-th step, at the rung that another controller decides.
 
     The steps between are *local*: nothing at all is sent, no gradient, no evidence.
@@ -83,27 +70,20 @@ class Every(DerivedLadder):
 
     def is_due(self, step: Any, local_steps: Any) -> jax.Array | bool:
         """Return whether a step is the last one of its round."""
-        return ends_round(self.steps, step, local_steps)
+        return local_steps + 1 >= self._length_at(step)
 
-    @property
-    def ladder(self) -> tuple[float, ...]:
-        """The ladder of the other controller."""
-        return self.controller.ladder
+    def _length_at(self, step: Any) -> Any:
+        """Return the length of the round at a step, a whole number."""
+        if not callable(self.steps):
+            return self.steps
+        # Floats of two hosts may differ in the last bit, and then one would wait for
+        # ever.
+        return jnp.int32(jnp.round(self.steps(step)))
 
     @property
     def is_fixed(self) -> bool:
         """Whether all exchanges are at one rung."""
         return self.controller.is_fixed
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether the other controller decides by how long steps take."""
-        return self.controller.uses_seconds
-
-    @property
-    def samples_gradient(self) -> bool:
-        """Whether the other controller needs `Evidence.gradient_energies`."""
-        return self.controller.samples_gradient
 
     @property
     def look_every(self) -> int:
@@ -118,7 +98,7 @@ class Every(DerivedLadder):
         """Return the decision of the other controller, for the next exchange."""
         if self.has_rounds:
             # It believes to decide for the very next step, from that before.
-            length = length_at(self.steps, evidence.step + 1)
+            length = self._length_at(evidence.step + 1)
             before_next = evidence.step + length - 1
             evidence = evidence._replace(step=before_next, steps=length)
         return self.controller.decide(evidence, state)
