@@ -13,7 +13,8 @@ Other families differ from `fixed`, in one part each:
   `randomk10`;
 - in their exchange: `leader10`, `random10`, `lowrank10`, `lowrankshort10` with bfloat16
   values; `quantized32` with one bit an entry, and `allreduced32` with one bit in both
-  stages of an all-reduce, `allreducedfour32` with four in the second;
+  stages of an all-reduce, `allreducedfour32` with four in the second; `rows64` with the
+  largest entries of every row in few bits;
 - in their memory: `momentum10` has momentum correction and a local clip in place of an
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
   besides, `dgc10` masking and warm-up.
@@ -78,6 +79,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "quantized": {"exchange": gravac.Quantized()},
     "allreduced": {"exchange": gravac.QuantizedAllReduce()},
     "allreducedfour": {"exchange": gravac.QuantizedAllReduce(mean_bits=4)},
+    "rows": {"exchange": gravac.QuantizedTopK()},
 }
 STEPS = {
     exchange + name: {"memory": gravac.Steps(optimizer), "clip": CLIP, **chosen}

@@ -1,1 +1,1 @@
-"""What does XLA make of a training step for TPUs?"""
+"""What does XLA make of a training step for TPUs and GPUs?"""

@@ -1,23 +1,22 @@
 """Compile a training step for TPUs or GPUs without having one, and read the program.
 
-For each method: what its collectives carry, the bytes that one replica puts into those
-of all rungs, where they begin and end among the matrix products of both passes, how
-many kernels there are, and how much memory the step needs beside its arguments, in
-buckets. It runs on any machine with Linux, and needs no TPU and no GPU:
+The step is a GPT's: forward and backward pass, exchange, Adam. For each method the
+record has kernels, the turns of loops, conditionals, bytes that kernels read and write,
+temporary memory, what collectives carry and what runs beside them, and the time to
+compile. It runs on any machine with Linux, and needs no TPU and no GPU:
 
-    pip install 'jax[tpu]'
-    python examples/benchmarks programs --out FILE.jsonl
-    pip install jax-cuda13-plugin jax-cuda13-pjrt
+    pip install -e '.[examples]' 'jax[tpu]'       # libtpu
+    python examples/benchmarks programs --device v5e --out FILE.jsonl
+    pip install -e '.[examples,cuda]'             # 4.6 GB
     python examples/benchmarks programs --device h100 --out FILE.jsonl
+    python examples/benchmarks programs.report FILE.jsonl
 """
 
 import dataclasses
 import importlib.metadata
-import itertools
 import json
-import math
 import os
-import re
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,15 +36,10 @@ import optax
 from common.journal import Journal, Line
 from jax.experimental import topologies
 from training.methods import after, arguments, is_local
+from transformer_lm.model import LanguageModel
 
 import gravac_jax as gravac
-
-ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "s16": 2, "u8": 1}
-COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-COLLECTIVE = re.compile(rf"= (.*?) ((?:{COLLECTIVES})(?:-start)?)\(")
-ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-OPERATION = re.compile(r"%?([\w.-]+) = .*? ([a-z\-]+)\(")
-KERNELS = {"fusion", "custom-call", "copy", "sort", "scatter", "reduce"}
+from programs.reading import Program
 
 # An NVIDIA H100 with NVLink, as XLA's GpuTargetConfigProto has it.
 H100 = """
@@ -61,6 +55,9 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+SIZES = {1: (1, 256), 25: (2, 1024), 100: (2, 2048)}  # layers and width, by million
+VOCABULARY, LENGTH, ROWS = 256, 128, 1  # few activations: temporaries are buckets
+LOCAL_STEP = "between"  # of every8...: the program of a step that exchanges nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,46 +65,49 @@ class Args:
     """What to compile.
 
     Args:
-      out: The record, JSONL; methods that are in it are not compiled again.
+      out: The record, JSONL; what is in it is not compiled again.
       methods: Names as in training/methods.py; Adam follows if the memory has none.
+        "between" before an every...: a step of its rounds that exchanges nothing.
       device: What to compile for: four of them.
+      millions: Entries of the model, in millions: of `SIZES`.
       texts: A folder for the programs themselves.
-      layers: The number of square matrices, with tanh between them.
-      width: The side of a matrix.
     """
 
     out: Path
-    methods: tuple[str, ...] = ("dense", "fixed100", "lowrank100", "default")
+    methods: tuple[str, ...] = ("dense", "allreduced16", "default")
     device: Literal["v5e", "h100"] = "v5e"
+    millions: tuple[int, ...] = (1, 25)
     texts: Path | None = None
-    layers: int = 3
-    width: int = 1024
 
 
-def compiled(name: str, args: Args, mesh: Any) -> tuple[str, float]:
-    """Return a step's program for the devices of `mesh`, and its memory in bytes."""
-    chosen = arguments(name)
+def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
+    """Return a method's step, lowered for the devices of `mesh`, and its params."""
+    method = name.removeprefix(LOCAL_STEP)
+    told = {} if method == name else {"is_due": False}
+    chosen = arguments(method)
     tx = optax.chain(
         gravac.transform(**chosen),
         *after(chosen, optax.scale_by_adam(), None),
         optax.scale_by_learning_rate(0.1),
     )
+    layers, width = SIZES[millions]
+    model = LanguageModel(VOCABULARY, LENGTH, layers, width, heads=width // 64)
 
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        for matrix in params:
-            x = jnp.tanh(x @ matrix)
-        return jnp.mean(x**2)
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        logits: Any = model.apply(params, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(losses(logits[:, :-1], tokens[:, 1:]))
 
-    def train_step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         where = params
-        if is_local(name):
+        if is_local(method):
             where = gravac.local_params(tx, params, opt_state)
-        _, grads = gravac.value_and_grad(loss_fn)(where, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        _, grads = gravac.value_and_grad(loss_fn)(where, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state
 
-    matrix = jax.ShapeDtypeStruct((args.width, args.width), jnp.float32)
-    params = [matrix] * args.layers
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     opt_state = jax.eval_shape(tx.init, params)
     specs = gravac.state_specs((params, opt_state))
 
@@ -118,53 +118,15 @@ def compiled(name: str, args: Args, mesh: Any) -> tuple[str, float]:
 
     is_spec = lambda x: isinstance(x, jax.P)
     state = jax.tree.map(placed, specs, (params, opt_state), is_leaf=is_spec)
-    batch = jax.ShapeDtypeStruct((256, args.width), jnp.float32)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    batch = jax.ShapeDtypeStruct(
+        (mesh.size * ROWS, LENGTH), jnp.int32, sharding=sharding
+    )
     step = jax.shard_map(
         train_step, mesh=mesh, in_specs=(*specs, jax.P("data")), out_specs=specs
     )
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
-        *state, placed(jax.P("data"), batch)
-    )
-    program = lowered.compile()
-    memory: Any = program.memory_analysis()
-    return program.as_text() or "", memory.temp_size_in_bytes
-
-
-def collectives(text: str, replicas: int) -> list[Line]:
-    """Return each collective of a program, with the bytes that one replica puts in."""
-    found = []
-    for result, kind in COLLECTIVE.findall(text):
-        arrays = ARRAY.findall(re.sub(r"\{[^}]*\}", "", result))
-        size = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
-        total = sum(ITEM_BYTES[dtype] * size(shape) for dtype, shape in arrays)
-        # The result of a gather holds the bytes of all replicas.
-        shares = replicas if kind.startswith("all-gather") else 1
-        of = " ".join(f"{dtype}[{shape}]" for dtype, shape in arrays)
-        found.append({"kind": kind, "of": of, "payload_bytes": total // shares})
-    return found
-
-
-def operations(text: str) -> list[tuple[str, str, str]]:
-    """Return the name, the kind and the line of what is scheduled, in order."""
-    lines = text[text.index("ENTRY") :].splitlines()
-    found = [(OPERATION.search(line), line) for line in lines]
-    return [(match[1], match[2], line) for match, line in found if match]
-
-
-def order(text: str) -> str:
-    """Return the schedule: matrix products M, loops L, branches B, collectives."""
-    marks: list[str] = []
-    for name, kind, line in operations(text):
-        if re.match(COLLECTIVES, kind):
-            marks.append(f"[{kind}]")
-        elif name.startswith("async-collective"):  # on TPUs, a fusion
-            marks.append(f"[{'-'.join(name.split('.')[0].split('-')[:3])}]")
-        elif kind in {"while", "conditional"}:
-            marks.append("L" if kind == "while" else "B")
-        elif "dot_general" in line and kind in {"fusion", "convolution", "custom-call"}:
-            marks.append("M")
-    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
-    return " ".join(mark if n == 1 else f"{n}{mark}" for mark, n in runs)
+    entries = sum(x.size for x in jax.tree.leaves(params))
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*state, batch), entries
 
 
 def described(device: str) -> tuple[list[Any], dict[str, str]]:
@@ -180,26 +142,39 @@ def described(device: str) -> tuple[list[Any], dict[str, str]]:
     return topology.devices, {package: importlib.metadata.version(package)}
 
 
+def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
+    """Compile a method's step, and return what its program shows."""
+    step, entries = lowered(name, millions, mesh)
+    start = time.perf_counter()
+    compiled = step.compile()
+    seconds = time.perf_counter() - start
+    text = compiled.as_text() or ""
+    if texts:
+        texts.mkdir(parents=True, exist_ok=True)
+        (texts / f"{name}_{millions}.txt").write_text(text)
+    program, bucket_bytes = Program(text), 4 * entries
+    cost, memory = program.cost(), compiled.memory_analysis()
+    branches = [[vars(y) for y in x.branches] for x in program.conditionals]
+    return {
+        "entries": entries,
+        "kernels": program.kernels,
+        "launches": cost.launches,
+        "passes": round(cost.bytes / bucket_bytes, 2),
+        "turns": program.turns,
+        "conditionals": branches,
+        "temporaries": round(memory.temp_size_in_bytes / bucket_bytes, 2),
+        "collectives": program.collectives(mesh.size),
+        "compile_seconds": round(seconds, 1),
+    }
+
+
 def main(args: Args) -> None:
     """Compile each method's step, and print its line."""
     devices, version = described(args.device)
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
-    bucket_bytes = 4 * args.layers * args.width**2
-    setting = {"device": args.device, "layers": args.layers, "width": args.width}
-    journal = Journal(args.out, {**setting, **version})
-
-    def line_of(name: str) -> Line:
-        text, memory_bytes = compiled(name, args, mesh)
-        if args.texts:
-            args.texts.mkdir(parents=True, exist_ok=True)
-            (args.texts / f"{name}.txt").write_text(text)
-        return {
-            "collectives": collectives(text, len(devices)),
-            "order": order(text),
-            "kernels": sum(kind in KERNELS for _, kind, _ in operations(text)),
-            "memory_in_buckets": round(memory_bytes / bucket_bytes, 1),
-        }
-
-    for name in args.methods:
-        line = journal.once(lambda name=name: line_of(name), method=name)
-        print(json.dumps(line), flush=True)
+    journal = Journal(args.out, {"device": args.device, **version})
+    for millions in args.millions:
+        for name in args.methods:
+            make = lambda name=name, n=millions: read(name, n, mesh, args.texts)
+            line = journal.once(make, method=name, millions=millions)
+            print(json.dumps(line), flush=True)

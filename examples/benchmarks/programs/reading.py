@@ -1,0 +1,339 @@
+"""Read a compiled program: its kernels, loops, conditionals, bytes and collectives.
+
+A program is the text of an optimised, scheduled HLO module, as `Compiled.as_text()`
+returns it. Whatever a device launches is a kernel here: fusions, library calls, sorts,
+copies. A collective is none.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
+COLLECTIVE = re.compile(
+    "(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?"
+)
+ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
+NAME = re.compile(r"%([\w.-]+)")
+BEGIN = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+TWO_BRANCHES = re.compile(r"true_computation=%([\w.-]+), false_computation=%([\w.-]+)")
+# What takes no time of its own, or is counted elsewhere.
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "replica-id", "opt-barrier", "while", "conditional", "call"),
+}
+SCALAR = {"add", "and", "compare", "convert", "divide", "multiply", "select"}
+VIEWS = {"bitcast", "get-tuple-element"}
+PARTS = {"slice", "dynamic-slice", "gather"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One line of a computation.
+
+    Attributes:
+      name: Its name in the program.
+      shape: The shape of its result, as written.
+      kind: The opcode.
+      operands: The names of its operands.
+      rest: Attributes, metadata and the backend's configuration, as written.
+      is_root: Whether its result is that of the computation.
+    """
+
+    name: str
+    shape: str
+    kind: str
+    operands: tuple[str, ...]
+    rest: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result."""
+        return _bytes(self.shape)
+
+    @property
+    def collective(self) -> str | None:
+        """The kind of collective that starts here, if one does."""
+        match = COLLECTIVE.fullmatch(self.kind)
+        return match[1] if match else None
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether the device runs a kernel for it."""
+        is_free = self.kind in FREE or self.kind.endswith(("-start", "-done"))
+        is_view = "ConcatBitcast" in self.rest
+        is_scalar = self.bytes <= 8 and self.kind not in {"fusion", "copy"}
+        return not (is_free or is_view or is_scalar or self.collective)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies matrices, as models do."""
+        is_call = "gemm" in self.rest or "gemm" in self.name
+        is_dot = self.kind in {"dot", "convolution"} or "dot_general" in self.rest
+        return self.is_kernel and (is_call or is_dot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditional:
+    """A choice among branches.
+
+    Attributes:
+      name: Where it stands in the program.
+      branches: What each branch costs, in the order of the program.
+    """
+
+    name: str
+    branches: tuple["Cost", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a computation costs each time it runs, at the most expensive branches.
+
+    Attributes:
+      launches: Kernels that run; those in a loop count once a turn.
+      bytes: What these kernels read and write.
+    """
+
+    launches: int = 0
+    bytes: int = 0
+
+    def plus(self, other: "Cost", times: int = 1) -> "Cost":
+        """Return the cost of both, of the other one so many times."""
+        launches = self.launches + times * other.launches
+        return Cost(launches, self.bytes + times * other.bytes)
+
+
+class Program:
+    """A program's computations, and what they cost.
+
+    Args:
+      text: The program.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Operation]] = {}
+        self.entry = ""
+        current: dict[str, Operation] = {}
+        for line in text.splitlines():
+            if line.startswith((" ", "}")):
+                if operation := _parse(line):
+                    current[operation.name] = operation
+            elif begin := BEGIN.match(line):
+                current = self.computations.setdefault(begin[2], {})
+                self.entry = begin[2] if begin[1] else self.entry
+        self._costs: dict[str, Cost] = {}
+
+    @functools.cached_property
+    def scheduled(self) -> list[list[Operation]]:
+        """The entry and all bodies and branches that it reaches, each in its order."""
+        found, waiting = {}, [self.entry]
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found[name] = list(self.computations[name].values())
+                for x in found[name]:
+                    waiting += self._inner(x)
+        return list(found.values())
+
+    def _inner(self, x: Operation) -> list[str]:
+        if x.kind == "while":
+            return [_named(x.rest, "body")]
+        if x.kind == "conditional":
+            return _branches(x)
+        return [_named(x.rest, "to_apply")] if x.kind == "call" else []
+
+    def _all(self) -> Iterator[Operation]:
+        for operations in self.scheduled:
+            yield from operations
+
+    @property
+    def kernels(self) -> int:
+        """Kernels in the program, those of all branches."""
+        return sum(x.is_kernel for x in self._all())
+
+    @property
+    def turns(self) -> list[int | None]:
+        """The turns of each loop; None where only the device knows."""
+        return [_turns(x) for x in self._all() if x.kind == "while"]
+
+    @property
+    def conditionals(self) -> list[Conditional]:
+        """All conditionals, with the cost of each branch."""
+        found = [x for x in self._all() if x.kind == "conditional"]
+        costs = [tuple(map(self.cost, _branches(x))) for x in found]
+        return [Conditional(x.name, y) for x, y in zip(found, costs, strict=True)]
+
+    def cost(self, computation: str | None = None) -> Cost:
+        """Return what a computation costs, or the whole program."""
+        name = computation or self.entry
+        if name not in self._costs:
+            there = self.computations[name]
+            cost = Cost()
+            for x in there.values():
+                cost = cost.plus(self._cost_of(x, there))
+            self._costs[name] = cost
+        return self._costs[name]
+
+    def _cost_of(self, x: Operation, there: dict[str, Operation]) -> Cost:
+        inner = [self.cost(name) for name in self._inner(x)]
+        if x.kind == "while":
+            # Loops of unknown length take at most one turn here: `_arrays.only_if`.
+            return Cost().plus(inner[0], _turns(x) or 1)
+        if inner:
+            return max(inner, key=lambda cost: cost.bytes)
+        return Cost(1, self._moved(x, there)) if x.is_kernel else Cost()
+
+    def _moved(self, x: Operation, there: dict[str, Operation]) -> int:
+        """Return the bytes that a kernel reads and writes.
+
+        Of what it only reads a part of, that part counts; of what it changes in place,
+        the change.
+        """
+        sizes = [there[name].bytes for name in x.operands if name in there]
+        if x.kind in PARTS:
+            return 2 * x.bytes
+        if x.kind in {"dynamic-update-slice", "scatter"}:
+            return 2 * sum(sizes[1:])
+        inner = self.computations.get(_named(x.rest, "calls")) if x.rest else None
+        if x.kind != "fusion" or inner is None:
+            return sum(sizes) + x.bytes
+        parameters = {
+            int(y.operands[0]): y for y in inner.values() if y.kind == "parameter"
+        }
+        read = sum(_read(parameters[i], inner) for i in range(len(x.operands)))
+        roots = [y for y in inner.values() if y.is_root]
+        written = [inner[name] for y in roots for name in y.operands]
+        results = written if roots[0].kind == "tuple" else roots
+        return read + sum(_written(y, inner) for y in results)
+
+    def collectives(self, replicas: int) -> list[dict[str, object]]:
+        """Return each collective: what a replica puts in, and what runs meanwhile.
+
+        `between` counts the kernels from its start to its end, and `products` the
+        matrix products among them; None if it is synchronous.
+        """
+        found = []
+        for operations in self.scheduled:
+            for i, x in enumerate(operations):
+                if not x.collective:
+                    continue
+                done = _done(operations, i)
+                during = operations[i:done] if done else []
+                found.append(
+                    {
+                        "kind": x.collective,
+                        "payload_bytes": _payload(x, replicas),
+                        "between": sum(y.is_kernel for y in during) if done else None,
+                        "products": sum(y.is_product for y in during) if done else None,
+                    }
+                )
+        return found
+
+
+def _parse(line: str) -> Operation | None:
+    left, equals, right = line.strip().partition(" = ")
+    if not equals:
+        return None
+    right = re.sub(r"/\*.*?\*/", "", right)
+    stop = _closing(right) if right.startswith("(") else right.index(" ")
+    shape, right = right[:stop], right[stop:].strip()
+    kind, _, right = right.partition("(")
+    stop = _closing("(" + right) - 2
+    inside, rest = right[:stop], right[stop + 1 :]
+    operands = tuple(NAME.findall(inside)) or ((inside,) if inside else ())
+    is_root = left.startswith("ROOT ")
+    name = left.removeprefix("ROOT ").lstrip("%")
+    return Operation(name, shape, kind, operands, rest, is_root)
+
+
+def _closing(text: str) -> int:
+    """Return where the parenthesis that `text` begins with is closed: one after it."""
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.end()
+    return len(text)
+
+
+def _bytes(shape: str) -> int:
+    """Return the bytes of a shape, or of all shapes in a tuple."""
+    found = ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
+    return sum(_dtype_bytes(dtype) * _entries(sizes) for dtype, sizes in found)
+
+
+def _dtype_bytes(dtype: str) -> int:
+    bits = re.sub(r"\D", "", dtype)
+    return DTYPE_BYTES.get(dtype) or max(1, int(bits or 8) // 8)
+
+
+def _entries(sizes: str) -> int:
+    return math.prod(map(int, filter(None, sizes.split(","))))
+
+
+def _named(rest: str, attribute: str) -> str:
+    match = re.search(rf"{attribute}=%?([\w.-]+)", rest)
+    return match[1] if match else ""
+
+
+def _branches(x: Operation) -> list[str]:
+    if match := BRANCHES.search(x.rest):
+        return NAME.findall(match[1])
+    match = TWO_BRANCHES.search(x.rest)
+    return [match[1], match[2]] if match else []
+
+
+def _turns(x: Operation) -> int | None:
+    match = re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.rest)
+    return int(match[1]) if match else None
+
+
+def _users(name: str, inner: dict[str, Operation]) -> list[Operation]:
+    """Return who reads a value, beyond views of it."""
+    users = [x for x in inner.values() if name in x.operands]
+    views = [x for x in users if x.kind in VIEWS]
+    others = [x for x in users if x.kind not in VIEWS]
+    return others + [y for x in views for y in _users(x.name, inner)]
+
+
+def _read(parameter: Operation, inner: dict[str, Operation]) -> int:
+    users = _users(parameter.name, inner)
+    if users and all(x.kind in PARTS for x in users):
+        return min(parameter.bytes, sum(x.bytes for x in users))
+    is_changed = [
+        x.kind == "dynamic-update-slice" and x.bytes == parameter.bytes for x in users
+    ]
+    return 0 if users and all(is_changed) else parameter.bytes
+
+
+def _written(x: Operation, inner: dict[str, Operation]) -> int:
+    while x.kind in VIEWS:
+        x = inner[x.operands[0]]
+    if x.kind == "dynamic-update-slice":
+        return inner[x.operands[1]].bytes
+    return x.bytes
+
+
+def _done(operations: list[Operation], start: int) -> int | None:
+    """Return where a collective ends that runs beside other work; None if none does."""
+    x = operations[start]
+    if not x.kind.endswith("-start"):
+        return None
+    reads = lambda y: x.name in y.operands and y.kind.endswith("-done")
+    return next((i for i, y in enumerate(operations) if i > start and reads(y)), None)
+
+
+def _payload(x: Operation, replicas: int) -> int:
+    """Return the bytes that one replica puts in."""
+    size = _bytes(x.shape)
+    if x.kind.endswith("-start") and x.shape.startswith("("):
+        shapes = ARRAY.findall(re.sub(r"\{[^}]*\}", "", x.shape))
+        dtype, sizes = shapes[-1]  # the result; before it comes the operand
+        size = _dtype_bytes(dtype) * _entries(sizes)
+    # The result of a gather holds the bytes of all replicas.
+    return size // replicas if x.collective == "all-gather" else size
