@@ -191,6 +191,16 @@ def kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(cpu=branch, default=make)
 
 
+def as_computed(x: jax.Array) -> jax.Array:
+    """Return `x`, which TPUs keep in memory in the shape that it has here.
+
+    A TPU lays out arrays of other shapes otherwise. If XLA computed `x` in the shape of
+    what reads it, what it is made of would first be laid out anew, in full.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+
+
 def is_never(energies: jax.Array) -> jax.Array:
     """Return False, `[]` bool, in a form that XLA cannot simplify.
 

@@ -42,6 +42,21 @@ def test_the_mean_is_that_of_what_replicas_sent(bits, replicas):
     np.testing.assert_allclose(received, np.mean(sent, 0, np.float64), atol=1e-6)
 
 
+@every_width
+def test_accelerators_round_rows_as_cpus_do(bits, monkeypatch):
+    x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
+    x[-1, 70:] = 0
+    entries = np.array([96, 96, 96, 96, 70], np.float32)
+    on_cpu = quantizer.round_rows(x, entries, bits)
+    elsewhere = lambda *args, default, **platforms: default(*args)
+    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    words, levels, dropped = quantizer.round_rows(x, entries, bits)
+    assert_same(words, on_cpu[0])
+    assert dropped.shape == x.shape
+    np.testing.assert_allclose(dropped, on_cpu[2], atol=1e-6)
+    np.testing.assert_allclose(levels.scales, on_cpu[1].scales, rtol=1e-6)
+
+
 def exchanged(bucket, rung, exchange=None):
     exchange = exchange or gravac.Quantized()
     run = jax.jit(

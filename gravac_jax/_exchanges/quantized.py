@@ -127,7 +127,9 @@ class Quantized(RoundingExchange):
         n, rows, length = bucket.size, self._rows(bucket.size), self._row(bucket.size)
         padded = jnp.pad(bucket, (0, rows * length - n)).reshape(rows, length)
         # XLA would move the reshape into a sum, which its CPU backend then does slowly.
-        padded = jax.lax.optimization_barrier(padded)
+        padded = jax.lax.platform_dependent(
+            padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
+        )
         entries = np.minimum(n - length * np.arange(rows), length)
         return padded, jnp.asarray(entries, jnp.float32)
 
@@ -137,18 +139,21 @@ class Quantized(RoundingExchange):
         """Return the energy of `bucket` that each rung would send, `[rungs]`."""
         plane_words = self._plane_words(bucket.size)
         widths = {k: k // plane_words for k in counts if k < bucket.size}
-        levels = lambda bits: quantizer.fit(*self._in_rows(bucket), bits)
-        sent = {k: jnp.sum(levels(bits).sent) for k, bits in widths.items()}
+        rows, entries = self._in_rows(bucket)
+
+        def look(rows: jax.Array) -> dict[int, jax.Array]:
+            levels = lambda bits: quantizer.fit(rows, entries, bits)
+            return {k: jnp.sum(levels(bits).sent) for k, bits in widths.items()}
+
+        sent = quantizer.by_blocks(look, rows)
         return jnp.stack([sent.get(k, energy) for k in counts])
 
     def _round(
         self, bucket: jax.Array, bits: int
     ) -> tuple[jax.Array, Levels, jax.Array]:
         """Return the bucket's words, their levels, and what rounding drops."""
-        rows, entries = self._in_rows(bucket)
-        levels = quantizer.fit(rows, entries, bits)
-        sent = quantizer.rounded(rows, levels, bits).reshape(-1)[: bucket.size]
-        return quantizer.pack(rows, levels, bits), levels, bucket - sent
+        words, levels, kept = quantizer.round_rows(*self._in_rows(bucket), bits)
+        return words, levels, kept.reshape(-1)[: bucket.size]
 
     def send(
         self, bucket: jax.Array, local: Local, k: int, comm: Comm

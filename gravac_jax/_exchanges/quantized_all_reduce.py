@@ -88,43 +88,60 @@ class QuantizedAllReduce(Quantized):
         n, length = bucket.size, self._row(bucket.size)
         bits, rows = k // self._plane_words(n), self._part_rows(n, comm.replicas)
         words, levels, kept = self._round(bucket, bits)
-        mine = _join(words, levels.scales, rows * comm.replicas)
-        received = comm.swap(mine.reshape(comm.replicas, rows, -1))
-        mean = _mean(received, bits).reshape(rows, length)
+        mine = _join(words, levels.scales, rows, comm.replicas)
+        mean = _mean(comm.swap(mine), rows, bits).reshape(rows, length)
         start = comm.replica() * rows * length
-        mean, entries = _cut(mean, n - start)
+        entries = jnp.full_like(mean, length, shape=(rows,))
+        if n % length:
+            mean, entries = _cut(mean, n - start)
 
         mean_bits = self.mean_bits or bits
-        again = quantizer.fit(mean, entries, mean_bits)
-        lost = comm.replicas * (mean - quantizer.rounded(mean, again, mean_bits))
-        part = _join(quantizer.pack(mean, again, mean_bits), again.scales, rows)
+        words, again, lost = quantizer.round_rows(mean, entries, mean_bits)
+        part = _join(words, again.scales, rows, 1)
         own = local.own(jnp.sum(levels.sent))
         figures = jax.lax.bitcast_convert_type(own, jnp.uint32)
         gathered = comm.gather(jnp.concatenate([part.reshape(-1), figures]))
         parts, figures = jnp.split(gathered, [part.size], axis=1)
         energies = jax.lax.bitcast_convert_type(figures, jnp.float32)
-        parts = parts.reshape(1, -1, part.shape[1])
-        whole = _mean(parts, mean_bits).reshape(-1)[:n]
-        kept = _added_at(kept, lost.reshape(-1), start)
+        whole = _whole(parts, rows, mean_bits).reshape(-1)[:n]
+        kept = _added_at(kept, comm.replicas * lost.reshape(-1), start)
         return whole, Told(kept, own, jnp.mean(energies, axis=0))
 
 
-def _join(words: jax.Array, scales: jax.Array, rows: int) -> jax.Array:
-    """Return the words and scales of each row, padded to `rows` by 0, uint32."""
+def _join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Array:
+    """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`.
+
+    Rows that are missing in the last parts become 0.
+    """
     scales = jax.lax.bitcast_convert_type(scales, jnp.uint32)
-    joined = jnp.concatenate([words.reshape(len(words), -1), scales], axis=1)
-    return jnp.pad(joined, ((0, rows - len(words)), (0, 0)))
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1)
+        whole = rows * parts * (flat.size // len(x))
+        return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
+
+    return jnp.concatenate([cut(words), cut(scales)], axis=1)
 
 
-def _mean(joined: jax.Array, bits: int) -> jax.Array:
-    """Return the mean over replicas of joined rows, `[replicas, rows, ...]`."""
-    scales = jax.lax.bitcast_convert_type(joined[:, :, -SCALES:], jnp.float32)
+def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Undo `_join`: return words `[parts, rows, bits, ...]` and scales."""
+    parts = len(joined)
+    words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
+    scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
+    return words.reshape(parts, rows, bits, -1), scales.reshape(parts, rows, SCALES)
 
-    def add_up() -> jax.Array:
-        words = joined[:, :, :-SCALES].reshape(*scales.shape[:2], bits, -1)
-        return quantizer.mean(words, scales, bits)
 
-    return _arrays.kernel(add_up, scales)
+def _mean(joined: jax.Array, rows: int, bits: int) -> jax.Array:
+    """Return the mean over replicas of the part that each has sent, in `rows`."""
+    words, scales = _split(joined, rows, bits)
+    return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
+
+
+def _whole(joined: jax.Array, rows: int, bits: int) -> jax.Array:
+    """Return what all parts stand for, `[parts * rows, ...]`."""
+    words, scales = _split(joined, rows, bits)
+    words, scales = (x.reshape(1, -1, *x.shape[2:]) for x in (words, scales))
+    return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
 
 
 def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +156,9 @@ def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
     """Return `x` with `part` added at `start`; what lies beyond its end is dropped."""
     size = min(part.size, x.size)
     begin = jnp.clip(start, 0, x.size - size)
-    shifted = jnp.concatenate([jnp.zeros_like(part), part])
-    mine = jax.lax.dynamic_slice(shifted, (part.size - (start - begin),), (size,))
+    mine = part
+    if x.size % part.size:
+        shifted = jnp.concatenate([jnp.zeros_like(part), part])
+        mine = jax.lax.dynamic_slice(shifted, (part.size - (start - begin),), (size,))
     there = jax.lax.dynamic_slice(x, (begin,), (size,))
     return jax.lax.dynamic_update_slice(x, there + mine, (begin,))

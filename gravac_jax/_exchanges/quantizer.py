@@ -18,7 +18,8 @@ Scales are means or least squares, so that what is sent is orthogonal to what is
 and never more than the row.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +48,43 @@ class Levels(NamedTuple):
     sent: jax.Array
 
 
+def by_blocks(work: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """Return `work(x)`, for which GPUs and TPUs see each row in 32 blocks, as in words.
+
+    On a TPU a row of 4,096 is then whole tiles, and no array is laid out anew.
+
+    Args:
+      work: takes `[rows, ...]`; the shapes of its result do not depend on the rest.
+      x: `[rows, entries]` float32.
+    """
+    in_blocks = lambda x: work(x.reshape(len(x), WORD_BITS, -1))
+    return jax.lax.platform_dependent(x, cpu=work, default=in_blocks)
+
+
+def round_rows(
+    x: jax.Array, entries: jax.Array, bits: int
+) -> tuple[jax.Array, Levels, jax.Array]:
+    """Return the words of rows, their levels, and what rounding drops.
+
+    Args:
+      x: `[rows, entries]` float32; 0 in padding, at the end of rows.
+      entries: `[rows]` float32, the entries of each row without padding.
+      bits: one of `WIDTHS`.
+    """
+
+    def work(x: jax.Array) -> tuple[jax.Array, Levels, jax.Array]:
+        levels = fit(x, entries, bits)
+        dropped = _arrays.as_computed(x - rounded(x, levels, bits))
+        return pack(x, levels, bits), levels, dropped.reshape(len(x), -1)
+
+    return by_blocks(work, x)
+
+
 def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
     """Return the levels that suit rows.
 
     Args:
-      x: `[rows, entries]` float32; 0 in padding, at the end of rows.
+      x: `[rows, ...]` float32; 0 in padding, at the end of rows.
       entries: `[rows]` float32, the entries of each row without padding.
       bits: one of `WIDTHS`.
     """
@@ -60,14 +93,14 @@ def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
 
 
 def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
-    total = jnp.sum(jnp.abs(x), axis=1)
+    total = jnp.sum(jnp.abs(x), axis=_within(x))
     mean = _normal(total / entries)
     return Levels(jnp.ones_like(mean), _alone(mean), mean * total)
 
 
 def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = BIG * _root_mean_square(x, entries)
-    is_big = jnp.abs(x) > units[:, None]
+    is_big = jnp.abs(x) > _of_rows(units, x)
     total, above, count = _row_sums(
         jnp.abs(x), jnp.where(is_big, jnp.abs(x), 0), is_big
     )
@@ -82,16 +115,16 @@ def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = TOP * _root_mean_square(x, entries)
     power = _power_of_half(_halvings(x, units))
     matched, norms = _row_sums(jnp.abs(x) * power, jnp.square(power))
-    norms = norms - 2.0**-14 * (float(x.shape[1]) - entries)  # 7 halvings in padding
+    norms = norms - 2.0**-14 * (float(x[0].size) - entries)  # 7 halvings in padding
     scale = _normal(matched / norms)
     return Levels(units, _alone(scale), scale * matched)
 
 
 def _fit_eight_bits(x: jax.Array, entries: jax.Array) -> Levels:
-    units = _normal(jnp.max(jnp.abs(x), axis=1) / 127.5)
+    units = _normal(jnp.max(jnp.abs(x), axis=_within(x)) / 127.5)
     q = _steps(x, units) + 0.5
     matched, norms = _row_sums(x * q, jnp.square(q))
-    norms = norms - 0.25 * (float(x.shape[1]) - entries)  # q is 1/2 in padding
+    norms = norms - 0.25 * (float(x[0].size) - entries)  # q is 1/2 in padding
     scale = jnp.where(units > 0, _normal(matched / norms), 0)
     return Levels(units, _alone(scale), scale * matched)
 
@@ -142,17 +175,19 @@ def rounded(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
 
 
 def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
-    """Return the codes of rows as `[rows, bits, entries / 32]` uint32.
+    """Return the codes of `[rows, ...]` as `[rows, bits, entries / 32]` uint32.
 
     Codes that share a word are entries / 32 apart, so that packing adds up whole
     vectors on every device.
     """
-    rows, entries = x.shape
-    shape = (rows, bits, WORD_BITS // bits, entries // WORD_BITS)
+    shape = (len(x), bits, WORD_BITS // bits, x[0].size // WORD_BITS)
 
     def add_up() -> jax.Array:
         planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
-        return jnp.sum(planes, axis=2, dtype=jnp.uint32)
+        total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
+        # A GPU would sum over 32 codes in two kernels.
+        one_by_one = lambda x: _arrays.total(x[:, :, i] for i in range(x.shape[2]))
+        return jax.lax.platform_dependent(planes, cpu=total, default=one_by_one)
 
     return _arrays.kernel(add_up, levels.scales)
 
@@ -180,7 +215,8 @@ def mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     if len(words) > MAX_UNROLLED:
         return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
     # One kernel reads all words and writes the mean.
-    return _arrays.total(map(decoded, words, scales)) / len(words)
+    mean = _arrays.total(map(decoded, words, scales)) / len(words)
+    return _arrays.as_computed(mean)
 
 
 def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:
@@ -203,6 +239,11 @@ def _of_rows(figures: jax.Array, like: jax.Array) -> jax.Array:
     return figures.reshape(-1, *[1] * (like.ndim - 1))
 
 
+def _within(x: jax.Array) -> tuple[int, ...]:
+    """Return the axes of a row of `[rows, ...]`."""
+    return tuple(range(1, x.ndim))
+
+
 def _alone(scale: jax.Array) -> jax.Array:
     """Return the one scale of each row beside a 0, `[rows, 2]`."""
     return jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
@@ -210,7 +251,7 @@ def _alone(scale: jax.Array) -> jax.Array:
 
 def _root_mean_square(x: jax.Array, entries: jax.Array) -> jax.Array:
     """Return the root mean square of each row; 0 where squares leave float32."""
-    return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=1) / entries))
+    return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=_within(x)) / entries))
 
 
 def _normal(x: jax.Array) -> jax.Array:
@@ -228,14 +269,21 @@ def _row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     On CPUs XLA sums one array in a library that needs it in memory; sums of several at
     once are fused with what computes them. Rows are folded in four first, so that whole
-    vectors are added.
+    vectors are added. On a GPU the folded rows would go through memory.
     """
-    shape = (len(arrays[0]), 4, -1)
-    quarters = [x.astype(jnp.float32).reshape(shape) for x in arrays]
     zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
     add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-    parts = jax.lax.reduce(quarters, zeros, add, (1,))
-    return tuple(jnp.sum(part, axis=1) for part in parts)
+
+    def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        quarters = [x.reshape(len(x), 4, -1) for x in arrays]
+        parts = jax.lax.reduce(quarters, zeros, add, (1,))
+        return tuple(jnp.sum(part, axis=1) for part in parts)
+
+    def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.sum(x, axis=_within(x)) for x in arrays)
+
+    arrays = tuple(x.astype(jnp.float32) for x in arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=folded, default=plain)
 
 
 def _shifts(bits: int) -> jax.Array:
