@@ -97,13 +97,17 @@ RUNS = {
     "selection_speed": ("--sizes 2e4 --factors 100 --steps 3", 7),
     "controllers": ("--replicas 2 --networks 1 --steps 40 --seeds 1 --longest 2", 6),
     "controllers.traces": ("--steps 60 --picture picture.png", 12),
+    "accelerator": (
+        "--methods dense --millions 1 --rows 1 --steps 1 --entries 1e4",
+        7,
+    ),
     "adaptivity": (
         "--methods dense default --bandwidths-mbit 1000 20 --steps 4 --turn 2"
         " --picture picture.png",
         8,
     ),
 }
-NEEDS_NO_DATA = {"selection_speed"}
+NEEDS_NO_DATA = {"selection_speed", "accelerator"}
 
 
 @pytest.mark.slow

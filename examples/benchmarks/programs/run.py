@@ -32,13 +32,11 @@ os.environ.update(
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from common.journal import Journal, Line
 from jax.experimental import topologies
-from training.methods import after, arguments, is_local
-from transformer_lm.model import LanguageModel
 
 import gravac_jax as gravac
+from programs import gpt
 from programs.reading import Program
 
 # An NVIDIA H100 with NVLink, as XLA's GpuTargetConfigProto has it.
@@ -55,8 +53,7 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-SIZES = {1: (1, 256), 25: (2, 1024), 100: (2, 2048)}  # layers and width, by million
-VOCABULARY, LENGTH, ROWS = 256, 128, 1  # few activations: temporaries are buckets
+ROWS = 1  # windows of a replica: few activations, so that temporaries are buckets
 LOCAL_STEP = "between"  # of every8...: the program of a step that exchanges nothing
 
 
@@ -69,7 +66,7 @@ class Args:
       methods: Names as in training/methods.py; Adam follows if the memory has none.
         "between" before an every...: a step of its rounds that exchanges nothing.
       device: What to compile for: four of them.
-      millions: Entries of the model, in millions: of `SIZES`.
+      millions: Entries of the model, in millions: 1, 25 or 100.
       texts: A folder for the programs themselves.
     """
 
@@ -83,32 +80,10 @@ class Args:
 def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
     """Return a method's step, lowered for the devices of `mesh`, and its params."""
     method = name.removeprefix(LOCAL_STEP)
-    told = {} if method == name else {"is_due": False}
-    chosen = arguments(method)
-    tx = optax.chain(
-        gravac.transform(**chosen),
-        *after(chosen, optax.scale_by_adam(), None),
-        optax.scale_by_learning_rate(0.1),
-    )
-    layers, width = SIZES[millions]
-    model = LanguageModel(VOCABULARY, LENGTH, layers, width, heads=width // 64)
-
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply(params, tokens)
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return jnp.mean(losses(logits[:, :-1], tokens[:, 1:]))
-
-    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        where = params
-        if is_local(method):
-            where = gravac.local_params(tx, params, opt_state)
-        _, grads = gravac.value_and_grad(loss_fn)(where, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params, **told)
-        return optax.apply_updates(params, updates), opt_state
-
-    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    opt_state = jax.eval_shape(tx.init, params)
+    step = gpt.step(method, millions, None if method == name else False)
+    tokens = jax.ShapeDtypeStruct((ROWS, gpt.LENGTH), jnp.int32)
+    params = jax.eval_shape(step.model.init, jax.random.key(0), tokens)
+    opt_state = jax.eval_shape(step.tx.init, params)
     specs = gravac.state_specs((params, opt_state))
 
     def placed(spec: Any, x: Any) -> Any:
@@ -118,15 +93,19 @@ def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
 
     is_spec = lambda x: isinstance(x, jax.P)
     state = jax.tree.map(placed, specs, (params, opt_state), is_leaf=is_spec)
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
     batch = jax.ShapeDtypeStruct(
-        (mesh.size * ROWS, LENGTH), jnp.int32, sharding=sharding
+        (mesh.size * ROWS, gpt.LENGTH),
+        jnp.int32,
+        sharding=jax.NamedSharding(mesh, jax.P("data")),
     )
-    step = jax.shard_map(
-        train_step, mesh=mesh, in_specs=(*specs, jax.P("data")), out_specs=specs
+    mapped = jax.shard_map(
+        lambda *args: step.take(*args)[:2],
+        mesh=mesh,
+        in_specs=(*specs, jax.P("data")),
+        out_specs=specs,
     )
     entries = sum(x.size for x in jax.tree.leaves(params))
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*state, batch), entries
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(*state, batch), entries
 
 
 def described(device: str) -> tuple[list[Any], dict[str, str]]:

@@ -1,0 +1,63 @@
+"""A GPT and its train step by any method, in a few sizes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from training.methods import after, arguments, is_local
+from transformer_lm.model import LanguageModel
+
+import gravac_jax as gravac
+
+SIZES = {1: (1, 256), 25: (2, 1024), 100: (2, 2048)}  # layers and width, by million
+VOCABULARY, LENGTH = 256, 128  # bytes, in windows
+
+
+class Step(NamedTuple):
+    """A train step of one replica, over the axis "data".
+
+    Attributes:
+      model: The GPT.
+      tx: The optimizer, with the exchange in it.
+      take: `(params, opt_state, tokens)` to the same after a step, and the loss.
+    """
+
+    model: LanguageModel
+    tx: Any
+    take: Callable[..., Any]
+
+
+def step(method: str, millions: int, is_due: bool | None = None) -> Step:
+    """Return the step of a method of training/methods.py.
+
+    Args:
+      method: Its name; Adam follows if the memory has no optimizer.
+      millions: Of `SIZES`.
+      is_due: With rounds, whether this step exchanges; None if the program decides.
+    """
+    told = {} if is_due is None else {"is_due": is_due}
+    chosen = arguments(method)
+    tx = optax.chain(
+        gravac.transform(**chosen),
+        *after(chosen, optax.scale_by_adam(), None),
+        optax.scale_by_learning_rate(1e-3),
+    )
+    layers, width = SIZES[millions]
+    model = LanguageModel(VOCABULARY, LENGTH, layers, width, heads=width // 64)
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        logits: Any = model.apply(params, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(losses(logits[:, :-1], tokens[:, 1:]))
+
+    def take(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        where = params
+        if is_local(method):
+            where = gravac.local_params(tx, params, opt_state)
+        loss, grads = gravac.value_and_grad(loss_fn)(where, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return Step(model, tx, take)
