@@ -43,12 +43,16 @@ def test_the_mean_is_that_of_what_replicas_sent(bits, replicas):
 
 
 @every_width
-def test_accelerators_round_rows_as_cpus_do(bits, monkeypatch):
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_round_rows_as_cpus_do(platform, bits, monkeypatch):
     x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
     x[-1, 70:] = 0
     entries = np.array([96, 96, 96, 96, 70], np.float32)
     on_cpu = quantizer.round_rows(x, entries, bits)
-    elsewhere = lambda *args, default, **platforms: default(*args)
+
+    def elsewhere(*args, default, **platforms):
+        return platforms.get(platform, default)(*args)
+
     monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
     words, levels, dropped = quantizer.round_rows(x, entries, bits)
     assert_same(words, on_cpu[0])

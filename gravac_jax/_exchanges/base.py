@@ -262,18 +262,22 @@ class Exchange(abc.ABC):
         mean, told = jax.lax.switch(rung, [*branches, silent])
 
         kept, after = self.conclude(bucket, state, local, told, rungs)
-        # The residual overwrites the bucket in place. A condition computed from the
-        # energies makes XLA do that last, when nothing reads the bucket any more.
-        is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
-        residual = jnp.where(is_empty, 0, kept.residual)
         exchanged = Exchanged(
             mean=mean,
-            residual=jnp.where(rungs.is_silent, bucket, residual),
+            residual=self._held_back(bucket, kept, rungs),
             energies=kept.energies,
             energy=kept.energy,
             mean_energies=_averaged_energies(kept, rungs, comm),
         )
         return exchanged, _arrays.where(rungs.is_silent, state, after)
+
+    def _held_back(self, bucket: jax.Array, kept: Kept, rungs: Rungs) -> jax.Array:
+        """Return the residual at any rung; that of `kept` is right at sparse ones."""
+        # The residual overwrites the bucket in place. A condition computed from the
+        # energies makes XLA do that last, when nothing reads the bucket any more.
+        is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
+        residual = jnp.where(is_empty, 0, kept.residual)
+        return jnp.where(rungs.is_silent, bucket, residual)
 
     def rounded(self, bucket: jax.Array) -> jax.Array:
         """Return what a rung that is dense at any factor sends of `bucket`."""

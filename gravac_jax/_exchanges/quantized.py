@@ -23,7 +23,8 @@ class Told(NamedTuple):
     """What the branch of a rung found out.
 
     Attributes:
-      kept: `[n]` float32, what rounding dropped; zeros if the rung is dense or silent.
+      kept: `[n]` float32, what rounding dropped; zeros if the rung is dense, and the
+        bucket if it is silent.
       own: `[rungs + 1]` float32, as `Local.energies`, with the rung that was taken.
       energies: `[rungs + 1]` float32, their means over replicas.
     """
@@ -184,9 +185,8 @@ class Quantized(RoundingExchange):
         return Told(jnp.zeros_like(bucket), own, comm.mean(own))
 
     def told_silent(self, bucket: jax.Array, local: Local, comm: Comm) -> Any:
-        """Send nothing, not even energies."""
-        zeros = comm.zeros(local.energies)
-        return Told(jnp.zeros_like(bucket), local.energies, zeros)
+        """Send nothing, not even energies, and keep the bucket."""
+        return Told(bucket, local.energies, comm.zeros(local.energies))
 
     def conclude(
         self,
@@ -198,3 +198,9 @@ class Quantized(RoundingExchange):
     ) -> tuple[Kept, Any]:
         """Keep what rounding dropped."""
         return Kept(told.kept, told.own[:-1], told.own[-1], told.energies), state
+
+    def _held_back(self, bucket: jax.Array, kept: Kept, rungs: Rungs) -> jax.Array:
+        """Return the residual: where there are branches, each has said it."""
+        if len(rungs.counts) > 1:
+            return kept.residual
+        return super()._held_back(bucket, kept, rungs)

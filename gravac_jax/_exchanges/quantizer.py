@@ -49,16 +49,16 @@ class Levels(NamedTuple):
 
 
 def by_blocks(work: Callable[[jax.Array], Any], x: jax.Array) -> Any:
-    """Return `work(x)`, for which GPUs and TPUs see each row in 32 blocks, as in words.
+    """Return `work(x)`, for which TPUs see each row in 32 blocks, as words have them.
 
-    On a TPU a row of 4,096 is then whole tiles, and no array is laid out anew.
+    A row of 4,096 is then whole tiles, and no array is laid out anew.
 
     Args:
       work: takes `[rows, ...]`; the shapes of its result do not depend on the rest.
       x: `[rows, entries]` float32.
     """
     in_blocks = lambda x: work(x.reshape(len(x), WORD_BITS, -1))
-    return jax.lax.platform_dependent(x, cpu=work, default=in_blocks)
+    return jax.lax.platform_dependent(x, tpu=in_blocks, default=work)
 
 
 def round_rows(
@@ -185,9 +185,9 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
     def add_up() -> jax.Array:
         planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
-        # A GPU would sum over 32 codes in two kernels.
+        # A GPU would sum over 32 codes in two kernels, with all of them in memory.
         one_by_one = lambda x: _arrays.total(x[:, :, i] for i in range(x.shape[2]))
-        return jax.lax.platform_dependent(planes, cpu=total, default=one_by_one)
+        return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
     return _arrays.kernel(add_up, levels.scales)
 
