@@ -17,6 +17,7 @@ import adaptivity.worker
 import controllers.traces
 import end_to_end.report
 import paper.report
+import programs.report
 import quality.report
 import quality.results
 from common.journal import read
@@ -80,6 +81,14 @@ def _paper(folder: str) -> dict[str, Make]:
     return made
 
 
+def _programs(folder: str) -> dict[str, Make]:
+    """Make the tables of each device."""
+    return {
+        f"{folder}/{lines.stem}.md": _text(programs.report.text, lines)
+        for lines in sorted((RECORDS / folder).glob("[hv]*.jsonl"))  # h100, v5e
+    }
+
+
 _EXCHANGES = "2026-11-21_exchanges"
 _LSTM = "2026-11-21_quality_lstm"
 _STEPS = "2026-11-24_steps"
@@ -101,6 +110,7 @@ MADE: dict[str, Make] = {
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
     **_paper("2026-11-23_results"),
+    **_programs("2026-11-25_programs"),
 }
 
 

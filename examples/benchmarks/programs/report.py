@@ -82,10 +82,11 @@ def text(path: Path) -> str:
             f"{dense['entries']:,} entries; the dense step has {dense['kernels']}"
             f" kernels and {dense['passes']:.1f} passes.",
             markdown([HEAD, *(row(x, dense) for x in here)]),
-            "Branches of conditionals, kernels / passes each:",
-            "\n".join(f"- {_branches(x)}" for x in here if x["conditionals"]),
         ]
-    return "\n\n".join(filter(None, parts))
+        if ladders := [f"- {_branches(x)}" for x in here if x["conditionals"]]:
+            head_of = "Branches of conditionals, kernels / passes each:"
+            parts += [head_of, "\n".join(ladders)]
+    return "\n\n".join(parts)
 
 
 def main(args: Args) -> None:
