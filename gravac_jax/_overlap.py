@@ -17,7 +17,7 @@ All processes must start their collectives in one order, and two threads keep no
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,22 @@ from gravac_jax._parallel import Step
 COLLECTIVE = r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)"
 
 
-def checked(mesh: Any, dense_axis_name: AxisName) -> jax.sharding.Mesh:
-    """Return the mesh; refuse simulated replicas and a fast axis."""
+class Parallel(NamedTuple):
+    """The arguments of `gravac.data_parallel` that a step in three programs has."""
+
+    mesh: jax.sharding.Mesh
+    axis_name: AxisName
+    average_metrics: bool = True
+
+
+def checked(mesh: Any, axis_name: AxisName, dense_axis_name: AxisName) -> Parallel:
+    """Return how to run a step; refuse simulated replicas and a fast axis."""
     if not isinstance(mesh, jax.sharding.Mesh) or dense_axis_name is not None:
         raise ValueError(
             f"overlap=True needs a mesh and no `dense_axis_name`, got {mesh!r} and"
             f" {dense_axis_name!r}. Leave `overlap` out: one program does the same."
         )
-    return mesh
+    return Parallel(mesh, axis_name)
 
 
 class Overlapped:
@@ -52,8 +60,7 @@ class Overlapped:
       loss_and_grad: `(params, batch) -> (value, grads)` of one replica.
       finish: `(params, opt_state, (value, grads), **extra)` of one replica, as for
         `gravac.data_parallel`; `extra` is for `tx.update`.
-      mesh: the mesh.
-      axis_name: the axis, or axes, of the transform.
+      parallel: where to run it.
     """
 
     def __init__(
@@ -62,17 +69,16 @@ class Overlapped:
         own_params: Step,
         loss_and_grad: Step,
         finish: Step,
-        mesh: jax.sharding.Mesh,
-        axis_name: AxisName,
+        parallel: Parallel,
     ):
         self._tx, self._own_params, self._loss_and_grad = tx, own_params, loss_and_grad
         self._finish_one = finish
-        self._mesh, self._axis_name = mesh, axis_name
+        self._mesh, self._axis_name = parallel.mesh, parallel.axis_name
         self._first_own = jax.jit(self._own_of_all)
         self._receive = jax.jit(self._receive_all, donate_argnums=1)
         self._compute = jax.jit(self._compute_all)
         self._finish = _parallel.data_parallel(
-            self._finish_own, mesh, axis_name, carried=1
+            self._finish_own, carried=1, **parallel._asdict()
         )
         self._compiled: dict[Any, Any] = {}
         self._last: Any = None  # params and state, and the own params that go with them

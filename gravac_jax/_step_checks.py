@@ -179,14 +179,6 @@ def needs_delay() -> None:
     )
 
 
-def overlaps_no_rounds() -> None:
-    """Refuse to overlap an exchange that most steps do not have."""
-    raise ValueError(
-        "overlap=True and gravac.Every do not go together: most steps of a round have"
-        " no exchange that could be hidden. Leave `overlap` out."
-    )
-
-
 def params_given(params: Any, name: str) -> None:
     """Refuse an update without the params that `name` needs."""
     if params is None:

@@ -18,7 +18,6 @@ from gravac_jax import (
     _parallel,
     _placement,
     _residuals,
-    _step_checks,
 )
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers.base import Controller
@@ -68,7 +67,8 @@ def train_step(
         programs, of which a second thread starts the exchange. JAX needs two threads
         for it, `NPROC=2` or more. Wait for any other program with a collective, such as
         an evaluation, before the next step: two threads start theirs in no order. Own
-        params stay in memory between steps.
+        params stay in memory between steps. With rounds only steps that exchange are
+        taken so.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -129,18 +129,19 @@ def train_step(
 
     _checks.flag(overlap, "overlap")
     run = _runner(mesh, axis_name, dense_axis_name)
+    # With rounds there are two programs: steps that exchange, and local ones.
+    in_rounds = lambda x: functools.partial(on_one_replica, is_due=x)
+    programs: dict[bool | None, Callable[..., Any]] = {
+        None: run(on_one_replica, True),
+        True: run(in_rounds(True), False),
+        False: run(in_rounds(False), False),
+    }
     if overlap:
-        only = _overlap.checked(mesh, dense_axis_name)
-        late = _overlap.Overlapped(tx, where, loss_and_grad, finish, only, axis_name)
-        programs: dict[bool | None, Callable[..., Any]] = {None: late}
-    else:
-        # With rounds there are two programs: steps that exchange, and local ones.
-        in_rounds = lambda x: functools.partial(on_one_replica, is_due=x)
-        programs = {
-            None: run(on_one_replica, True),
-            True: run(in_rounds(True), False),
-            False: run(in_rounds(False), False),
-        }
+        parallel = _overlap.checked(mesh, axis_name, dense_axis_name)
+        exchanging = lambda *args: _overlap.Overlapped(tx, where, loss_and_grad, *args)
+        due = functools.partial(finish, is_due=True)
+        programs[None] = exchanging(finish, parallel)
+        programs[True] = exchanging(due, parallel._replace(average_metrics=False))
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
@@ -242,8 +243,6 @@ class TrainStep:
             self._rounds = Rounds(controller, state)
             self._clock = StepClock(int(state.steps)) if self._is_timed else None
         is_due = self._rounds.is_due()
-        if is_due not in self._programs:
-            _step_checks.overlaps_no_rounds()
         times = self._clock.times() if self._clock else {}
         params, opt_state, *metrics = self._programs[is_due](
             params, opt_state, batch, **times

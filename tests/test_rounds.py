@@ -253,12 +253,32 @@ def test_a_train_step_takes_optimizers_that_look_at_the_tree(name):
     assert np.isfinite(value)
 
 
-def test_rounds_and_overlap_are_refused_together():
-    controller = gravac.Every(H, gravac.Fixed(16))
-    tx = gravac.sgd(RATE, controller=controller, delay=1)
-    step = gravac.train_step(loss_of, tx, make_mesh(), overlap=True)
-    with pytest.raises(ValueError, match=r"overlap=True and gravac.Every"):
-        step(*step.init({"w": jnp.ones(DIMENSION)}), batch(0))
+def test_a_late_round_sends_what_was_made_before_its_last_step():
+    earlier = jax.tree.map(
+        lambda x: np.concatenate([np.zeros_like(x[:1]), x[:-1]]), GRADIENTS
+    )
+    recipe = {"exchange": gravac.QuantizedAllReduce(32)}
+    assert_close(run(delay=1, **recipe)[0], run(earlier, **recipe)[0])
+
+
+@pytest.mark.parametrize("has_outer", [False, True])
+def test_the_exchange_of_a_round_may_run_beside_its_last_step(has_outer):
+    controller, found = gravac.Every(H, gravac.Fixed(16)), []
+    tx = gravac.sgd(RATE, controller=controller, delay=1, compress=True)
+    if has_outer:
+        tx = gravac.diloco(optax.sgd(RATE), controller=controller, delay=1)
+    for overlap in (False, True):
+        step = gravac.train_step(loss_of, tx, make_mesh(), overlap=overlap)
+        state, losses = step.init({"w": jnp.full(DIMENSION, 0.125)}), []
+        for i in range(2 * H + 1):
+            *state, loss = step(*state, batch(i))
+            losses.append(np.asarray(loss))
+        params, opt_state = jax.device_get(step.flush(*state))
+        found.append((params, losses, optax.tree.get(opt_state, "memory")))
+    one, three = found
+    assert one[1][0].shape == (N,)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(three), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_that_fails_is_not_counted():
