@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import (
     _checks,
     _collectives,
     _gradients,
     _parallel,
+    _placement,
     _residuals,
     _step_checks,
 )
@@ -240,6 +242,68 @@ def nnx_data_parallel(
         return metrics
 
     return step
+
+
+def nnx_flush(
+    model: Any,
+    optimizer: Any,
+    mesh: jax.sharding.Mesh | int,
+    axis_name: Any = "data",
+    dense_axis_name: AxisName = None,
+) -> None:
+    """Deliver what all replicas hold back, into a model and its optimizer.
+
+    It is `gravac.flush` of `nnx` objects. Call it outside of a step, where the step
+    itself is called: at the end of training, or before an evaluation that counts.
+
+    Args:
+      model: the model, placed by `gravac.place`; it changes in place.
+      optimizer: its `nnx.Optimizer`, placed too, with exactly one `gravac.transform`.
+        It changes in place, but for its count of steps.
+      mesh: the mesh, or the number of simulated replicas.
+      axis_name: as for `gravac.nnx_data_parallel`.
+      dense_axis_name: as for `gravac.nnx_data_parallel`.
+
+    Returns:
+      None: the objects have changed.
+
+    Raises:
+      ImportError: if Flax is missing.
+      TypeError: if `optimizer` is no `nnx.Optimizer`.
+      ValueError: as `gravac.nnx_data_parallel` and `gravac.flush`.
+
+    Cost:
+      A float32 all-reduce of the compressed leaves. It compiles at every call.
+
+    Law:
+      The params and the optimizer's state are those of `gravac.flush`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import gravac_jax as gravac
+      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> model = nnx.Linear(256, 128, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, gravac.adamw(1e-3), wrt=nnx.Param)
+      >>> model, optimizer = gravac.place((model, optimizer), mesh)
+      >>> gravac.nnx_flush(model, optimizer, mesh)
+    """
+    nnx = _flax("nnx_flush")
+    _step_checks.is_nnx_optimizer(optimizer)
+
+    def deliver(model: Any, optimizer: Any, batch: Any) -> None:
+        del batch
+        shared = nnx.as_pure(nnx.state(model, optimizer.wrt))
+        opt_state = nnx.as_pure(optimizer.opt_state)
+        params, opt_state = _residuals.flush(optimizer.tx, shared, opt_state)
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+
+    axes = _collectives.join(axis_name, dense_axis_name)
+    is_mesh = isinstance(mesh, jax.sharding.Mesh)
+    replicas = _placement.count_replicas(mesh, axes) if is_mesh else mesh
+    step = nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
+    step(model, optimizer, np.zeros(replicas, np.float32))
 
 
 def _flax(name: str) -> Any:

@@ -365,6 +365,40 @@ def test_with_an_optimizer_gradients_are_taken_at_own_params():
     assert train(is_own=False) > 1e-3
 
 
+@everywhere
+def test_a_flush_is_that_of_plain_params(mesh):
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((64, 64)))
+            self.seen = nnx.Variable(jnp.float32(3))
+
+    def step(model, optimizer, batch):
+        loss_of = lambda model, x: jnp.mean((x @ model.kernel[...]) ** 2)
+        grad = gravac.nnx_value_and_grad(loss_of, optimizer=optimizer)
+        optimizer.update(model, grad(model, batch)[1])
+
+    where, tx = mesh(), gravac.guard(gravac.adamw(0.05, compress=True))
+    model = Linear()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    model, optimizer = gravac.place((model, optimizer), where)
+    xs = RNG.normal(size=(N, 64)).astype(np.float32)
+    gravac.nnx_data_parallel(step, where)(model, optimizer, xs)
+    plain = nnx.state(model, nnx.Param), optimizer.opt_state
+    plain = jax.tree.map(jnp.copy, nnx.as_pure(plain))
+    deliver = lambda params, state, _: gravac.flush(tx, params, state)
+    is_number = isinstance(where, int)
+    run = gravac.simulate if is_number else gravac.data_parallel
+    params, opt_state = run(deliver, where)(*plain, np.zeros(N))
+    gravac.nnx_flush(model, optimizer, where)
+    np.testing.assert_array_equal(model.kernel[...], params["kernel"])
+    found = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
+    for x, y in zip(found, jax.tree.leaves(opt_state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    held = optax.tree.get_all_with_path(nnx.as_pure(optimizer.opt_state), "residual")
+    assert not any(np.asarray(x).any() for _, x in held)
+    assert float(model.seen[...]) == 3
+
+
 # ------------------------------------------------- whole steps
 
 
@@ -653,6 +687,11 @@ def test_objects_that_are_not_placed_are_refused(mesh):
     step = gravac.nnx_data_parallel(train_step, mesh())
     with pytest.raises(ValueError, match="the state is not placed"):
         step(model, optimizer, new_metrics(), BATCH)
+
+
+def test_a_flush_needs_the_optimizer_of_the_model():
+    with pytest.raises(TypeError, match=r"must be the nnx\.Optimizer of the model"):
+        gravac.nnx_flush(MLP(nnx.Rngs(0)), sgd(), N)
 
 
 def test_a_call_outside_the_axis_says_so():

@@ -19,9 +19,9 @@ BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "
 FUNCTIONS = """
     adamw by_rank checksum data_parallel dgc diloco exponential flush geometric guard
-    init local_params low_after_drops matrices nnx_data_parallel nnx_value_and_grad
-    outer place resync sgd simulate sparse_loco state_specs train_step transform
-    value_and_grad warm_up
+    init local_params low_after_drops matrices nnx_data_parallel nnx_flush
+    nnx_value_and_grad outer place resync sgd simulate sparse_loco state_specs
+    train_step transform value_and_grad warm_up
 """
 CLASSES = sorted((RECORDS + BASES + COMPONENTS).split())
 PUBLIC = sorted(CLASSES + FUNCTIONS.split())
