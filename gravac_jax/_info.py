@@ -55,6 +55,13 @@ class StepInfo(NamedTuple):
         can tell under `pmap`, or all replicas had the same batch.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `gravac.Every`
         makes some steps local.
+      mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
+        rounds those of the last step.
+      alignment: `[]` float32, how alike the replicas' rounds were at the last exchange:
+        the energy of the mean of what they sent, as a share of the mean energy of what
+        each of them sent. It is 1 if all sent the same, and about 1/N if they have
+        nothing in common. 1 before the first exchange; 1 without rounds, where it is
+        not computed.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -81,6 +88,8 @@ class StepInfo(NamedTuple):
     disagreements: jax.Array
     alike_steps: jax.Array
     local_steps: jax.Array
+    mean_wire_bytes: jax.Array
+    alignment: jax.Array
 
     @property
     def byte_factor(self) -> jax.Array:
@@ -90,9 +99,16 @@ class StepInfo(NamedTuple):
         dense leaves and the evidence count. It is infinite in a local step, and 1 with
         one replica, where a dense step sends nothing either.
         """
-        return jnp.where(
-            self.dense_wire_bytes > 0, self.dense_wire_bytes / self.wire_bytes, 1.0
-        )
+        return self._fewer_than_dense(self.wire_bytes)
+
+    @property
+    def mean_byte_factor(self) -> jax.Array:
+        """How many times fewer bytes than dense steps the last round sent."""
+        return self._fewer_than_dense(self.mean_wire_bytes)
+
+    def _fewer_than_dense(self, wire_bytes: jax.Array) -> jax.Array:
+        dense = self.dense_wire_bytes
+        return jnp.where(dense > 0, dense / wire_bytes, 1.0)
 
 
 class Tables(NamedTuple):
@@ -203,6 +219,8 @@ def before_the_first_step(rungs: int) -> StepInfo:
         disagreements=jnp.zeros((), jnp.int32),
         alike_steps=jnp.zeros((), jnp.int32),
         local_steps=jnp.zeros((), jnp.int32),
+        mean_wire_bytes=jnp.zeros((), jnp.float32),
+        alignment=jnp.ones((), jnp.float32),
     )
 
 
@@ -212,6 +230,7 @@ def after(
     rung: jax.Array,
     gains: jax.Array,
     looks: jax.Array | bool,
+    alignment: jax.Array,
 ) -> StepInfo:
     """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
     is_local = rung == gains.size + 1
@@ -219,16 +238,21 @@ def after(
     extra = lambda size: jnp.where(looks & ~is_local, jnp.float32(size), 0)
     factor = at_rung(table.factors)
     is_dense = (factor == 1).astype(jnp.int32)
+    wire_bytes = at_rung(table.wire_bytes) + extra(table.sample.wire_bytes)
+    steps = before.local_steps + 1
+    mean_bytes = wire_bytes / steps.astype(jnp.float32)
     return before._replace(
         factor=factor,
         gain=jnp.append(gains, jnp.zeros(2, jnp.float32))[rung],
         gains=gains,
         payload_bytes=at_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
-        wire_bytes=at_rung(table.wire_bytes) + extra(table.sample.wire_bytes),
+        wire_bytes=wire_bytes,
         dense_bytes=jnp.float32(table.dense.payload_bytes),
         dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
         dense_steps=before.dense_steps + is_dense,
-        local_steps=jnp.where(is_local, before.local_steps + 1, 0),
+        local_steps=jnp.where(is_local, steps, 0),
+        mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
+        alignment=alignment,
     )
 
 

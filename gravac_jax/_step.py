@@ -127,12 +127,14 @@ class Arrived(NamedTuple):
         the second if local.
       means: the mean of what was sent, `[n]` float32 a bucket.
       mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
+      energy: `[]` float32, the energy of the means; 0 without rounds.
     """
 
     agreed: Agreed
     rung: jax.Array
     means: tuple[jax.Array, ...]
     mean_energies: jax.Array
+    energy: jax.Array
 
 
 class Decision(NamedTuple):
@@ -607,8 +609,12 @@ class Components:
         kept = zip(residuals, fed.parts, fed.memory, strict=True)
         memory = tuple(self.memory.retain(*x) for x in kept)
         local = local._replace(memory=memory, exchange=tuple(states))
-        total = setting.axes.slices.mean(_arrays.total(mean_energies))
-        return Arrived(agreed, rung_or_silent, tuple(means), total), local
+        energy = jnp.zeros(())
+        if controller.has_rounds:  # one more pass, but only at the end of a round
+            energy = _arrays.total(map(_arrays.energy, means))
+        energies = _arrays.total(mean_energies), energy
+        energies = setting.axes.slices.mean(energies)
+        return Arrived(agreed, rung_or_silent, tuple(means), *energies), local
 
     def _decide(
         self, gradient: Gradient, arrived: Arrived, setting: Setting
@@ -674,8 +680,16 @@ class Components:
         before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
         dense, rung, controller = _arrays.where(is_skipped, before, learned)
         slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
+        sent = arrived.mean_energies[jnp.minimum(taken, len(self.controller.ladder))]
+        is_known = (sent > 0) & (arrived.energy > 0)
+        alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
         info = _info.after(
-            state.info, setting.tables, taken, decision.gains, setting.looks
+            state.info,
+            setting.tables,
+            taken,
+            decision.gains,
+            setting.looks,
+            alignment,
         )
         return setting.buckets.unpack((*arrived.means, dense)), state._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),

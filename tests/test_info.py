@@ -33,7 +33,7 @@ def tables(compress=True, exchange=None, replicas=N):
 
 @jax.jit
 def report(before, rung, gains, is_bad=False, apart=0.0):
-    info = _info.after(before, tables(), rung, gains, True)
+    info = _info.after(before, tables(), rung, gains, True, jnp.float32(1))
     is_bad, apart = jnp.asarray(is_bad), jnp.asarray(apart)
     return _info.count_faults(
         info, is_bad=is_bad, is_skipped=is_bad, is_alike=is_bad, apart=apart

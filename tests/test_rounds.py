@@ -117,6 +117,34 @@ def test_a_schedule_gives_each_round_its_length():
     assert (states.info.wire_bytes > 0).tolist() == [x == 0 for x in (1, 0, 1, 2, 0, 1)]
 
 
+@pytest.mark.parametrize("factor", [1, 32])
+def test_info_says_how_alike_the_rounds_of_replicas_were(factor):
+    exchange = gravac.Quantized(32)
+    updates, states = run(exchange=exchange, factor=factor, compress=True)
+    rounds, alignment = sums(GRADIENTS), []
+    residual = np.zeros_like(states.local.memory[0].residual[0])
+    for i in range(ROUNDS):
+        last = H * (i + 1) - 1
+        fed = [rounds[x][i].reshape(N, -1) for x in PARAMS]
+        fed = np.concatenate(fed, 1).astype(np.float64) + residual
+        residual = states.local.memory[0].residual[last]
+        mean = np.concatenate([updates[x][last].ravel() for x in PARAMS])
+        sent = np.square(fed - residual).sum(1).mean()
+        alignment.append(np.square(mean.astype(np.float64)).sum() / sent)
+    expected = [1] * (H - 1) + [alignment[0]] * H + [alignment[1]]
+    np.testing.assert_allclose(states.info.alignment, expected, rtol=1e-4)
+    assert alignment[0] < 0.5
+
+
+def test_info_says_what_a_round_sent_a_step():
+    info = run(every=lambda step: jnp.where(step < 2, 2, 3))[1].info
+    (sent,) = set(info.wire_bytes.tolist()) - {0}
+    expected = np.float32([0, sent / 2, sent / 2, sent / 2, sent / 3, sent / 3])
+    np.testing.assert_allclose(info.mean_wire_bytes, expected, rtol=1e-6)
+    factor = info.dense_wire_bytes[-1] / expected[-1]
+    np.testing.assert_allclose(info.mean_byte_factor[-1], factor, rtol=1e-6)
+
+
 def test_a_local_step_has_no_collective():
     for delay in (0, 1):
         program = _harness.trajectory(
