@@ -223,6 +223,13 @@ def test_wide_before_a_name_gives_entries_of_8_bytes():
     assert methods.is_local("widelocalmomentum10")
 
 
+def test_a_name_may_ask_for_rounds_of_the_largest_entries_of_rows():
+    found = methods.arguments("every15rowsadam32")
+    assert found["exchange"] == gravac.QuantizedTopK()
+    assert found["controller"] == gravac.Every(15, gravac.Fixed(32))
+    assert isinstance(found["memory"], gravac.Steps)
+
+
 def test_the_course_of_a_factor_is_its_changes():
     assert paper.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
         [0, 10.0],

@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--headroom", action="store_true", help="only time dense steps; needs --loss")
     names = list(_steps.EXCHANGES)
-    add("--exchanges", nargs="+", choices=names, default=names, help="default: all")
+    usual = [x for x in names if x not in _steps.ON_REQUEST]
+    help = f"default: all but {', '.join(_steps.ON_REQUEST)}"
+    add("--exchanges", nargs="+", choices=names, default=usual, help=help)
     factors, help = [10.0, 100.0, 1000.0], "n / k, all above 1; default: 10 100 1000"
     add("--factors", nargs="+", type=float, default=factors, help=help)
     help = "the mesh, compressed over its first axis; default: one axis"

@@ -20,11 +20,13 @@ import gravac_jax as gravac
 EXCHANGES = {
     "few-bits": gravac.QuantizedAllReduce(),
     "all-gather": gravac.AllGather(),
+    "rows": gravac.QuantizedTopK(),
     "leader": gravac.LeaderIndices(),
     "low-rank": gravac.LowRank(),
     "dense-16": gravac.DenseMean("bfloat16"),
 }
 OWN_FACTORS = {"few-bits": gravac.Fastest().ladder[1:], "dense-16": ()}
+ON_REQUEST = ("rows",)  # on CPUs its selection at low factors takes long
 DENSE = "dense"
 DENSE_RUNG = "dense rung"  # factor 1 of the transform
 
