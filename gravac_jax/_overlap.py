@@ -30,22 +30,29 @@ from gravac_jax._parallel import Step
 COLLECTIVE = r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)"
 
 
-class Parallel(NamedTuple):
-    """The arguments of `gravac.data_parallel` that a step in three programs has."""
+class Place(NamedTuple):
+    """Where and when a step is taken.
+
+    Attributes:
+      mesh: the mesh.
+      axis_name: the axis, or axes, of the transform.
+      in_rounds: whether the next step is a local one, which makes own params itself.
+        Metrics are then each replica's own.
+    """
 
     mesh: jax.sharding.Mesh
     axis_name: AxisName
-    average_metrics: bool = True
+    in_rounds: bool = False
 
 
-def checked(mesh: Any, axis_name: AxisName, dense_axis_name: AxisName) -> Parallel:
-    """Return how to run a step; refuse simulated replicas and a fast axis."""
+def checked(mesh: Any, axis_name: AxisName, dense_axis_name: AxisName) -> Place:
+    """Return where a step is taken; refuse simulated replicas and a fast axis."""
     if not isinstance(mesh, jax.sharding.Mesh) or dense_axis_name is not None:
         raise ValueError(
             f"overlap=True needs a mesh and no `dense_axis_name`, got {mesh!r} and"
             f" {dense_axis_name!r}. Leave `overlap` out: one program does the same."
         )
-    return Parallel(mesh, axis_name)
+    return Place(mesh, axis_name)
 
 
 class Overlapped:
@@ -60,7 +67,7 @@ class Overlapped:
       loss_and_grad: `(params, batch) -> (value, grads)` of one replica.
       finish: `(params, opt_state, (value, grads), **extra)` of one replica, as for
         `gravac.data_parallel`; `extra` is for `tx.update`.
-      parallel: where to run it.
+      place: where and when it is taken.
     """
 
     def __init__(
@@ -69,16 +76,20 @@ class Overlapped:
         own_params: Step,
         loss_and_grad: Step,
         finish: Step,
-        parallel: Parallel,
+        place: Place,
     ):
         self._tx, self._own_params, self._loss_and_grad = tx, own_params, loss_and_grad
         self._finish_one = finish
-        self._mesh, self._axis_name = parallel.mesh, parallel.axis_name
+        self._mesh, self._axis_name, self._in_rounds = place
         self._first_own = jax.jit(self._own_of_all)
         self._receive = jax.jit(self._receive_all, donate_argnums=1)
         self._compute = jax.jit(self._compute_all)
         self._finish = _parallel.data_parallel(
-            self._finish_own, carried=1, **parallel._asdict()
+            self._finish_own,
+            self._mesh,
+            self._axis_name,
+            carried=1,
+            average_metrics=not self._in_rounds,
         )
         self._compiled: dict[Any, Any] = {}
         self._last: Any = None  # params and state, and the own params that go with them
@@ -102,7 +113,8 @@ class Overlapped:
         params, opt_state, own, *metrics = self._finish(
             params, kept, own, made, arrived=arrived, **times
         )
-        self._last = (params, opt_state), own
+        if not self._in_rounds:
+            self._last = (params, opt_state), own
         return params, opt_state, *metrics
 
     def _programs(
@@ -160,11 +172,12 @@ class Overlapped:
     def _finish_own(
         self, params: Any, opt_state: Any, own: Any, made: Any, **extra: Any
     ) -> Any:
-        del own  # its memory is reused
         params, opt_state, *value = self._finish_one(
             params, opt_state, _only(made), **extra
         )
-        return params, opt_state, _lead(self._own_params(params, opt_state)), *value
+        if not self._in_rounds:  # a local step makes its own
+            own = _lead(self._own_params(params, opt_state))
+        return params, opt_state, own, *value
 
 
 def _lead(tree: Any) -> Any:

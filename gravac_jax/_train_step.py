@@ -67,8 +67,7 @@ def train_step(
         programs, of which a second thread starts the exchange. JAX needs two threads
         for it, `NPROC=2` or more. Wait for any other program with a collective, such as
         an evaluation, before the next step: two threads start theirs in no order. Own
-        params stay in memory between steps. With rounds only steps that exchange are
-        taken so.
+        params stay in memory between steps. With rounds, local steps stay one program.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -137,11 +136,11 @@ def train_step(
         False: run(in_rounds(False), False),
     }
     if overlap:
-        parallel = _overlap.checked(mesh, axis_name, dense_axis_name)
+        place = _overlap.checked(mesh, axis_name, dense_axis_name)
         exchanging = lambda *args: _overlap.Overlapped(tx, where, loss_and_grad, *args)
         due = functools.partial(finish, is_due=True)
-        programs[None] = exchanging(finish, parallel)
-        programs[True] = exchanging(due, parallel._replace(average_metrics=False))
+        programs[None] = exchanging(finish, place)
+        programs[True] = exchanging(due, place._replace(in_rounds=True))
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
