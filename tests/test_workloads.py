@@ -230,6 +230,16 @@ def test_a_name_may_ask_for_rounds_of_the_largest_entries_of_rows():
     assert isinstance(found["memory"], gravac.Steps)
 
 
+def test_a_name_may_ask_for_rounds_that_begin_short():
+    name = "every4until400then13allreducedadam16"
+    rounds = methods.arguments(name)["controller"]
+    is_due = lambda step, local: bool(rounds.is_due(step, local))
+    assert [is_due(399, x) for x in (2, 3)] == [False, True]
+    assert [is_due(400, x) for x in (3, 11, 12)] == [False, False, True]
+    words = "AdamW's steps in two bits, every 4 steps, from step 400 every 13"
+    assert methods.in_words(name) == words
+
+
 def test_the_course_of_a_factor_is_its_changes():
     assert paper.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
         [0, 10.0],

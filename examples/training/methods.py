@@ -25,9 +25,9 @@ exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entrie
 
 `local` before any of these names takes gradients at each replica's own params, and
 clips before the exchange; so does `delayed`, whose exchange is one step late, and
-`every8`, which exchanges in every eighth step: `every8allreducedadam16`. `wide` before
-the name of an all-gather gives it entries of 8 bytes, as the papers have, in place
-of 4.
+`every8`, which exchanges in every eighth step: `every8allreducedadam16`. Rounds of
+`every4until400then13` are longer from step 400 on. `wide` before the name of an
+all-gather gives it entries of 8 bytes, as the papers have, in place of 4.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 import gravac_jax as gravac
@@ -43,6 +44,7 @@ WIDE = "wide"
 LOCAL = "local"
 DELAYED = "delayed"
 EVERY = "every"
+ROUNDS = rf"{EVERY}(\d+)(?:until(\d+)then(\d+))?"
 WIDTHS = {
     "1": "whole",
     "4": "in eight bits",
@@ -113,11 +115,11 @@ def is_local(name: str) -> bool:
 def in_words(name: str) -> str:
     """Return what a reader calls a method in few bits; other names stay."""
     match = re.fullmatch(
-        rf"({LOCAL}|{DELAYED}|{EVERY}\d+)?allreduced(adam|sgd)?(\d+)", name
+        rf"({LOCAL}|{DELAYED}|{ROUNDS})?allreduced(adam|sgd)?(\d+)", name
     )
-    if not match or match[3] not in WIDTHS:
+    if not match or match[6] not in WIDTHS:
         return name
-    how, optimizer, factor = match[1] or "", match[2], match[3]
+    how, first, until, then, optimizer, factor = match.groups("")
     what = {"adam": "AdamW's steps", "sgd": "SGD's steps"}.get(optimizer, "gradients")
     said = [f"{what} {WIDTHS[factor]}"]
     if not how:
@@ -125,7 +127,8 @@ def in_words(name: str) -> str:
     elif how == DELAYED:
         said.append("one step late")
     elif how != LOCAL:
-        said.append(f"every {how.removeprefix(EVERY)} steps")
+        later = f", from step {until} every {then}" if until else ""
+        said.append(f"every {first} steps{later}")
     return ", ".join(said)
 
 
@@ -146,9 +149,9 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
         return {"clip": CLIP, **METHODS[name.removeprefix(LOCAL)]}
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
-    if rounds := re.fullmatch(rf"{EVERY}(\d+)([a-z].*)", name):
-        chosen = arguments(LOCAL + rounds[2], beside)
-        controller = gravac.Every(int(rounds[1]), chosen["controller"])
+    if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
+        chosen = arguments(LOCAL + rounds[4], beside)
+        controller = gravac.Every(_lengths(rounds), chosen["controller"])
         return {**chosen, "controller": controller}
     if name.startswith(DELAYED):
         return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
@@ -164,6 +167,12 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     chosen = {"controller": controller, **FAMILIES[match[1]]}
     # A clip after the exchange would clip what is held back.
     return {"clip": CLIP, **chosen} if is_local(name) else chosen
+
+
+def _lengths(rounds: re.Match[str]) -> Any:
+    """Return the steps of a round, or a function from the step to them."""
+    first, until, then = (int(x or 0) for x in rounds.groups()[:3])
+    return (lambda step: jnp.where(step < until, first, then)) if until else first
 
 
 def _controller(family: str, factor: float) -> gravac.Controller:
