@@ -229,6 +229,21 @@ def test_over_two_axes_a_delayed_run_is_the_other_one_step_later(is_sharded):
             np.testing.assert_allclose(y[name], x[name], rtol=0, atol=1e-3)
 
 
+def test_rounds_of_slices_are_as_alike_as_those_of_whole_params():
+    rounds = gravac.Every(2, gravac.Fixed(1))
+    found = [
+        run(transform(rounds, exchange=gravac.DenseMean(), **chosen), *how)[1]
+        for chosen, *how in [
+            ({"compress": IS_MATRIX}, WHOLE, local),
+            ({"sharded": IS_MATRIX}, SPECS, sharded),
+        ]
+    ]
+    whole, slices = ([float(x.info.alignment) for x in states] for states in found)
+    np.testing.assert_allclose(slices, whole, rtol=1e-5)
+    assert whole[0] == 1
+    assert 0 < whole[1] < 1
+
+
 ALL_BEFORE = {
     "clip": gravac.ClipByGlobalNorm(400.0),
     "weight_decay": 0.125,
