@@ -169,13 +169,13 @@ class ClipByValue(Clip):
 
 
 def global_norm(
-    flat: tuple[jax.Array, ...], dense: jax.Array, slices: Comm
+    flat: tuple[jax.Array, ...], shared: tuple[jax.Array, ...], slices: Comm
 ) -> tuple[jax.Array, jax.Array]:
     """Return the norm of a gradient over the whole model, as a unit and a length.
 
     Args:
       flat: the compressed leaves; if they are sharded, the slices of one device.
-      dense: the other leaves, the same on all devices of `slices`.
+      shared: the other leaves, the same on all devices of `slices`.
       slices: the devices that hold the other slices; alone if nothing is sharded.
 
     Returns:
@@ -183,9 +183,9 @@ def global_norm(
       slices are put together, so that no square overflows.
     """
     if slices.axis_name is None:
-        return _arrays.norm((*flat, dense))
-    top = jnp.max(slices.gather(_arrays.largest_magnitude((*flat, dense))))
+        return _arrays.norm((*flat, *shared))
+    top = jnp.max(slices.gather(_arrays.largest_magnitude((*flat, *shared))))
     unit = jnp.where(top > 0, top, 1)
     energy = lambda parts: _arrays.total(_arrays.energy(x / unit) for x in parts)
     whole = slices.mean(energy(flat)) * slices.replicas
-    return unit, jnp.sqrt(whole + energy([dense]))
+    return unit, jnp.sqrt(whole + energy(shared))

@@ -61,7 +61,8 @@ class Comm:
         return axis_names(self.axis_name)
 
     @property
-    def _is_checked(self) -> bool:
+    def is_checked(self) -> bool:
+        """Whether JAX knows what varies over the axis; static."""
         # Under check_vma=False, pmap and vmap nothing is marked as varying, not even
         # the axis index. Under check_vma=True the axis index always is.
         return bool(self._names) and not self._fixed_axes(
@@ -74,7 +75,7 @@ class Comm:
 
     def check_local(self, tree: Any) -> None:
         """Raise if a leaf of `tree` is known to be the same on every replica."""
-        if not self._is_checked:
+        if not self.is_checked:
             return
         for path, leaf in _arrays.named_leaves(tree):
             if fixed := self._fixed_axes(leaf):
@@ -92,7 +93,7 @@ class Comm:
         self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
     ) -> None:
         """Raise if `params` are known to be sharded not as `is_sharded` says."""
-        if not self._is_checked:
+        if not self.is_checked:
             return
         leaves = _arrays.named_leaves(params)
         for (path, leaf), chosen in zip(leaves, is_chosen, strict=True):
@@ -102,18 +103,18 @@ class Comm:
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""
-        leaves = jax.tree.leaves(tree) if self._is_checked else []
+        leaves = jax.tree.leaves(tree) if self.is_checked else []
         return any(self._fixed_axes(x) for x in leaves)
 
     def is_known_alike(self, x: jax.Array) -> bool:
         """Whether `x` is the same on every replica, as a checked map or vmap knows."""
-        if self._is_checked:
+        if self.is_checked:
             return len(self._fixed_axes(x)) == len(self._names)
         return self.axis_name is None or not _is_batched(x)
 
     def cast(self, tree: Any) -> Any:
         """Mark `tree` as varying over the axis, if JAX keeps such marks."""
-        if not self._is_checked:
+        if not self.is_checked:
             return tree
 
         def vary(x: jax.Array) -> jax.Array:
@@ -194,7 +195,7 @@ class Comm:
         if self.axis_name is None:
             return x[None]
         # Only this form may leave shard_map as replicated; vmap refuses it.
-        form: dict[str, Any] = {"to": "invarying"} if self._is_checked else {}
+        form: dict[str, Any] = {"to": "invarying"} if self.is_checked else {}
         # On TPUs XLA turns a flat all-gather into an all-reduce of twice the bytes,
         # unless 1,024 divides the size. Between barriers it stays one row a replica
         # (libtpu 0.0.42).
@@ -280,11 +281,14 @@ class Axes:
       slow: the replicas.
       fast: the devices of one replica; gradients are averaged whole over them.
       is_sharded: whether each of these devices owns a slice of the params.
+      is_cut: whether it owns a slice of every leaf, also of those that go dense, and
+        the compiler has averaged gradients over the fast axis.
     """
 
     slow: Comm
     fast: Comm
     is_sharded: bool
+    is_cut: bool = False
 
     @property
     def both(self) -> Comm:
@@ -305,6 +309,11 @@ class Axes:
     def slices(self) -> Comm:
         """Those who hold the other slices of a bucket; alone if it is not sharded."""
         return self.fast if self.is_sharded else Comm(None)
+
+    @property
+    def copies(self) -> Comm:
+        """Those who hold the same dense leaves, and other slices; alone if none do."""
+        return Comm(None) if self.is_cut else self.slices
 
 
 class Traffic(NamedTuple):

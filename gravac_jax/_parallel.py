@@ -7,8 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
-from gravac_jax import _arrays, _checks, _collectives, _placement, _step_checks
+from gravac_jax import (
+    _arrays,
+    _checks,
+    _collectives,
+    _placement,
+    _state,
+    _step_checks,
+)
 from gravac_jax._collectives import AxisName, Comm
 
 Step = Callable[..., Any]
@@ -79,7 +87,6 @@ def data_parallel(
     _checks.function(train_step, "train_step", call)
     _checks.mesh_axis(mesh, axes)
     _count_carried(carried)
-    sharding = jax.NamedSharding(mesh, jax.P(axes))
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas = _placement.count_replicas(mesh, axis_name)
     devices = _placement.count_replicas(mesh, axes)
@@ -87,39 +94,47 @@ def data_parallel(
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
     here = max(1, devices // jax.process_count())
+    has_others = len(mesh.axis_names) > len(_collectives.axis_names(axis_name))
 
-    def run(state: Any, own: Any, batch: Any, shared: Any, sharded: Any) -> Any:
-        if sharded is None:
-            _placement.check_placed(state, replicas)
-            specs = _placement.state_specs(state, axis_name)
-        else:
-            _placement.check_placed(state, replicas, devices)
-            specs = jax.tree.unflatten(jax.tree.structure(state), sharded)
-        return jax.shard_map(
+    def run(
+        state: Any, own: Any, batch: Any, shared: Any, lies: Any, free: tuple[str, ...]
+    ) -> Any:
+        _placement.check_placed(state, replicas, mesh.size if free else devices)
+        specs = _placement.state_specs(state, axis_name)
+        if dense_axis_name is not None and lies:
+            specs = jax.tree.unflatten(jax.tree.structure(state), lies)
+        state, own, metrics = jax.shard_map(
             body,
             mesh=mesh,
+            axis_names=set(mesh.axis_names) - set(free),
             in_specs=(specs, jax.P(axes), jax.P(axes), jax.P()),
             out_specs=(specs, jax.P(axes), out),
             check_vma=check_vma,
         )(state, own, batch, shared)
+        if free and lies:
+            state = _placement.constrained(state, lies, mesh)
+        return state, own, metrics
 
-    jitted = jax.jit(run, donate_argnums=(0, 1) if donate else (), static_argnums=4)
+    jitted = jax.jit(
+        run, donate_argnums=(0, 1) if donate else (), static_argnums=(4, 5)
+    )
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
         state, *split = _step_checks.divided(args, carried, here)
-        own, batch = jax.tree.map(lambda x: _shard(x, sharding), split)
+        lies, free = None, ()
+        if has_others:
+            state = jax.tree.map(lambda x: _place(x, everywhere), state)
+            lies = _placement.lies(state)
+        if has_others and dense_axis_name is None:
+            free = _placement.spread_axes(state, lies, mesh, axis_name)
+        put = functools.partial(_put, mesh, axes, bool(free))
+        own, batch = jax.tree.map(put, split)
         shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
-        if dense_axis_name is None:
-            state, own, metrics = jitted(state, own, batch, shared, None)
-            return (*state, *own, *metrics)
-        state = jax.tree.map(lambda x: _place(x, everywhere), state)
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        sharded = tuple(jax.tree.leaves(_placement.specs_of(state)))
-        state, own, metrics = jitted(state, own, batch, shared, sharded)
-        if 1 in mesh.shape.values():
+        state, own, metrics = jitted(state, own, batch, shared, lies, free)
+        if lies and 1 in mesh.shape.values():
             # XLA drops the names of axes that are one device long.
-            state = jax.device_put(state, shardings)
+            state = jax.device_put(state, _placement.shardings(state, lies, mesh))
         return (*state, *own, *metrics)
 
     return step
@@ -157,6 +172,13 @@ def _share(x: Any, sharding: jax.NamedSharding) -> Any:
     if sharding.is_fully_addressable or not isinstance(x, (np.ndarray, np.generic)):
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda at: np.asarray(x)[at])
+
+
+def _put(mesh: jax.sharding.Mesh, axes: AxisName, stays: bool, x: Any) -> jax.Array:
+    """Split a batch over replicas; if it `stays`, what lies on the mesh does."""
+    lies = None if isinstance(x, core.Tracer) else getattr(x, "sharding", None)
+    is_there = isinstance(x, core.Tracer) or getattr(lies, "mesh", None) == mesh
+    return x if stays and is_there else _shard(x, jax.NamedSharding(mesh, jax.P(axes)))
 
 
 def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
@@ -229,7 +251,7 @@ def simulate(
     def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
         _placement.check_placed(state, replicas)
         own, batch = jax.tree.map(split, (own, batch))
-        axes = _placement.per_leaf(state, 0, None)
+        axes = _state.per_leaf(state, 0, None)
         mapped = jax.vmap(
             body,
             in_axes=(axes, 0, 0, None),

@@ -1,11 +1,13 @@
 """Put training state on the devices: per-replica state sharded, the rest replicated."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import core
 
 from gravac_jax import _chain, _checks, _collectives, _state, _step_checks
 from gravac_jax._collectives import AxisName
@@ -18,8 +20,8 @@ def place(
 
     The transform's per-replica state gets a leading axis of replicas, sharded over
     `axis_name`. Everything else is replicated, with its shapes and values as they are.
-    A state that is already placed may be placed again. Sharded params (FSDP) should
-    stay where they are: `gravac.init` makes their optimizer state.
+    A state that is already placed may be placed again. What is sharded over other axes
+    of the mesh stays sharded.
 
     Args:
       tree: params and optimizer state in any nesting, a linen `TrainState`, an
@@ -54,23 +56,44 @@ def place(
         _checks.positive_integer(
             mesh, "mesh", "replicas, where it is no jax.sharding.Mesh"
         )
-        replicas, local, shared = mesh, None, None
+        replicas, devices, owners = mesh, mesh, axis_name
     else:
         _checks.mesh_axis(mesh, axis_name)
-        replicas = count_replicas(mesh, axis_name)
-        local = jax.NamedSharding(mesh, jax.P(axis_name))
-        shared = jax.NamedSharding(mesh, jax.P())
-
+        replicas, devices = count_replicas(mesh, axis_name), mesh.size
+        owners = _collectives.join(axis_name, inner_axes(mesh, axis_name) or None)
+    on_mesh = functools.partial(_sharding_on, mesh)
     _chain.check_chains(tree)
 
     def place_local(state: Any) -> Any:
         placed = _state.placed_replicas(state)
-        if placed is not None:
+        local = on_mesh(jax.P(axis_name))
+        if placed is None:
+            return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
+        if placed == devices:  # a state of slices
+            local = on_mesh(jax.P(owners))
+        else:
             _step_checks.placed_on(placed, replicas)
-            return jax.tree.map(lambda x: _copy(x, local), state)
-        return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
+        return jax.tree.map(lambda x: _copy(x, local), state)
 
-    return _state.map_local(tree, place_local, lambda x: _copy(x, shared))
+    def place_shared(x: Any) -> jax.Array:
+        spec = specs_of(x)
+        is_inside = isinstance(mesh, jax.sharding.Mesh) and _names_in(spec) <= set(
+            inner_axes(mesh, axis_name)
+        )
+        return _copy(x, on_mesh(spec if is_inside else jax.P()))
+
+    return _state.map_local(tree, place_local, place_shared)
+
+
+def inner_axes(mesh: jax.sharding.Mesh, axis_name: AxisName) -> tuple[str, ...]:
+    """Return the axes of a mesh along which devices share a replica."""
+    slow = _collectives.axis_names(axis_name)
+    return tuple(name for name in mesh.axis_names if name not in slow)
+
+
+def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
+    is_mesh = isinstance(mesh, jax.sharding.Mesh)
+    return jax.NamedSharding(mesh, spec) if is_mesh else None
 
 
 def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
@@ -94,7 +117,8 @@ def check_placed(tree: Any, *replicas: int) -> None:
 def _copy(x: Any, sharding: Any) -> jax.Array:
     # device_put alone, even with may_alias=False, may keep the caller's buffer, which a
     # step that donates its state would delete.
-    if sharding is None or sharding.is_fully_addressable:
+    is_there = isinstance(x, jax.Array) and x.sharding == sharding
+    if sharding is None or sharding.is_fully_addressable or is_there:
         return jax.device_put(jnp.array(x, copy=True), sharding)
     return _from_host(np.asarray(x), sharding)
 
@@ -188,7 +212,7 @@ def init(
         transform_non_params=lambda _: jax.P(),
     )
     out_specs = jax.tree.map(
-        lambda x, spec: per_leaf(x, local, jax.P()) if is_ours(x) else spec,
+        lambda x, spec: _state.per_leaf(x, local, jax.P()) if is_ours(x) else spec,
         state,
         others,
         is_leaf=is_ours,
@@ -210,6 +234,55 @@ def specs_of(tree: Any) -> Any:
     """Return the `PartitionSpec` of each array of `tree`, or `P()`."""
     spec = lambda x: getattr(getattr(x, "sharding", None), "spec", jax.P())
     return jax.tree.map(spec, tree)
+
+
+def lies(tree: Any) -> tuple[jax.P, ...] | None:
+    """Return how each array of `tree` is sharded; None if that is not known."""
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree)):
+        return None
+    return tuple(map(_shortened, jax.tree.leaves(specs_of(tree))))
+
+
+def _shortened(spec: jax.P) -> jax.P:
+    """Return `spec` as XLA returns it; jit would compile anew for one that differs."""
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return jax.P(*parts)
+
+
+def spread_axes(
+    tree: Any,
+    specs: tuple[jax.P, ...] | None,
+    mesh: jax.sharding.Mesh,
+    axis_name: AxisName,
+) -> tuple[str, ...]:
+    """Return the axes over which the compiler spreads each replica of a state.
+
+    They are all axes of the mesh but those of replicas, if any array of `tree` is
+    sharded over one of them. Of traced arrays the transform's own state shows it, which
+    then has a part for every device.
+    """
+    inner = inner_axes(mesh, axis_name)
+    if specs is None:
+        placed = {_state.placed_replicas(x) for x in _state.locals_of(tree)}
+        is_spread = mesh.size in placed - {count_replicas(mesh, axis_name)}
+    else:
+        is_spread = any(_names_in(spec) & set(inner) for spec in specs)
+    return inner if is_spread else ()
+
+
+def constrained(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> Any:
+    """Return a traced `tree` whose arrays the compiler shards by `specs`."""
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return tree  # their types have said so, and JAX has checked it
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, specs, mesh))
+
+
+def shardings(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> Any:
+    """Return a tree like `tree` of the shardings on a mesh that `specs` list."""
+    on_mesh = [jax.NamedSharding(mesh, spec) for spec in specs]
+    return jax.tree.unflatten(jax.tree.structure(tree), on_mesh)
 
 
 def _names_in(spec: jax.P) -> set[str]:
@@ -237,11 +310,4 @@ def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
       (P('data',), P())
     """
     _checks.axis(axis_name)
-    return per_leaf(tree, jax.P(axis_name), jax.P())
-
-
-def per_leaf(tree: Any, local: Any, shared: Any) -> Any:
-    """Return `local` for each per-replica leaf of `tree`, `shared` for all others."""
-    return _state.map_local(
-        tree, lambda state: jax.tree.map(lambda _: local, state), lambda _: shared
-    )
+    return _state.per_leaf(tree, jax.P(axis_name), jax.P())

@@ -125,11 +125,26 @@ def map_local(
     )
 
 
+def per_leaf(tree: Any, local: Any, shared: Any) -> Any:
+    """Return `local` for each per-replica leaf of `tree`, `shared` for all others."""
+    return map_local(
+        tree, lambda state: jax.tree.map(lambda _: local, state), lambda _: shared
+    )
+
+
 def placed_replicas(local: Any) -> int | None:
     """Return the length of the leading axis of replicas; None in the local form."""
     replica = local["replica"] if isinstance(local, Mapping) else local.replica
     shape = jax.tree.leaves(replica)[0].shape
     return shape[0] if shape else None
+
+
+def check_sliced(state: Any, devices: int) -> None:
+    """Refuse a state that does not have an own part for each device of a replica."""
+    if not is_transform_state(state):
+        _step_checks.no_state(state)
+    if (placed := placed_replicas(state.local)) != devices:
+        _step_checks.is_sliced(placed, devices)
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:

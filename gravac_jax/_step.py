@@ -52,7 +52,7 @@ from gravac_jax import (
 )
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip, NoClip, global_norm
-from gravac_jax._collectives import Axes, AxisName, Comm
+from gravac_jax._collectives import Axes, AxisName, Comm, axis_names
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._controllers.cost_model import WireCost
@@ -60,6 +60,7 @@ from gravac_jax._error_feedback import NoMemory
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._info import Tables
+from gravac_jax._slices import Slices
 from gravac_jax._state import LocalState, Told, TransformState
 
 # Bound of an entry of an unclipped gradient, so that sums of squares stay finite.
@@ -205,6 +206,7 @@ class Components:
     axis_name: AxisName
     dense_axis_name: AxisName
     is_sharded: bool
+    slices: Slices | None
     clip: Clip
     weight_decay: float
     exchange: Exchange
@@ -251,11 +253,19 @@ class Components:
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
         _step_checks.gradients(params, "params")
-        buckets = _buckets.plan(params, self.compress)
+        buckets = self._plan(params)
         _buckets.warn_if_wide(buckets)
         if self.compress is not False:
             _buckets.warn_if_empty(buckets)
-        return self._initial(buckets)
+        initial = functools.partial(self._initial, buckets)
+        return initial() if self.slices is None else self.slices.place(initial)
+
+    def _plan(self, tree: Any) -> Buckets:
+        """Decide which leaves are compressed; buckets hold what a device owns."""
+        buckets = _buckets.plan(tree, self.compress)
+        if self.slices is None:
+            return buckets
+        return dataclasses.replace(buckets, leaves=self.slices.shapes(buckets.leaves))
 
     def _initial(self, buckets: Buckets) -> TransformState:
         sizes, ladder = buckets.sizes, self.controller.ladder
@@ -289,27 +299,50 @@ class Components:
         *,
         step_seconds: Any = None,
         measured_step: Any = None,
+        show: Callable[[Controller], None] | None = None,
+        **asked: Any,
+    ) -> tuple[Any, TransformState]:
+        """Take one step, from local gradients to the update and the next rung.
+
+        A caller who only wants to see the controller passes what to `show` it to.
+        """
+        if show is not None:
+            show(self.controller)
+            return updates, state
+        _step_checks.bound_axis(self.axis_name, "update")
+        _step_checks.gradients(updates)
+        step = functools.partial(self._update, self._plan(updates), **asked)
+        times = {"step_seconds": step_seconds, "measured_step": measured_step}
+        if self.slices is None:
+            _step_checks.no_free_axes(axis_names(self.axis_name))
+            return step(updates, state, params, **times)
+        return self.slices.run(step, updates, state, params, times)
+
+    def _update(
+        self,
+        buckets: Buckets,
+        updates: Any,
+        state: Any,
+        params: Any,
+        *,
+        step_seconds: Any,
+        measured_step: Any,
         is_due: bool | None = None,
         deliver: _residuals.Delivery | None = None,
         receives: bool = False,
         arrived: Arrived | None = None,
-        show: Callable[[Controller], None] | None = None,
         **ignored: Any,
     ) -> tuple[Any, TransformState]:
-        """Take one step, from local gradients to the update and the next rung.
+        """Take one step with what a device owns.
 
         With a delay, a step may be taken in two: one that only `receives` and leaves
-        `TransformState.arrived`, and one that is given it, with the gradients. A caller
-        who only wants to see the controller passes what to `show` it to.
+        `TransformState.arrived`, and one that is given it, with the gradients.
         """
         del ignored
-        if show is not None:
-            show(self.controller)
-            return updates, state
         if receives and not self.delay:
             _step_checks.needs_delay()
         is_asked = deliver is not None or receives
-        axes, buckets, local = self._enter(updates, state, params, is_asked)
+        axes, local = self._enter(buckets, updates, state, params, is_asked)
         if deliver is not None:
             held, local = self.deliver(deliver, local, buckets, axes)
             # gravac.guard must not mistake a delivery for a bad step.
@@ -332,22 +365,21 @@ class Components:
         return self._report(self._take(gradient, local, arrived, setting), setting)
 
     def _enter(
-        self, updates: Any, state: Any, params: Any, is_asked: bool
-    ) -> tuple[Axes, Buckets, LocalState]:
+        self, buckets: Buckets, updates: Any, state: Any, params: Any, is_asked: bool
+    ) -> tuple[Axes, LocalState]:
         """Check everything that came, before anything is changed."""
         slow, fast = Comm(self.axis_name), Comm(self.dense_axis_name)
-        axes = Axes(slow, fast, self.is_sharded)
+        axes = Axes(slow, fast, self.is_sharded, is_cut=self.slices is not None)
         _step_checks.bound_axis(axes.both.axis_name, "update")
-        _step_checks.gradients(updates)
         if not is_asked:
             axes.both.check_local(updates)
-        buckets = _buckets.plan(updates, self.compress)
-        if params is not None:
+        if params is None:
+            if not is_asked:
+                self._check_needs_no_params()
+        elif not axes.is_cut:
             fast.check_sharded(params, buckets.is_compressed, self.is_sharded)
-        elif not is_asked:
-            self._check_needs_no_params()
         expected = jax.eval_shape(lambda: self._initial(buckets))
-        return axes, buckets, _state.enter(state, expected, axes.owners)
+        return axes, _state.enter(state, expected, axes.owners)
 
     def _check_needs_no_params(self) -> None:
         if self.weight_decay:
@@ -381,23 +413,30 @@ class Components:
     def _prepare(self, updates: Any, setting: Setting) -> Gradient:
         """Fuse, average over the fast axis, clip, and add weight decay."""
         axes, buckets = setting.axes, setting.buckets
-        parts = buckets.pack(updates)
-        if self.is_sharded:
-            # The transpose of gathering a slice sums over the fast axis.
-            *flat, dense = parts
-            parts = (*(x / axes.fast.replicas for x in flat), axes.fast.mean(dense))
-        else:
-            parts = axes.fast.mean(parts)
+        parts = self._averaged(buckets.pack(updates), axes)
         if isinstance(self.clip, NoClip):
             bad = _arrays.is_bad(parts, LIMIT)
         else:
             bad = _arrays.is_bad(parts)
-            norm = functools.partial(global_norm, parts[:-1], parts[-1], axes.slices)
+            sliced, shared = (parts, ()) if axes.is_cut else (parts[:-1], parts[-1:])
+            norm = functools.partial(global_norm, sliced, shared, axes.slices)
             parts = self.clip.clip(parts, norm, axes.slow.replicas)
         if self.weight_decay:
             decay = lambda x, p: x + self.weight_decay * p
             parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
         return Gradient(parts, bad)
+
+    def _averaged(
+        self, parts: tuple[jax.Array, ...], axes: Axes
+    ) -> tuple[jax.Array, ...]:
+        """Average over the fast axis, unless the compiler has done so."""
+        if axes.is_cut:
+            return parts
+        if not axes.is_sharded:
+            return axes.fast.mean(parts)
+        # The transpose of gathering a slice sums over the fast axis.
+        *flat, dense = parts
+        return (*(x / axes.fast.replicas for x in flat), axes.fast.mean(dense))
 
     def _take(
         self,
@@ -472,7 +511,7 @@ class Components:
         ]
         # Dense leaves that wait do so on all devices of a replica alike.
         *flat, dense = held
-        dense = axes.slices.mean(dense) if self.waits else jnp.zeros(dense.shape)
+        dense = axes.copies.mean(dense) if self.waits else jnp.zeros(dense.shape)
         if delivery == "mean":
             local = local._replace(memory=tuple(emptied))
             return (*axes.slow.mean(flat), axes.slow.mean(dense)), local
@@ -546,18 +585,21 @@ class Components:
             apart = _consistency.is_apart(
                 setting.params, state.steps, unseen, self.check_every, axes.alike
             )
-        return axes.both.mean(
-            Agreed(
-                dense=dense,
-                bad=told.bad,
-                gradient_energy=told.gradient_energy,
-                contrast=axes.slow.contrast(told.gradient_energy),
-                rung=axes.both.of_first(state.rung),
-                seconds=told.seconds,
-                timed=told.timed,
-                apart=apart,
-            )
+        own = Agreed(
+            dense=dense,
+            bad=told.bad,
+            gradient_energy=told.gradient_energy,
+            contrast=axes.slow.contrast(told.gradient_energy),
+            rung=axes.both.of_first(state.rung),
+            seconds=told.seconds,
+            timed=told.timed,
+            apart=apart,
         )
+        if not axes.is_cut:
+            return axes.both.mean(own)
+        # Dense leaves are slices, too. XLA joins both means over the slow axis.
+        figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
+        return figures._replace(dense=axes.slow.mean(dense))
 
     def _are_alike(self, agreed: Agreed, axes: Axes) -> jax.Array:
         """Return whether all gradients have the same norm, and are no zeros."""
@@ -656,7 +698,7 @@ class Components:
         def sample() -> jax.Array:
             # Every rung sends the dense leaves, which all devices of a replica hold.
             *flat, dense = gradient.parts
-            always = _arrays.energy(dense) / axes.slices.replicas
+            always = _arrays.energy(dense) / axes.copies.replicas
             shares = [
                 exchange.shares(x, ladder, setting.key, axes.slow) * _arrays.energy(x)
                 for exchange, x in zip(setting.exchanges, flat, strict=True)

@@ -246,6 +246,72 @@ def sharded_over(used: set[str], fast: Sequence[str]) -> None:
         )
 
 
+def one_mesh(shardings: Sequence[Any]) -> Any:
+    """Return the mesh of shardings; refuse several, or none."""
+    meshes = {x.mesh for x in shardings if isinstance(x, jax.NamedSharding)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"`sharded` must be the params as they lie on one mesh, or their"
+            f" jax.NamedSharding, got {len(meshes)} meshes, and"
+            f" {sorted({type(x).__name__ for x in shardings})}. Under a trace JAX does"
+            f" not tell how params are sharded: take them from outside of jit."
+        )
+    return meshes.pop()
+
+
+def sharded_inside(used: set[str], slow: Sequence[str]) -> None:
+    """Refuse params that are sharded over the slow axis."""
+    if both := sorted(used & set(slow)):
+        raise ValueError(
+            f"the params are sharded over {both}, and a replica along `axis_name` needs"
+            f" all of the model: leave {both} out of their specs."
+        )
+
+
+def sharded_alike(leaves: Sequence[Any], specs: Sequence[Any]) -> None:
+    """Refuse leaves that are not those of which `sharded` told how they are sharded."""
+    is_alike = lambda x, spec: len(spec) <= len(x.shape)
+    if len(leaves) != len(specs) or not all(map(is_alike, leaves, specs)):
+        raise ValueError(
+            f"`sharded` told of {len(specs)} leaves sharded by {_arrays.brief(specs)},"
+            f" and there are {len(leaves)}, of the shapes"
+            f" {_arrays.brief([x.shape for x in leaves])}. Give gravac.transform the"
+            f" params that the optimizer sees: sharded=params."
+        )
+
+
+def _free_axes() -> dict[str, int]:
+    """Return the axes of the current mesh that are not mapped, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    is_free = lambda kind: kind != jax.sharding.AxisType.Manual
+    return {name: mesh.shape[name] for name, kind in kinds if is_free(kind)}
+
+
+def inner_axes(mesh: Any, axes: Sequence[str]) -> None:
+    """Refuse a step in which the inner axes are not the compiler's."""
+    free, needed = _free_axes(), {name: mesh.shape[name] for name in axes}
+    if free != needed:
+        raise ValueError(
+            f"the params lie on a mesh whose axes {needed} are the compiler's, as"
+            f" `sharded` says, and those of this step are {free}. Run the step by"
+            f" gravac.data_parallel(step, mesh, axis_name) on that mesh, or by"
+            f" jax.shard_map(step, axis_names={{axis_name}}, ...). gravac.simulate has"
+            f" no such axes."
+        )
+
+
+def no_free_axes(slow: Sequence[str]) -> None:
+    """Refuse to exchange whole leaves that the compiler may have sharded."""
+    free = {name: size for name, size in _free_axes().items() if size > 1}
+    if slow and free and not set(slow) & set(free):
+        raise ValueError(
+            f"the step is mapped over {tuple(slow)} alone, and the axes {free} are the"
+            f" compiler's: the transform cannot see how params are sharded there. Give"
+            f" it the params as they lie on the mesh: sharded=params."
+        )
+
+
 def is_placed(leading: Any, replicas: int) -> None:
     """Refuse a state that was not placed on this many replicas."""
     if leading is None:
@@ -261,6 +327,15 @@ def is_placed(leading: Any, replicas: int) -> None:
             f"the state is placed on {leading} replicas, and the step runs on"
             f" {replicas}. Give gravac.place the same mesh or number as the step."
         )
+
+
+def is_sliced(leading: Any, devices: int) -> None:
+    """Refuse a state that was made without knowing how the params are sharded."""
+    raise ValueError(
+        f"the state holds what the transform keeps of {leading} devices of a replica,"
+        f" which has {devices}. Make it by gravac.init(tx, params, mesh, axis_name),"
+        f" with a transform that knows how the params are sharded: sharded=params."
+    )
 
 
 def placed_on(state_replicas: int, mesh_replicas: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import optax
 
-from gravac_jax import _buckets, _checks
+from gravac_jax import _buckets, _checks, _slices
 from gravac_jax._clipping import Clip, NoClip
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Fastest
@@ -162,6 +162,11 @@ def transform(
         _checks.not_both(why, momentum=momentum, memory=memory)
         _checks.decay(momentum, "momentum")
         memory = Momentum(momentum)
+    slices = _slices.slices_of(sharded, axis_name)
+    if slices is not None:
+        why = "`sharded` tells the other axes, if it is the params or their shardings."
+        _checks.not_both(why, dense_axis_name=dense_axis_name, sharded=slices.mesh)
+        sharded, dense_axis_name = False, slices.axes
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
         _checks.no_function(sharded)
@@ -182,7 +187,8 @@ def transform(
     components = Components(
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,
-        is_sharded=is_sharded,
+        is_sharded=is_sharded or slices is not None,
+        slices=slices,
         clip=NoClip() if clip is None else clip,
         weight_decay=weight_decay,
         exchange=exchange,

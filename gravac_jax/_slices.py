@@ -1,0 +1,211 @@
+"""The slice of each leaf that a device owns, where the compiler shards the model.
+
+Under `jit` with sharding annotations the compiler spreads a model over the inner axes
+of a mesh: all but the slow one. A step of `gravac.data_parallel` is mapped over the
+slow axis alone, and the inner axes stay the compiler's. Only the exchange is mapped
+over them, too, so that each device compresses what lies on it, and sends it to the
+devices of other replicas that own the same slice.
+
+The exchange cuts every leaf into as many slices as there are inner devices. Along inner
+axes over which a leaf is not sharded, devices hold copies of it: there, each device
+owns a part of its copy. So everything is remembered once and sent once. A leaf that
+does not divide belongs to the first of the devices that hold it; the others take zeros
+in its place, and all add up what was sent.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _state, _step_checks
+from gravac_jax._collectives import AxisName, Comm, axis_names
+from gravac_jax._state import TransformState
+
+
+class Cut(NamedTuple):
+    """How one leaf is cut.
+
+    Attributes:
+      model: along which inner axes the compiler shards each of its axes.
+      spec: along which inner axes the exchange cuts each of them.
+      copies: the inner axes along which it could not be cut.
+    """
+
+    model: jax.P
+    spec: jax.P
+    copies: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """How the compiler shards the params of one transform.
+
+    Attributes:
+      mesh: the mesh on which the params lie.
+      axis_name: the slow axis, or axes.
+      specs: how each leaf of the params is sharded, in the order of the leaves.
+    """
+
+    mesh: Any
+    axis_name: AxisName
+    specs: tuple[jax.P, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The inner axes."""
+        slow = axis_names(self.axis_name)
+        return tuple(name for name in self.mesh.axis_names if name not in slow)
+
+    def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shape of a device's slice of each leaf."""
+        if not leaves:
+            return ()  # optax.tree.map_params asks for the state of no params at all
+
+        def slice_of(x: Any, cut: Cut) -> jax.ShapeDtypeStruct:
+            shape = jax.NamedSharding(self.mesh, cut.spec).shard_shape(x.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        return tuple(map(slice_of, leaves, self._cuts(leaves)))
+
+    def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
+        _step_checks.sharded_alike(leaves, self.specs)
+        pairs = zip(leaves, self.specs, strict=True)
+        return [cut(x.shape, spec, self.mesh, self.axes) for x, spec in pairs]
+
+    def place(self, make: Callable[[], TransformState]) -> TransformState:
+        """Return the state that `make` returns for one device, of all devices."""
+        owners = (*axis_names(self.axis_name), *self.axes)
+        own = jax.NamedSharding(self.mesh, jax.P(owners))
+        whole = jax.NamedSharding(self.mesh, jax.P())
+        every = lambda x: jnp.broadcast_to(x, (own.num_devices, *x.shape))
+
+        def of_all() -> TransformState:
+            local = lambda state: jax.tree.map(every, state)
+            return _state.map_local(make(), local, lambda x: x)
+
+        shardings = _state.per_leaf(jax.eval_shape(make), own, whole)
+        return jax.jit(of_all, out_shardings=shardings)()
+
+    def run(
+        self,
+        update: Callable[..., Any],
+        updates: Any,
+        state: Any,
+        params: Any,
+        numbers: dict[str, Any],
+    ) -> Any:
+        """Call `update` on every device, with what it owns.
+
+        Args:
+          update: `(updates, state, params, **numbers)` of one device; it returns
+            updates and the new state.
+          updates: gradients, or anything of the shapes of the params.
+          state: the transform's state, placed.
+          params: the params, or None.
+          numbers: what is the same on all devices of a replica.
+
+        Returns:
+          What `update` returns, of all devices of a replica.
+        """
+        _step_checks.inner_axes(self.mesh, self.axes)
+        inner_devices = math.prod(self.mesh.shape[name] for name in self.axes)
+        _state.check_sliced(state, inner_devices)
+        cuts = self._cuts(jax.tree.leaves(updates))
+
+        def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
+            leaves, structure = jax.tree.flatten(tree)
+            return jax.tree.unflatten(structure, map(change, leaves, cuts))
+
+        def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
+            own = each(_owned, updates), state, each(_owned, params)
+            updates, state = update(*own, **numbers)
+            return each(_added_up, updates), state
+
+        spec = lambda _, cut: cut.spec
+        states = _state.per_leaf(state, jax.P(self.axes), jax.P())
+        updates, state = jax.shard_map(
+            on_device,
+            axis_names=set(self.axes),
+            in_specs=(each(spec, updates), states, each(spec, params), jax.P()),
+            out_specs=(each(spec, updates), states),
+            check_vma=Comm(self.axis_name).is_checked,
+        )(each(_cut_up, updates), state, each(_cut_up, params), numbers)
+        return each(_as_in_the_model, updates), state
+
+
+def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cut:
+    """Cut a leaf that is sharded by `spec` along all other `axes` of `mesh`, too."""
+    parts = [axis_names(x) for x in spec]
+    parts += [()] * (len(shape) - len(parts))
+    slices = lambda at: math.prod(mesh.shape[name] for name in parts[at])
+    copies: list[str] = []
+    for name in axes:
+        if any(name in part for part in parts):
+            continue
+        is_even = lambda at, more: shape[at] % (slices(at) * more) == 0
+        fits = [i for i in range(len(shape)) if is_even(i, mesh.shape[name])]
+        if not fits:
+            copies.append(name)
+            continue
+        # Slices along an axis that is cut already stay whole rows or columns.
+        at = max(fits, key=lambda at: (slices(at) > 1, shape[at]))
+        parts[at] = (*parts[at], name)
+    return Cut(spec, jax.P(*(part or None for part in parts)), tuple(copies))
+
+
+def _cut_up(x: jax.Array, cut: Cut) -> jax.Array:
+    # Without the first, the compiler might shard the model's computation as the
+    # exchange cuts its results.
+    return _sharded(_sharded(x, cut.model), cut.spec)
+
+
+def _as_in_the_model(x: jax.Array, cut: Cut) -> jax.Array:
+    return _sharded(x, cut.model)
+
+
+def _sharded(x: jax.Array, spec: jax.P) -> jax.Array:
+    """Return `x` sharded by `spec` over axes that are not mapped."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    if jax.sharding.AxisType.Explicit in kinds:
+        return jax.sharding.reshard(x, spec)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _owned(x: jax.Array, cut: Cut) -> jax.Array:
+    """Return a device's slice; zeros if another device owns it."""
+    if not cut.copies:
+        return x
+    is_first = Comm(cut.copies).replica() == 0
+    return jnp.where(is_first, x, jnp.zeros_like(x))
+
+
+def _added_up(x: jax.Array, cut: Cut) -> jax.Array:
+    """Return the sum over the devices that hold a leaf, of which one owns it."""
+    return jax.lax.psum(x, cut.copies) if cut.copies else x
+
+
+def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
+    """Return how `sharded` lies on its mesh.
+
+    Args:
+      sharded: a pytree of arrays on a mesh, or of `jax.NamedSharding`.
+      axis_name: the slow axis, or axes.
+
+    Returns:
+      The slices. None if `sharded` does not tell shardings but which leaves are
+      sharded, or if the mesh has the slow axis alone.
+    """
+    leaves = jax.tree.leaves(sharded)
+    if not leaves or any(x is True or x is False for x in leaves) or callable(sharded):
+        return None
+    shardings = [getattr(x, "sharding", x) for x in leaves]
+    spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
+    mesh = _step_checks.one_mesh(shardings)
+    slices = Slices(mesh, axis_name, tuple(map(spec, shardings)))
+    names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
+    _step_checks.sharded_inside(names, axis_names(axis_name))
+    return slices if slices.axes else None
