@@ -186,6 +186,6 @@ def global_norm(
         return _arrays.norm((*flat, *shared))
     top = jnp.max(slices.gather(_arrays.largest_magnitude((*flat, *shared))))
     unit = jnp.where(top > 0, top, 1)
-    energy = lambda parts: _arrays.total(_arrays.energy(x / unit) for x in parts)
+    energy = lambda parts: sum(_arrays.energy(x / unit) for x in parts)
     whole = slices.mean(energy(flat)) * slices.replicas
     return unit, jnp.sqrt(whole + energy(shared))

@@ -9,8 +9,8 @@ devices of other replicas that own the same slice.
 The exchange cuts every leaf into as many slices as there are inner devices. Along inner
 axes over which a leaf is not sharded, devices hold copies of it: there, each device
 owns a part of its copy. So everything is remembered once and sent once. A leaf that
-does not divide belongs to the first of the devices that hold it; the others take zeros
-in its place, and all add up what was sent.
+does not divide belongs to the first of the devices that hold it: the others take zeros
+in its place, and what they send of it is dropped.
 """
 
 import dataclasses
@@ -59,6 +59,11 @@ class Slices:
         """The inner axes."""
         slow = axis_names(self.axis_name)
         return tuple(name for name in self.mesh.axis_names if name not in slow)
+
+    @property
+    def inner_devices(self) -> int:
+        """The number of devices that share a replica."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
 
     def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shape of a device's slice of each leaf."""
@@ -112,8 +117,7 @@ class Slices:
           What `update` returns, of all devices of a replica.
         """
         _step_checks.inner_axes(self.mesh, self.axes)
-        inner_devices = math.prod(self.mesh.shape[name] for name in self.axes)
-        _state.check_sliced(state, inner_devices)
+        _state.check_sliced(state, self.inner_devices)
         cuts = self._cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
@@ -121,9 +125,10 @@ class Slices:
             return jax.tree.unflatten(structure, map(change, leaves, cuts))
 
         def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
-            own = each(_owned, updates), state, each(_owned, params)
+            mine = lambda x, cut: owned(x, cut.copies)
+            own = each(mine, updates), state, each(mine, params)
             updates, state = update(*own, **numbers)
-            return each(_added_up, updates), state
+            return each(lambda x, cut: from_owner(x, cut.copies), updates), state
 
         spec = lambda _, cut: cut.spec
         states = _state.per_leaf(state, jax.P(self.axes), jax.P())
@@ -175,17 +180,16 @@ def _sharded(x: jax.Array, spec: jax.P) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _owned(x: jax.Array, cut: Cut) -> jax.Array:
-    """Return a device's slice; zeros if another device owns it."""
-    if not cut.copies:
+def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
+    """Return a device's slice; zeros if another one along `copies` owns it."""
+    if not copies:
         return x
-    is_first = Comm(cut.copies).replica() == 0
-    return jnp.where(is_first, x, jnp.zeros_like(x))
+    return jnp.where(Comm(copies).replica() == 0, x, jnp.zeros_like(x))
 
 
-def _added_up(x: jax.Array, cut: Cut) -> jax.Array:
-    """Return the sum over the devices that hold a leaf, of which one owns it."""
-    return jax.lax.psum(x, cut.copies) if cut.copies else x
+def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
+    """Return on all devices along `copies` what their first one owns."""
+    return jax.lax.psum(owned(x, copies), copies) if copies else x
 
 
 def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:

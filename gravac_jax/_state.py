@@ -62,9 +62,10 @@ class TransformState(NamedTuple):
     Attributes:
       steps: `[]` int32, updates so far, including skipped ones.
       ladder: `[rungs]` float32, the factors.
-      layout: `[pieces, 2]` int32, for each piece of a bucket, in order, and then each
-        leaf that goes dense, the index of the leaf and the number of entries. `update`
-        refuses a state with another number of pieces.
+      layout: `[pieces, 3]` int32, for each piece of a bucket, in order, and then each
+        leaf that goes dense: the index of the leaf, the number of entries, and the
+        devices among which the exchange cuts a leaf, or 1. `update` refuses a state
+        with another number of pieces.
       local: what differs between replicas.
       rung: `[]` int32, the rung of the next step.
       controller: the controller's state.

@@ -275,7 +275,7 @@ class Components:
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.asarray(ladder, jnp.float32),
-            layout=jnp.asarray(buckets.layout, jnp.int32).reshape(-1, 2),
+            layout=self._layout(buckets),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 told=nothing,
@@ -287,6 +287,11 @@ class Components:
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
             info=_info.before_the_first_step(len(ladder)),
         )
+
+    def _layout(self, buckets: Buckets) -> jax.Array:
+        slices = 1 if self.slices is None else self.slices.inner_devices
+        pieces = [(*piece, slices) for piece in buckets.layout]
+        return jnp.asarray(pieces, jnp.int32).reshape(-1, 3)
 
     def _shaped(self, buckets: Buckets) -> list[Exchange]:
         return [self.exchange.shaped(shapes) for shapes in buckets.shapes]

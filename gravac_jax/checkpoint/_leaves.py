@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from gravac_jax import _collectives, _placement
+from gravac_jax import _collectives, _placement, _slices
 from gravac_jax._state import TransformState
 from gravac_jax.checkpoint._paths import Path, by_path
 
@@ -28,11 +28,13 @@ class Leaf(NamedTuple):
       path: its path in the params.
       slice: the shape of the slice that one device has.
       spec: along which axes of the mesh `[replicas, *shape]` is sharded.
+      copies: the axes along which the first device's is the only one that counts.
     """
 
     path: Path
     slice: tuple[int, ...]
     spec: jax.P
+    copies: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,33 +55,41 @@ class Layout:
     def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
         """Return `[replicas, *shape]` for each leaf, from `[N, n]` for each bucket."""
         shapes = [x.slice for x in self.leaves]
-        return self._regroup(buckets, shapes, self.spec, [x.spec for x in self.leaves])
+
+        def body(buckets: list[jax.Array]) -> list[jax.Array]:
+            parts = zip(_regroup(buckets, shapes), self.leaves, strict=True)
+            return [_slices.from_owner(x, leaf.copies) for x, leaf in parts]
+
+        return self._on_devices(body, self.spec, [x.spec for x in self.leaves])(buckets)
 
     @functools.partial(jax.jit, static_argnums=(0, 2))
     def join(self, arrays: list[jax.Array], sizes: tuple[int, ...]) -> list[jax.Array]:
         """Undo `split`, for buckets of these sizes n."""
-        shapes = [(n,) for n in sizes]
-        return self._regroup(arrays, shapes, [x.spec for x in self.leaves], self.spec)
-
-    def _regroup(
-        self, arrays: Any, shapes: Sequence[Any], in_specs: Any, out_specs: Any
-    ) -> Any:
-        """On each device, cut the entries of all `arrays`, in a row, into shapes."""
 
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
-            zeros = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
-            like, unravel = ravel_pytree(zeros)
+            parts = zip(arrays, self.leaves, strict=True)
+            own = [_slices.owned(x, leaf.copies) for x, leaf in parts]
+            return _regroup(own, [(n,) for n in sizes])
 
-            def regroup(rows: list[jax.Array]) -> list[jax.Array]:
-                flat, _ = ravel_pytree(rows)
-                # The vectors may end with an entry that belongs to no leaf, a zero.
-                padded = jnp.pad(flat, (0, max(0, like.size - flat.size)))
-                return unravel(padded[: like.size])
+        return self._on_devices(body, [x.spec for x in self.leaves], self.spec)(arrays)
 
-            return jax.vmap(regroup)(arrays)
-
+    def _on_devices(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
         specs = {"in_specs": (in_specs,), "out_specs": out_specs}
-        return jax.shard_map(body, mesh=self.mesh, check_vma=False, **specs)(arrays)
+        return jax.shard_map(body, mesh=self.mesh, check_vma=False, **specs)
+
+
+def _regroup(arrays: list[jax.Array], shapes: Sequence[Any]) -> list[jax.Array]:
+    """Cut the entries of all `[1, ...]` arrays of a device, in a row, into shapes."""
+    zeros = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
+    like, unravel = ravel_pytree(zeros)
+
+    def regroup(rows: list[jax.Array]) -> list[jax.Array]:
+        flat, _ = ravel_pytree(rows)
+        # The vectors may end with an entry that belongs to no leaf, a zero.
+        padded = jnp.pad(flat, (0, max(0, like.size - flat.size)))
+        return unravel(padded[: like.size])
+
+    return jax.vmap(regroup)(arrays)
 
 
 def layout_of(state: TransformState, params: Any) -> Layout:
@@ -101,10 +111,11 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     _check_copies(replica)
     mesh, axes = _mesh_and_axes(replica.sharding)
     sizes: dict[int, int] = {}
-    for i, entries in np.asarray(pieces).tolist():
+    for i, entries, _ in np.asarray(pieces).tolist():
         sizes[i] = sizes.get(i, 0) + entries
+    inner = _inner_axes(mesh, axes, int(np.max(pieces, axis=0, initial=1)[2]))
     flat = list(by_path(params).items())
-    leaves = tuple(_leaf(*flat[i], mesh, axes) for i in sizes if i < len(flat))
+    leaves = tuple(_leaf(*flat[i], mesh, axes, inner) for i in sizes if i < len(flat))
     expected, found = list(sizes.values()), [math.prod(x.slice) for x in leaves]
     if found != expected:
         raise ValueError(
@@ -146,10 +157,27 @@ def _mesh_and_axes(sharding: Any) -> tuple[jax.sharding.Mesh, tuple[str, ...]]:
     return jax.sharding.Mesh(devices, names, types), axes
 
 
-def _leaf(path: Path, x: Any, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> Leaf:
+def _inner_axes(
+    mesh: jax.sharding.Mesh, axes: tuple[str, ...], devices: int
+) -> tuple[str, ...]:
+    """Return the last of the `axes`, along which so many devices share a replica."""
+    at = len(axes)
+    while math.prod(mesh.shape[name] for name in axes[at:]) < devices:
+        at -= 1
+    return axes[at:]
+
+
+def _leaf(
+    path: Path,
+    x: Any,
+    mesh: jax.sharding.Mesh,
+    axes: tuple[str, ...],
+    inner: tuple[str, ...],
+) -> Leaf:
     spec = _placement.specs_of(x) if axes else jax.P()
-    sliced = {name for part in spec for name in _collectives.axis_names(part)}
+    cut = _slices.cut(x.shape, spec, mesh, inner)
+    sliced = {name for part in cut.spec for name in _collectives.axis_names(part)}
     # Along the other axes, devices keep different residuals of the same slice.
-    owners = tuple(name for name in axes if name not in sliced)
-    shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
-    return Leaf(path, shape, jax.P(owners, *spec))
+    owners = tuple(name for name in axes if name not in {*sliced, *cut.copies})
+    shape = jax.NamedSharding(mesh, cut.spec).shard_shape(x.shape)
+    return Leaf(path, shape, jax.P(owners, *cut.spec), cut.copies)
