@@ -69,6 +69,12 @@ class Comm:
             jax.lax.axis_index(self.axis_name)
         )
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether vmap maps the axis; static."""
+        is_mapped = bool(self._names) and not self.is_checked
+        return is_mapped and _is_batched(jax.lax.axis_index(self.axis_name))
+
     def _fixed_axes(self, x: jax.Array) -> list[str]:
         varying = jax.typeof(x).manual_axis_type.varying
         return [name for name in self._names if name not in varying]

@@ -92,6 +92,7 @@ def data_parallel(
     devices = _placement.count_replicas(mesh, axes)
     _checks.flag(average_metrics, "average_metrics")
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
+    spread_body = _on_one_replica(train_step, axes, True, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
     here = max(1, devices // jax.process_count())
     has_others = len(mesh.axis_names) > len(_collectives.axis_names(axis_name))
@@ -99,21 +100,23 @@ def data_parallel(
     def run(
         state: Any, own: Any, batch: Any, shared: Any, lies: Any, free: tuple[str, ...]
     ) -> Any:
-        _placement.check_placed(state, replicas, mesh.size if free else devices)
+        if free:
+            _step_checks.is_auto(mesh, axis_name)
+            _placement.check_spread(state, mesh.size)
+            of_all = _by_vmap(spread_body, replicas, axis_name, average_metrics, mesh)
+            state, own, metrics = of_all(state, own, batch, shared)
+            return _placement.constrained(state, lies, mesh), own, metrics
+        _placement.check_placed(state, replicas, devices)
         specs = _placement.state_specs(state, axis_name)
         if dense_axis_name is not None and lies:
             specs = jax.tree.unflatten(jax.tree.structure(state), lies)
-        state, own, metrics = jax.shard_map(
+        return jax.shard_map(
             body,
             mesh=mesh,
-            axis_names=set(mesh.axis_names) - set(free),
             in_specs=(specs, jax.P(axes), jax.P(axes), jax.P()),
             out_specs=(specs, jax.P(axes), out),
             check_vma=check_vma,
         )(state, own, batch, shared)
-        if free and lies:
-            state = _placement.constrained(state, lies, mesh)
-        return state, own, metrics
 
     jitted = jax.jit(
         run, donate_argnums=(0, 1) if donate else (), static_argnums=(4, 5)
@@ -243,24 +246,12 @@ def simulate(
     _count_carried(carried)
     _checks.flag(average_metrics, "average_metrics")
     body = _on_one_replica(train_step, axis_name, True, average_metrics)
-
-    split = lambda x: x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
-    join = lambda x: x.reshape(-1, *x.shape[2:])
+    of_all = _by_vmap(body, replicas, axis_name, average_metrics)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
     def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
         _placement.check_placed(state, replicas)
-        own, batch = jax.tree.map(split, (own, batch))
-        axes = _state.per_leaf(state, 0, None)
-        mapped = jax.vmap(
-            body,
-            in_axes=(axes, 0, 0, None),
-            out_axes=(axes, 0, None if average_metrics else 0),
-            axis_name=axis_name,
-        )
-        state, own, metrics = mapped(state, own, batch, shared)
-        metrics = metrics if average_metrics else jax.tree.map(join, metrics)
-        return state, jax.tree.map(join, own), metrics
+        return of_all(state, own, batch, shared)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
@@ -269,6 +260,52 @@ def simulate(
         return (*state, *own, *metrics)
 
     return step
+
+
+def _by_vmap(
+    body: Step,
+    replicas: int,
+    axis_name: Any,
+    averages: bool,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Step:
+    """Return what runs the step of one replica on all: on one device, or on a mesh.
+
+    On a mesh, `axis_name` is the axis along which replicas lie, and all others are the
+    compiler's. A step is then mapped by vmap and not by shard_map, because XLA cannot
+    partition all of a model where only some axes are mapped by shard_map: a look-up in
+    a sharded table ends the process (jaxlib 0.10.2).
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
+        if mesh is None:
+            return rows
+        spec = jax.P(axis_name, *[jax.P.UNCONSTRAINED] * (rows.ndim - 1))
+        return jax.lax.with_sharding_constraint(rows, jax.NamedSharding(mesh, spec))
+
+    join = lambda x: x.reshape(-1, *x.shape[2:])
+    of_each = lambda change, state: _state.map_local(
+        state, lambda local: jax.tree.map(change, local), lambda x: x
+    )
+
+    def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
+        state = state if mesh is None else of_each(split, state)
+        own, batch = jax.tree.map(split, (own, batch))
+        axes = _state.per_leaf(state, 0, None)
+        mapped = jax.vmap(
+            body,
+            in_axes=(axes, 0, 0, None),
+            out_axes=(axes, 0, None if averages else 0),
+            axis_name=axis_name,
+            spmd_axis_name=None if mesh is None else axis_name,
+        )
+        state, own, metrics = mapped(state, own, batch, shared)
+        state = state if mesh is None else of_each(join, state)
+        metrics = metrics if averages else jax.tree.map(join, metrics)
+        return state, jax.tree.map(join, own), metrics
+
+    return run
 
 
 def _count_carried(carried: int) -> None:

@@ -272,10 +272,19 @@ def spread_axes(
     return inner if is_spread else ()
 
 
-def constrained(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> Any:
-    """Return a traced `tree` whose arrays the compiler shards by `specs`."""
-    if jax.sharding.AxisType.Explicit in mesh.axis_types:
-        return tree  # their types have said so, and JAX has checked it
+def check_spread(tree: Any, devices: int) -> None:
+    """Raise unless the transform has a part for each device of a mesh."""
+    for local in _state.locals_of(tree):
+        if (placed := _state.placed_replicas(local)) != devices:
+            _step_checks.is_sliced(placed, devices)
+
+
+def constrained(
+    tree: Any, specs: tuple[jax.P, ...] | None, mesh: jax.sharding.Mesh
+) -> Any:
+    """Return a traced `tree` that the compiler shards by `specs`; None: as it likes."""
+    if specs is None:
+        return tree
     return jax.lax.with_sharding_constraint(tree, shardings(tree, specs, mesh))
 
 

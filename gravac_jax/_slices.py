@@ -30,12 +30,10 @@ class Cut(NamedTuple):
     """How one leaf is cut.
 
     Attributes:
-      model: along which inner axes the compiler shards each of its axes.
       spec: along which inner axes the exchange cuts each of them.
       copies: the inner axes along which it could not be cut.
     """
 
-    model: jax.P
     spec: jax.P
     copies: tuple[str, ...]
 
@@ -98,25 +96,23 @@ class Slices:
     def run(
         self,
         update: Callable[..., Any],
-        updates: Any,
-        state: Any,
-        params: Any,
-        numbers: dict[str, Any],
+        is_own: bool,
+        given: tuple[Any, TransformState, Any, dict[str, Any]],
     ) -> Any:
         """Call `update` on every device, with what it owns.
 
         Args:
           update: `(updates, state, params, **numbers)` of one device; it returns
             updates and the new state.
-          updates: gradients, or anything of the shapes of the params.
-          state: the transform's state, placed.
-          params: the params, or None.
-          numbers: what is the same on all devices of a replica.
+          is_own: whether the updates that it returns are the replica's own.
+          given: gradients, or anything of the shapes of the params; the transform's
+            state; the params, or None; numbers, such as step times.
 
         Returns:
-          What `update` returns, of all devices of a replica.
+          What `update` returns.
         """
-        _step_checks.inner_axes(self.mesh, self.axes)
+        updates, state, params, numbers = given
+        _step_checks.is_spread(Comm(self.axis_name).is_simulated, self.axis_name)
         _state.check_sliced(state, self.inner_devices)
         cuts = self._cuts(jax.tree.leaves(updates))
 
@@ -130,16 +126,59 @@ class Slices:
             updates, state = update(*own, **numbers)
             return each(lambda x, cut: from_owner(x, cut.copies), updates), state
 
-        spec = lambda _, cut: cut.spec
+        specs = lambda tree: each(lambda _, cut: cut.spec, tree)
         states = _state.per_leaf(state, jax.P(self.axes), jax.P())
-        updates, state = jax.shard_map(
-            on_device,
-            axis_names=set(self.axes),
-            in_specs=(each(spec, updates), states, each(spec, params), jax.P()),
-            out_specs=(each(spec, updates), states),
-            check_vma=Comm(self.axis_name).is_checked,
-        )(each(_cut_up, updates), state, each(_cut_up, params), numbers)
-        return each(_as_in_the_model, updates), state
+        in_specs = specs(updates), states, specs(params), _all(jax.P(), numbers)
+        out_specs = specs(updates), states
+        out_is_own = _all(is_own, updates), _state.per_leaf(state, True, False)
+        on_devices = self._escaped(on_device, in_specs, out_specs, out_is_own)
+        return on_devices(*given)
+
+    def _escaped(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, is_own: Any
+    ) -> Callable[..., Any]:
+        """Return `function` of one device, run on all, also where vmap maps replicas.
+
+        Args:
+          function: takes updates, a state and more, and returns updates and a state.
+          in_specs: how each array of one replica that it takes is sharded.
+          out_specs: how each that it returns is.
+          is_own: whether each that it returns differs between replicas.
+        """
+        lead = lambda is_own, spec: jax.P(self.axis_name, *spec) if is_own else spec
+
+        @jax.custom_batching.custom_vmap
+        def escaped(updates: Any, state: Any, *others: Any) -> Any:
+            # Never run: it shows of which shapes the results are.
+            return updates, state
+
+        @escaped.def_vmap
+        def of_all_replicas(replicas: int, is_batched: Any, *given: Any) -> Any:
+            del replicas
+            is_batched = tuple(is_batched)
+
+            def on_device(*given: Any) -> Any:
+                own = jax.tree.map(lambda b, x: x[0] if b else x, is_batched, given)
+                updates, *others = own
+                if any(jax.tree.leaves(is_batched[0])):
+                    # The gradient of a weight decay in a loss is alike on all replicas.
+                    updates = Comm(self.axis_name).cast(updates)
+                results = function(updates, *others)
+                return jax.tree.map(lambda b, x: x[None] if b else x, is_own, results)
+
+            run = jax.shard_map(
+                on_device,
+                mesh=self.mesh,
+                in_specs=jax.tree.map(lead, is_batched, in_specs),
+                out_specs=jax.tree.map(lead, is_own, out_specs),
+            )
+            return run(*given), is_own
+
+        return escaped
+
+
+def _all(value: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda _: value, tree)
 
 
 def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cut:
@@ -159,25 +198,7 @@ def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cu
         # Slices along an axis that is cut already stay whole rows or columns.
         at = max(fits, key=lambda at: (slices(at) > 1, shape[at]))
         parts[at] = (*parts[at], name)
-    return Cut(spec, jax.P(*(part or None for part in parts)), tuple(copies))
-
-
-def _cut_up(x: jax.Array, cut: Cut) -> jax.Array:
-    # Without the first, the compiler might shard the model's computation as the
-    # exchange cuts its results.
-    return _sharded(_sharded(x, cut.model), cut.spec)
-
-
-def _as_in_the_model(x: jax.Array, cut: Cut) -> jax.Array:
-    return _sharded(x, cut.model)
-
-
-def _sharded(x: jax.Array, spec: jax.P) -> jax.Array:
-    """Return `x` sharded by `spec` over axes that are not mapped."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit in kinds:
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return Cut(jax.P(*(part or None for part in parts)), tuple(copies))
 
 
 def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:

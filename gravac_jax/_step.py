@@ -52,7 +52,7 @@ from gravac_jax import (
 )
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip, NoClip, global_norm
-from gravac_jax._collectives import Axes, AxisName, Comm, axis_names
+from gravac_jax._collectives import Axes, AxisName, Comm
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._controllers.cost_model import WireCost
@@ -319,9 +319,9 @@ class Components:
         step = functools.partial(self._update, self._plan(updates), **asked)
         times = {"step_seconds": step_seconds, "measured_step": measured_step}
         if self.slices is None:
-            _step_checks.no_free_axes(axis_names(self.axis_name))
             return step(updates, state, params, **times)
-        return self.slices.run(step, updates, state, params, times)
+        is_own = asked.get("deliver") in ("own", "nothing")
+        return self.slices.run(step, is_own, (updates, state, params, times))
 
     def _update(
         self,

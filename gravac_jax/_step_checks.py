@@ -280,35 +280,29 @@ def sharded_alike(leaves: Sequence[Any], specs: Sequence[Any]) -> None:
         )
 
 
-def _free_axes() -> dict[str, int]:
-    """Return the axes of the current mesh that are not mapped, and their sizes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    is_free = lambda kind: kind != jax.sharding.AxisType.Manual
-    return {name: mesh.shape[name] for name, kind in kinds if is_free(kind)}
-
-
-def inner_axes(mesh: Any, axes: Sequence[str]) -> None:
-    """Refuse a step in which the inner axes are not the compiler's."""
-    free, needed = _free_axes(), {name: mesh.shape[name] for name in axes}
-    if free != needed:
+def is_auto(mesh: Any, axis_name: Any) -> None:
+    """Refuse a mesh on which the compiler cannot be left to shard the model."""
+    if not isinstance(axis_name, str):
         raise ValueError(
-            f"the params lie on a mesh whose axes {needed} are the compiler's, as"
-            f" `sharded` says, and those of this step are {free}. Run the step by"
-            f" gravac.data_parallel(step, mesh, axis_name) on that mesh, or by"
-            f" jax.shard_map(step, axis_names={{axis_name}}, ...). gravac.simulate has"
-            f" no such axes."
+            f"where the compiler shards the model over other axes of a mesh, replicas"
+            f" lie along one axis, got {axis_name!r}: make one axis of these."
+        )
+    if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
+        raise ValueError(
+            f"where the compiler shards the model, all axes of the mesh must be Auto,"
+            f" got {mesh.axis_types}: jax.make_mesh(shape, names, axis_types="
+            f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)})."
         )
 
 
-def no_free_axes(slow: Sequence[str]) -> None:
-    """Refuse to exchange whole leaves that the compiler may have sharded."""
-    free = {name: size for name, size in _free_axes().items() if size > 1}
-    if slow and free and not set(slow) & set(free):
+def is_spread(is_mapped_by_vmap: bool, axis_name: Any) -> None:
+    """Refuse a transform that knows of slices, in a step that is mapped otherwise."""
+    if not is_mapped_by_vmap:
         raise ValueError(
-            f"the step is mapped over {tuple(slow)} alone, and the axes {free} are the"
-            f" compiler's: the transform cannot see how params are sharded there. Give"
-            f" it the params as they lie on the mesh: sharded=params."
+            f"gravac.transform(sharded=params) leaves the model to the compiler, and"
+            f" this step is mapped over {axis_name!r} by shard_map or pmap. Run it by"
+            f" gravac.data_parallel(step, mesh, {axis_name!r}), without a"
+            f" `dense_axis_name`."
         )
 
 
