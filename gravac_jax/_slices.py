@@ -1,10 +1,11 @@
 """The slice of each leaf that a device owns, where the compiler shards the model.
 
 Under `jit` with sharding annotations the compiler spreads a model over the inner axes
-of a mesh: all but the slow one. A step of `gravac.data_parallel` is mapped over the
-slow axis alone, and the inner axes stay the compiler's. Only the exchange is mapped
-over them, too, so that each device compresses what lies on it, and sends it to the
-devices of other replicas that own the same slice.
+of a mesh: all but the slow one. A step of `gravac.data_parallel` is then mapped over
+the slow axis alone, by vmap, and the compiler partitions the model as under `jit`. The
+exchange alone escapes from the vmap to a shard_map over all axes, in which each device
+compresses what lies on it, and sends it to the devices of other replicas that own the
+same slice.
 
 The exchange cuts every leaf into as many slices as there are inner devices. Along inner
 axes over which a leaf is not sharded, devices hold copies of it: there, each device
@@ -30,10 +31,12 @@ class Cut(NamedTuple):
     """How one leaf is cut.
 
     Attributes:
+      model: along which inner axes the compiler shards each of its axes.
       spec: along which inner axes the exchange cuts each of them.
       copies: the inner axes along which it could not be cut.
     """
 
+    model: jax.P
     spec: jax.P
     copies: tuple[str, ...]
 
@@ -132,7 +135,14 @@ class Slices:
         out_specs = specs(updates), states
         out_is_own = _all(is_own, updates), _state.per_leaf(state, True, False)
         on_devices = self._escaped(on_device, in_specs, out_specs, out_is_own)
-        return on_devices(*given)
+
+        def as_model(x: jax.Array, cut: Cut) -> jax.Array:
+            # Else the compiler might shard the model as the exchange cuts its leaves.
+            sharding = jax.NamedSharding(self.mesh, cut.model)
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        updates, state = on_devices(each(as_model, updates), *given[1:])
+        return each(as_model, updates), state
 
     def _escaped(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, is_own: Any
@@ -198,7 +208,7 @@ def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cu
         # Slices along an axis that is cut already stay whole rows or columns.
         at = max(fits, key=lambda at: (slices(at) > 1, shape[at]))
         parts[at] = (*parts[at], name)
-    return Cut(jax.P(*(part or None for part in parts)), tuple(copies))
+    return Cut(spec, jax.P(*(part or None for part in parts)), tuple(copies))
 
 
 def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:

@@ -18,7 +18,7 @@ TRANSFORM = gravac.transform
 STEPS = 6
 
 # Lines taken out or put in, blank ones and docstrings apart.
-CHANGED = {"pmap": 7, "shard_map": 18, "fsdp": 34}
+CHANGED = {"pmap": 7, "shard_map": 18, "fsdp": 34, "jit": 11}
 
 
 def source(name):

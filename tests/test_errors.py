@@ -365,7 +365,7 @@ WRONG_VALUES = [
         lambda: ALONE.update({**PARAMS, "new": jnp.zeros(3)}, STATE),
     ),
     misuse(
-        "(2, 2) ... (1, 2) ... call init again",
+        "(2, 3) ... (1, 3) ... call init again",
         lambda: ALONE.update(jnp.zeros(5 + 8 * 8), STATE),
     ),
     misuse(

@@ -1,11 +1,13 @@
-"""The models and the made-up data of the three loops."""
+"""The models and the made-up data of the four loops."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from flax.core import spmd
 from flax.training import train_state
 
 
@@ -89,3 +91,59 @@ def draw_rows(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarr
     """Return rows of noise; the label is the largest of its first ten numbers."""
     x = rng.normal(size=(rows, 64)).astype(np.float32)
     return x, x[:, :10].argmax(-1).astype(np.int32)
+
+
+class Transformer(nnx.Module):
+    """A small language model whose params and activations have logical axes."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, rngs: nnx.Rngs):
+        """Make the layers; heads are 16 wide."""
+        self.embed = _param(rngs, (vocabulary, width), ("vocabulary", None))
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.head = _param(rngs, (width, vocabulary), ("embed", "heads"))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map tokens `[batch, length]` to logits `[batch, length, vocabulary]`."""
+        x = _logical(self.embed[tokens], "batch", None, None)
+        for block in self.blocks:
+            x = block(x)
+        return _logical(self.norm(x) @ self.head, "batch", None, "heads")
+
+
+class Block(nnx.Module):
+    """Causal attention and two dense layers, with residual connections."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        """Make params for `width` numbers a token."""
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
+        self.query_key_value = _param(rngs, (width, 3 * width), ("embed", "heads"))
+        self.out = _param(rngs, (width, width), ("heads", "embed"))
+        self.up = _param(rngs, (width, 4 * width), ("embed", "mlp"))
+        self.down = _param(rngs, (4 * width, width), ("mlp", "embed"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[batch, length, width]` to the same shape."""
+        heads = self.norms[0](x) @ self.query_key_value
+        heads = _logical(heads.reshape(*x.shape[:2], -1, 48), "batch", None, "heads")
+        mixed = jax.nn.dot_product_attention(*jnp.split(heads, 3, -1), is_causal=True)
+        x = x + mixed.reshape(x.shape) @ self.out
+        hidden = jax.nn.gelu(self.norms[1](x) @ self.up)
+        return x + _logical(hidden, "batch", None, "mlp") @ self.down
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, int], names: Any) -> nnx.Param:
+    init = nnx.initializers.lecun_normal()
+    return nnx.Param(init(rngs.params(), shape), out_sharding=names)
+
+
+def _logical(x: jax.Array, *names: str | None) -> jax.Array:
+    rules = dict(spmd.get_logical_axis_rules())
+    spec = jax.P(*(rules.get(name or "") for name in names))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def draw_tokens(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Return rows of 33 tokens below 64, each the one before plus a step of the row."""
+    first, step = rng.integers(0, 64, (2, rows, 1))
+    return ((first + (1 + step % 3) * np.arange(33)) % 64).astype(np.int32)
