@@ -53,7 +53,9 @@ def data_parallel(
 
     Args:
       train_step: a function of one replica.
-      mesh: the mesh.
+      mesh: the mesh. If, without a fast axis, something in the state is sharded over
+        another axis of it, the compiler shards the model over all other axes, as under
+        `jit`, and arrays stay sharded as they lie on the mesh. All axes must be Auto.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. The batch is split over
         both axes, and state stays sharded as it lies on the mesh.
@@ -77,7 +79,8 @@ def data_parallel(
       ValueError: if the mesh does not have the axis, or `carried` is not a number of
         arguments. When called: if the state is not placed on the mesh; if the first
         axis of a batch or a carry does not divide over the replicas; if the step does
-        not return its state, or returns it different on different replicas.
+        not return its state, or returns it different on different replicas; if the
+        compiler shards the model and the transform was not told how.
 
     Example:
       See `gravac.transform`.

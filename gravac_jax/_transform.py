@@ -87,11 +87,15 @@ def transform(
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: matrices of at least
         16,384 entries, or of a thousandth of all entries if that is less.
-      sharded: which leaves are sharded over `dense_axis_name`, either gathered to
-        compute (FSDP) or computed with in slices (tensor parallel): True for all, or a
-        pytree of bools. Each device compresses the slices that it owns, and all other
-        leaves go dense. Gradients of slices must be those of the sum of all devices'
-        losses, as `gravac.value_and_grad` returns them; the mean is taken here.
+      sharded: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
+        compiler shards the model over all axes but `axis_name`, as under `jit`. Each
+        device then compresses what it owns; the step runs by `gravac.data_parallel`
+        without a fast axis, and `compress` chooses whole leaves. Or, with a
+        `dense_axis_name`, which leaves the step itself holds in slices, either gathered
+        to compute (FSDP) or computed with (tensor parallel): True for all, or a pytree
+        of bools. Each device compresses its slices, and all other leaves go dense.
+        Gradients of slices must be those of the sum of all devices' losses, as
+        `gravac.value_and_grad` returns them; the mean is taken here.
       delay: 1 to exchange in each step what the step before left to send, so that the
         network works while the devices do. The exchange depends on nothing that its own
         step computes, and XLA may run both at once. Take gradients at
@@ -114,7 +118,8 @@ def transform(
         `compressor`, `memory` and `momentum`, or `compress` and `sharded` are given.
         From `init` and `update`: for leaves that are not real floating-point arrays,
         and for `optax.MaskedNode`.
-      ValueError: if the two axes are the same, or `sharded` lacks its axis. From
+      ValueError: if the two axes are the same, `sharded` lacks its axis, or its arrays
+        do not lie on one mesh or are sharded over `axis_name`. From
         `update`: outside the axes, for gradients that were already summed over them,
         for a state that does not fit the gradients, and, if JAX knows what varies, for
         params that are sharded otherwise than `sharded` says.
