@@ -1,4 +1,4 @@
-"""The models and the made-up data of the four loops."""
+"""The models and the made-up data of the five loops."""
 
 from typing import Any
 
@@ -72,6 +72,31 @@ def spec_of(path: Any, leaf: Any) -> jax.P:
     if "kernel" in names and "down_" in names:
         return jax.P(None, "fsdp")
     return jax.P()
+
+
+class LogicalMLP(linen.Module):
+    """Two dense layers whose params and activations have logical axes."""
+
+    dtype: Any
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map rows `[batch, 64]` to logits `[batch, 10]`."""
+        x = self._dense(128, None, "embed", "embed")(x)
+        x = linen.with_logical_constraint(x, ("batch", None))
+        y = linen.gelu(self._dense(256, "embed", "mlp", "up")(x))
+        y = linen.with_logical_constraint(y, ("batch", "mlp"))
+        x = x + self._dense(128, "mlp", "embed", "down")(y)
+        return self._dense(10, "embed", None, "head")(x)
+
+    def _dense(self, width: int, rows: Any, columns: Any, name: str) -> linen.Dense:
+        init = linen.initializers.lecun_normal()
+        kernel = linen.with_logical_partitioning(init, (rows, columns))
+        zeros = linen.initializers.zeros
+        bias = linen.with_logical_partitioning(zeros, (columns,))
+        return linen.Dense(
+            width, kernel_init=kernel, bias_init=bias, dtype=self.dtype, name=name
+        )
 
 
 def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
