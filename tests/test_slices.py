@@ -3,7 +3,10 @@
 import collections
 import functools
 import itertools
+import pathlib
 import re
+import subprocess
+import sys
 
 import _harness
 import jax
@@ -322,12 +325,13 @@ def groups_of(line):
     return devices.transpose(outside + inside).reshape(-1, count).tolist()
 
 
-def collectives(text):
+def collectives(text, inner_devices=4):
     """Yield (crosses the slow axis, kind, dtypes and shapes) of each collective."""
     kinds = re.compile(rf"= (.*?) ({_harness.KINDS})(?:-start)?\(")
     for line in text.splitlines():
         if op := kinds.search(line):
-            crosses = any(len({x // 4 for x in group}) > 1 for group in groups_of(line))
+            replicas = [{x // inner_devices for x in xs} for xs in groups_of(line)]
+            crosses = max(map(len, replicas)) > 1
             yield crosses, op[2], re.findall(r"(\w+)\[([\d,]*)\]", op[1])
 
 
@@ -335,7 +339,7 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
     """Return the collectives of a step; without `tx_of` they are a plain jit's."""
     mesh, is_plain = three_axes(shape), tx_of is None
     params = put({x: PARAMS[x] for x in leaves}, mesh, {x: SPECS[x] for x in leaves})
-    others = {name: x for name, x in PARAMS.items() if name not in leaves}
+    others = {x: jnp.asarray(PARAMS[x]) for x in PARAMS if x not in leaves}
     tx = optax.sgd(0.1) if is_plain else optax.chain(tx_of(params), optax.sgd(0.1))
     opt_state = tx.init(params) if is_plain else gravac.init(tx, params, mesh, "dcn")
     value_and_grad = functools.partial(gravac.value_and_grad, axis_name="dcn")
@@ -345,8 +349,9 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
         def loss(own, tokens):
             # A look-up in slices of rows that are cut into columns, too, or of as many
             # slices as the batch, may send activations over all axes.
-            table = jax.lax.with_sharding_constraint(own["embed"], rows_alone)
-            return loss_fn({**others, **own, "embed": table}, tokens)
+            params = {**others, **own}
+            table = jax.lax.with_sharding_constraint(params["embed"], rows_alone)
+            return loss_fn({**params, "embed": table}, tokens)
 
         grad = (jax.value_and_grad if is_plain else value_and_grad)(loss)
         value, grads = grad(params, tokens)
@@ -354,23 +359,23 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
         return optax.apply_updates(params, updates), opt_state, value
 
     step = train_step if is_plain else gravac.data_parallel(train_step, mesh, "dcn")
-    tokens = rows(mesh, TOKENS[0, : ROWS * shape[0]])
+    tokens = rows(mesh, np.resize(TOKENS[0], ROWS * shape[0]))
     text = jax.jit(step).lower(params, opt_state, tokens).compile().as_text()
-    return list(collectives(text))
+    return list(collectives(text, mesh.size // shape[0]))
 
 
 def size(shapes):
     return sum(np.prod(numbers(x), initial=1) for _, x in shapes)
 
 
+def two_bits(params):
+    return gravac.transform(
+        "dcn", sharded=params, compress=True, controller=gravac.Fixed(16)
+    )
+
+
 def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models():
     leaves = ("embed", "up")
-
-    def two_bits(params):
-        return gravac.transform(
-            "dcn", sharded=params, compress=True, controller=gravac.Fixed(16)
-        )
-
     # Figures that devices agree on, and the mean of a loss, are a few float32.
     # XLA gathers the tokens, int32, once more where only some axes are mapped.
     dtypes = lambda shapes: {dtype for dtype, _ in shapes}
@@ -385,6 +390,32 @@ def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models():
     sent = [x for x in found if x[0]]
     assert kinds(sent) == {"all-to-all": 1, "all-gather": 1}
     assert set.union(*(dtypes(x[2]) for x in sent)) == {"u32"}
+
+
+# Compiled for many devices, and not run.
+MANY = """
+import jax
+jax.config.update("jax_num_cpu_devices", 256)
+import numpy as np
+import test_slices as here
+shapes = {"embed": (16, 128), "scale": (128,), "up": (128, 512), "down": (512, 6)}
+here.PARAMS |= {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+for crosses, kind, shapes in here.lowered(here.two_bits, ["up"], (4, 8, 8)):
+    if crosses:
+        print(kind, *sorted({dtype for dtype, _ in shapes}))
+"""
+
+
+@pytest.mark.slow
+def test_on_four_by_eight_by_eight_devices_payloads_alone_cross_the_slow_axis():
+    tests = pathlib.Path(__file__).parent
+    run = [sys.executable, "-c", MANY]
+    out = subprocess.run(run, cwd=tests, check=True, capture_output=True, text=True)
+    assert sorted(set(out.stdout.splitlines())) == [
+        "all-gather u32",
+        "all-reduce f32",  # figures that all agree on
+        "all-to-all u32",
+    ]
 
 
 # Around a step
