@@ -231,8 +231,8 @@ def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
       axis_name: the slow axis, or axes.
 
     Returns:
-      The slices. None if `sharded` does not tell shardings but which leaves are
-      sharded, or if the mesh has the slow axis alone.
+      The slices; None if `sharded` does not tell shardings but which leaves are
+      sharded.
     """
     leaves = jax.tree.leaves(sharded)
     if not leaves or any(x is True or x is False for x in leaves) or callable(sharded):
@@ -243,4 +243,4 @@ def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
     slices = Slices(mesh, axis_name, tuple(map(spec, shardings)))
     names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
     _step_checks.sharded_inside(names, axis_names(axis_name))
-    return slices if slices.axes else None
+    return slices

@@ -171,7 +171,8 @@ def transform(
     if slices is not None:
         why = "`sharded` tells the other axes, if it is the params or their shardings."
         _checks.not_both(why, dense_axis_name=dense_axis_name, sharded=slices.mesh)
-        sharded, dense_axis_name = False, slices.axes
+        sharded, dense_axis_name = False, slices.axes or None
+        slices = slices if slices.axes else None  # nothing is cut
     is_sharded = sharded is not None and sharded is not False
     if is_sharded:
         _checks.no_function(sharded)

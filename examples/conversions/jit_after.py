@@ -15,7 +15,7 @@ import gravac_jax as gravac
 
 RULES = (
     ("batch", "fsdp"),
-    ("vocabulary", ("tp", "fsdp")),
+    ("vocabulary", "tp"),
     ("embed", "fsdp"),
     ("heads", "tp"),
     ("mlp", "tp"),

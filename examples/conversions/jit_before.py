@@ -13,7 +13,7 @@ from models import Transformer, cross_entropy, draw_tokens
 
 RULES = (
     ("batch", ("dcn", "fsdp")),
-    ("vocabulary", ("tp", "fsdp")),
+    ("vocabulary", "tp"),
     ("embed", "fsdp"),
     ("heads", "tp"),
     ("mlp", "tp"),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from flax.core import spmd
+from flax.linen import spmd as linen_spmd
 from flax.training import train_state
 
 
@@ -83,9 +84,9 @@ class LogicalMLP(linen.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map rows `[batch, 64]` to logits `[batch, 10]`."""
         x = self._dense(128, None, "embed", "embed")(x)
-        x = linen.with_logical_constraint(x, ("batch", None))
+        x = linen_spmd.with_logical_constraint(x, ("batch", None))
         y = linen.gelu(self._dense(256, "embed", "mlp", "up")(x))
-        y = linen.with_logical_constraint(y, ("batch", "mlp"))
+        y = linen_spmd.with_logical_constraint(y, ("batch", "mlp"))
         x = x + self._dense(128, "mlp", "embed", "down")(y)
         return self._dense(10, "embed", None, "head")(x)
 

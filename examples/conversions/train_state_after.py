@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
+from flax.linen import spmd
 from flax.training.train_state import TrainState
 from models import LogicalMLP, cross_entropy, draw_rows
 
@@ -56,7 +57,7 @@ def main(steps: int = 200) -> list[float]:
     with jax.set_mesh(mesh), linen.logical_axis_rules(RULES):
         key = jax.random.key(0)
         specs = linen.get_partition_spec(jax.eval_shape(init_fn, key))
-        shardings = linen.logical_to_mesh_sharding(specs, mesh, RULES)
+        shardings = spmd.logical_to_mesh_sharding(specs, mesh, RULES)
         state = jax.jit(init_fn, out_shardings=shardings)(key)
         state = linen.unbox(state)
         tx = optax.chain(gravac.transform("dcn", sharded=state.params), tx)
