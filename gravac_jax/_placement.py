@@ -149,7 +149,8 @@ def init(
     For params that are not sharded it is `gravac.place(tx.init(params), mesh,
     axis_name)`. With a `dense_axis_name`, params may be sharded over that axis (FSDP).
     The optimizer state is then sharded as they are, and each device keeps the residual
-    of the slice that it owns.
+    of the slice that it owns. So it is without a `dense_axis_name` if the compiler
+    shards the model and the transform knows how (`gravac.transform(sharded=params)`).
 
     Args:
       tx: an optimizer with `gravac.transform` in it.

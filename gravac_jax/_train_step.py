@@ -54,7 +54,9 @@ def train_step(
         times.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. Params that are sharded
-        over it are placed by the caller.
+        over it are placed by the caller. Without one, params that are sharded over
+        other axes of the mesh stay so, and the compiler shards the model; see
+        `gravac.data_parallel`.
       has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.

@@ -347,8 +347,8 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
 
     def train_step(params, opt_state, tokens):
         def loss(own, tokens):
-            # A look-up in slices of rows that are cut into columns, too, or of as many
-            # slices as the batch, may send activations over all axes.
+            # A look-up in a table that is sharded over an axis of the batch, too, may
+            # send activations over all axes.
             params = {**others, **own}
             table = jax.lax.with_sharding_constraint(params["embed"], rows_alone)
             return loss_fn({**params, "embed": table}, tokens)
