@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _state, _step_checks
+from gravac_jax import _arrays, _state, _step_checks
 from gravac_jax._collectives import AxisName, Comm, axis_names
 from gravac_jax._state import TransformState
 
@@ -99,7 +99,7 @@ class Slices:
     def run(
         self,
         update: Callable[..., Any],
-        is_own: bool,
+        deliver: str | None,
         given: tuple[Any, TransformState, Any, dict[str, Any]],
     ) -> Any:
         """Call `update` on every device, with what it owns.
@@ -107,7 +107,7 @@ class Slices:
         Args:
           update: `(updates, state, params, **numbers)` of one device; it returns
             updates and the new state.
-          is_own: whether the updates that it returns are the replica's own.
+          deliver: what it is asked for, in place of a step.
           given: gradients, or anything of the shapes of the params; the transform's
             state; the params, or None; numbers, such as step times.
 
@@ -115,8 +115,13 @@ class Slices:
           What `update` returns.
         """
         updates, state, params, numbers = given
-        _step_checks.is_spread(Comm(self.axis_name).is_simulated, self.axis_name)
+        comm = Comm(self.axis_name)
+        _step_checks.is_spread(comm.is_simulated, self.axis_name)
         _state.check_sliced(state, self.inner_devices)
+        alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
+        # The gradient of what does not depend on the batch is alike on all replicas.
+        if deliver is None and len(alike) == len(self.specs):
+            _step_checks.still_local(alike[0][0], axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
@@ -133,6 +138,7 @@ class Slices:
         states = _state.per_leaf(state, jax.P(self.axes), jax.P())
         in_specs = specs(updates), states, specs(params), _all(jax.P(), numbers)
         out_specs = specs(updates), states
+        is_own = deliver in ("own", "nothing")
         out_is_own = _all(is_own, updates), _state.per_leaf(state, True, False)
         on_devices = self._escaped(on_device, in_specs, out_specs, out_is_own)
 
@@ -169,11 +175,7 @@ class Slices:
 
             def on_device(*given: Any) -> Any:
                 own = jax.tree.map(lambda b, x: x[0] if b else x, is_batched, given)
-                updates, *others = own
-                if any(jax.tree.leaves(is_batched[0])):
-                    # The gradient of a weight decay in a loss is alike on all replicas.
-                    updates = Comm(self.axis_name).cast(updates)
-                results = function(updates, *others)
+                results = function(*own)
                 return jax.tree.map(lambda b, x: x[None] if b else x, is_own, results)
 
             run = jax.shard_map(
@@ -181,6 +183,9 @@ class Slices:
                 mesh=self.mesh,
                 in_specs=jax.tree.map(lead, is_batched, in_specs),
                 out_specs=jax.tree.map(lead, is_own, out_specs),
+                # With it, each vmap in here would mark arrays as varying over the axis
+                # of the vmap around (jax 0.10.2).
+                check_vma=False,
             )
             return run(*given), is_own
 

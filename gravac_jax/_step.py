@@ -320,8 +320,8 @@ class Components:
         times = {"step_seconds": step_seconds, "measured_step": measured_step}
         if self.slices is None:
             return step(updates, state, params, **times)
-        is_own = asked.get("deliver") in ("own", "nothing")
-        return self.slices.run(step, is_own, (updates, state, params, times))
+        given = updates, state, params, times
+        return self.slices.run(step, asked.get("deliver"), given)
 
     def _update(
         self,

@@ -67,26 +67,8 @@ def _encode_uint16(indices: jax.Array, n: int) -> tuple[jax.Array, ...]:
     sum over k slots.
     """
     ends = jnp.minimum(jnp.arange(1, -(-n // BLOCK) + 1) * BLOCK, n)
-    reached = _count_below(ends.astype(jnp.int32), indices)
-    return (indices & (BLOCK - 1)).astype(jnp.uint16), reached
-
-
-def _count_below(ends: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return for each end how many of the rising `indices` are below it, int32.
-
-    `jnp.searchsorted` fails in a shard_map inside a vmap with a spmd_axis_name (jax
-    0.10.2).
-    """
-    k = indices.size
-    bits = jnp.int32(1) << jnp.arange(k.bit_length() - 1, -1, -1, dtype=jnp.int32)
-
-    def halve(count: jax.Array, bit: jax.Array) -> tuple[jax.Array, None]:
-        more = count + bit
-        last = indices[jnp.minimum(more, k) - 1]
-        return jnp.where((more <= k) & (last < ends), more, count), None
-
-    none = jnp.zeros_like(ends) + (indices[:1] & 0)  # varies as the indices do
-    return jax.lax.scan(halve, none, bits)[0]
+    reached = jnp.searchsorted(indices, ends.astype(jnp.int32), method="scan")
+    return (indices & (BLOCK - 1)).astype(jnp.uint16), reached.astype(jnp.int32)
 
 
 def _decode_uint16(parts: tuple[jax.Array, ...], k: int) -> jax.Array:
