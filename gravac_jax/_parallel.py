@@ -66,7 +66,7 @@ def data_parallel(
         need not be placed. They are donated as the state is, so copy an array that you
         want to use again.
       donate: whether the state's memory is reused for the new state.
-      check_vma: as for `jax.shard_map`.
+      check_vma: as for `jax.shard_map`; nothing where the compiler shards the model.
       average_metrics: whether metrics are averaged, which takes a message in each step.
         Otherwise they are returned as each replica's own, `[replicas, ...]`.
 
