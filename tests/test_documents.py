@@ -26,7 +26,11 @@ FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*.md")
 DOCUMENTS = sorted(
     x.relative_to(ROOT).as_posix() for y in FOLDERS for x in ROOT.glob(y)
 )
-GUIDES = ["README.md", *(x for x in DOCUMENTS if x.startswith("docs/"))]
+REFERENCE = "docs/reference/"
+GUIDES = [
+    "README.md",
+    *(x for x in DOCUMENTS if x.startswith("docs/") and not x.startswith(REFERENCE)),
+]
 RECIPES = "docs/recipes.md"
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # of float32 sums in another order
 
@@ -108,6 +112,7 @@ def test_a_guide_has_one_title_and_no_block_that_no_test_reads(page):
 def test_the_list_of_pages_and_the_readme_lead_to_every_guide():
     for page, folder in (("README.md", "docs/"), ("docs/README.md", "")):
         guides = {x.removeprefix("docs/") for x in GUIDES[1:]} - {"README.md"}
+        guides.add("reference/README.md")
         assert {x for x in guides if f"]({folder}{x})" not in text_of(page)} == set()
 
 
