@@ -4,14 +4,12 @@ These checks run when an optimizer's state is made, placed or asked for. They lo
 states of Optax that remember or rescale gradients in a place where they must not.
 """
 
-import contextlib
 from typing import Any
 
 import jax
 import optax
 
 from gravac_jax import _step_checks
-from gravac_jax._controllers.base import Controller
 from gravac_jax._error_feedback.momentum import MomentumState
 from gravac_jax._outer import OuterState
 from gravac_jax._state import TransformState, is_transform_state, transform_states
@@ -64,28 +62,6 @@ def the_transform(state: Any, caller: str) -> TransformState:
 def waits(state: Any) -> bool:
     """Return whether steps wait in the memory before other replicas hear of them."""
     return bool(the_transform(state, "gravac.train_step").local.told)
-
-
-class _ShownError(Exception):
-    """Ends a trace of an optimizer once its controller is known."""
-
-
-def controller_of(
-    tx: optax.GradientTransformationExtraArgs, params: Any, state: Any
-) -> Controller | None:
-    """Return the controller of the one transform in `tx`, without a computation.
-
-    None if what comes before the transform cannot be traced outside of its axes.
-    """
-    found: list[Controller] = []
-
-    def show(controller: Controller) -> None:
-        found.append(controller)
-        raise _ShownError
-
-    with contextlib.suppress(_ShownError, NameError):
-        jax.eval_shape(lambda p, s: tx.update(p, s, p, show=show), params, state)
-    return found[0] if found else None
 
 
 def is_linear(state: Any) -> bool:

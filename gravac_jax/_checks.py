@@ -295,6 +295,19 @@ def steps_of_a_round(value: Any) -> None:
         positive_integer(value, "steps", what)
 
 
+def lengths_of_rounds(value: Any) -> None:
+    """Refuse what is not 1 and then rising numbers of steps, in a tuple."""
+    for steps in listed(value, "rounds"):
+        positive_integer(steps, "rounds", "the steps of each round")
+    is_rising = all(x < y for x, y in itertools.pairwise(value))
+    if value[0] != 1 or not is_rising:
+        raise ValueError(
+            f"`rounds` must begin with 1 and rise, got {value!r}: rounds of one step"
+            f" are what longer ones are compared with. To exchange in every eighth step"
+            f" only, use gravac.Every(8, gravac.Fastest())."
+        )
+
+
 def schedule(value: Any, name: str = "schedule") -> None:
     """Refuse a value that is not a function of the step."""
     if not callable(value):

@@ -14,7 +14,7 @@ import numpy as np
 from gravac_jax import _collectives
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Traffic
-from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.base import Controller, kinds_of_steps
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._exchanges.base import Exchange
 
@@ -54,7 +54,7 @@ class StepInfo(NamedTuple):
         the same norm. They had been averaged before the exchange, which nothing else
         can tell under `pmap`, or all replicas had the same batch.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `gravac.Every`
-        makes some steps local.
+        or `gravac.Fastest` makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
         rounds those of the last step.
       alignment: `[]` float32, how alike the replicas' rounds were at the last exchange:
@@ -140,10 +140,11 @@ def tables(
     """Work out what each rung sends, with one exchange per bucket."""
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
-    # Every step averages the dense leaves, a count, an energy, its contrast and the
-    # rung, and for each rung a time and how many replicas measured it.
-    dense_entries = buckets.part_sizes[-1]
-    agreed = _collectives.mean_traffic(dense_entries + 4 + 2 * rungs, replicas)
+    # Every step averages the dense leaves, a count, an energy, its contrast, the rung
+    # and the length of a round, if there are any, and for each kind of step a time and
+    # how many replicas measured it.
+    scalars = 4 + controller.has_rounds + 2 * kinds_of_steps(controller)
+    agreed = _collectives.mean_traffic(buckets.part_sizes[-1] + scalars, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gravac_jax import _step_checks
 from gravac_jax._collectives import Comm
+from gravac_jax._controllers.base import Controller
 from gravac_jax._info import StepInfo
 
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
@@ -19,8 +20,9 @@ class Told(NamedTuple):
     Attributes:
       bad: `[]` float32, 1 if nothing can be learned from it.
       gradient_energy: `[]` float32, the energy of its buckets.
-      seconds: `[rungs]` float32, a measured step time at its rung, else 0.
-      timed: `[rungs]` float32, 1 where a time was measured.
+      seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
+        Kinds are the rungs, and with rounds silent and local steps.
+      timed: `[kinds]` float32, 1 where a time was measured.
     """
 
     bad: jax.Array
@@ -29,11 +31,29 @@ class Told(NamedTuple):
     timed: jax.Array
 
 
-def nothing_told(rungs: int) -> Told:
+def nothing_told(kinds: int) -> Told:
     """Return what is told before the first step: nothing."""
     number = lambda: jnp.zeros((), jnp.float32)
-    each = lambda: jnp.zeros(rungs, jnp.float32)
+    each = lambda: jnp.zeros(kinds, jnp.float32)
     return Told(number(), number(), each(), each())
+
+
+class Round(NamedTuple):
+    """How long rounds are, as all replicas have agreed.
+
+    Attributes:
+      steps: `[]` int32, steps of this round, of which the last one exchanges.
+      next_steps: `[]` int32, steps of the next one.
+    """
+
+    steps: jax.Array
+    next_steps: jax.Array
+
+
+def first_round(controller: Controller, state: Any) -> Round:
+    """Return the lengths of the first two rounds."""
+    steps = jnp.int32(controller.round_steps(jnp.zeros((), jnp.int32), state))
+    return Round(steps, jnp.int32(controller.round_steps(steps, state)))
 
 
 class LocalState(NamedTuple):
@@ -71,6 +91,7 @@ class TransformState(NamedTuple):
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent, and one more if it was local.
+      round: how long rounds are, if the controller has any.
       info: what a human wants to know.
       arrived: what an update that only `receives` leaves for the rest of its step. A
         chain hands on nothing but states. Nothing between steps.
@@ -83,6 +104,7 @@ class TransformState(NamedTuple):
     rung: jax.Array
     controller: Any
     past_rungs: jax.Array
+    round: Any
     info: StepInfo
     arrived: Any = ()
 
@@ -180,12 +202,12 @@ def leave(local: LocalState, like: LocalState) -> LocalState:
 
 
 def credit(
-    state: TransformState, rungs: int, step_seconds: Any, measured_step: Any
+    state: TransformState, kinds: int, step_seconds: Any, measured_step: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Assign a measured time to the rung of the step that it measured.
+    """Assign a measured time to the kind of the step that it measured.
 
     Returns:
-      Two `[rungs]` float32: the time at that rung and 0 elsewhere; 1 at that rung and 0
+      Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
       elsewhere. All zeros if the time or the step is not known.
     """
     seconds = _step_checks.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
@@ -195,5 +217,5 @@ def credit(
     age = state.steps - step
     is_time = jnp.isfinite(seconds) & (seconds > 0)
     is_known = is_time & (age >= 1) & (age <= PAST_STEPS)
-    is_here = is_known & (jnp.arange(rungs) == state.past_rungs[step % PAST_STEPS])
+    is_here = is_known & (jnp.arange(kinds) == state.past_rungs[step % PAST_STEPS])
     return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)

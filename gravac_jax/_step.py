@@ -32,7 +32,6 @@ next one, so that the decision costs no collective of its own.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +53,7 @@ from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip, NoClip, global_norm
 from gravac_jax._collectives import Axes, AxisName, Comm
 from gravac_jax._controllers import compression_gain
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller, Evidence, kinds_of_steps
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._error_feedback import NoMemory
 from gravac_jax._error_feedback.base import Memory
@@ -103,8 +102,10 @@ class Agreed(NamedTuple):
       gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
       contrast: `[]` float32, 0 if that energy is the same on all replicas.
       rung: `[]` float32, the rung in the first replica's state.
-      seconds: `[rungs]` float32, the measured step time at its rung, else 0.
-      timed: `[rungs]` float32, the share of replicas that measured it.
+      round_steps: `[1]` float32, the length of the round after the next exchange, in
+        the first replica's state; `[0]` without rounds.
+      seconds: `[kinds]` float32, the measured time of each kind of step, else 0.
+      timed: `[kinds]` float32, the share of replicas that measured it.
       apart: `[1]` float32, above 0 if replicas hold different params; `[0]` if params
         are never compared.
     """
@@ -114,6 +115,7 @@ class Agreed(NamedTuple):
     gradient_energy: jax.Array
     contrast: jax.Array
     rung: jax.Array
+    round_steps: jax.Array
     seconds: jax.Array
     timed: jax.Array
     apart: jax.Array
@@ -179,8 +181,8 @@ class Setting(NamedTuple):
       key: a random key, the same on all replicas, new at every step that was not bad.
       state: the transform's state after the last step.
       params: the params, or None if `update` was not given any.
-      times: the measured step time of each rung, and whether it is known: `[rungs]`
-        float32 both.
+      times: the measured time of each kind of step, and whether it is known:
+        `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
     """
 
@@ -271,20 +273,25 @@ class Components:
         sizes, ladder = buckets.sizes, self.controller.ladder
         exchanges = zip(self._shaped(buckets), sizes, strict=True)
         rung, controller = self.controller.init()
-        nothing = _state.nothing_told(len(ladder)) if self.waits else ()
+        told, rounds = (), ()
+        if self.waits:
+            told = _state.nothing_told(kinds_of_steps(self.controller))
+        if self.controller.has_rounds:
+            rounds = _state.first_round(self.controller, controller)
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.asarray(ladder, jnp.float32),
             layout=self._layout(buckets),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
-                told=nothing,
+                told=told,
                 memory=tuple(map(self.memory.init, buckets.part_sizes)),
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
             rung=rung,
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
+            round=rounds,
             info=_info.before_the_first_step(len(ladder)),
         )
 
@@ -304,16 +311,9 @@ class Components:
         *,
         step_seconds: Any = None,
         measured_step: Any = None,
-        show: Callable[[Controller], None] | None = None,
         **asked: Any,
     ) -> tuple[Any, TransformState]:
-        """Take one step, from local gradients to the update and the next rung.
-
-        A caller who only wants to see the controller passes what to `show` it to.
-        """
-        if show is not None:
-            show(self.controller)
-            return updates, state
+        """Take one step, from local gradients to the update and the next rung."""
         _step_checks.bound_axis(self.axis_name, "update")
         _step_checks.gradients(updates)
         step = functools.partial(self._update, self._plan(updates), **asked)
@@ -401,7 +401,7 @@ class Components:
             buckets=buckets,
             exchanges=exchanges,
             tables=_info.tables(buckets, exchanges, self.controller, replicas),
-            looks=self.controller.looks(state.steps),
+            looks=self.controller.looks(state.steps, state.info.local_steps),
             key=jax.random.fold_in(jax.random.key(self.seed), good_steps),
             state=state,
         )
@@ -412,8 +412,8 @@ class Components:
         """Assign a measured time to its rung, or warn that times are guessed."""
         if step_seconds is None and self.wire is None and self.controller.uses_seconds:
             _step_checks.warn_of_guess(self.controller)
-        rungs = len(self.controller.ladder)
-        return _state.credit(state, rungs, step_seconds, measured_step)
+        kinds = kinds_of_steps(self.controller)
+        return _state.credit(state, kinds, step_seconds, measured_step)
 
     def _prepare(self, updates: Any, setting: Setting) -> Gradient:
         """Fuse, average over the fast axis, clip, and add weight decay."""
@@ -480,7 +480,7 @@ class Components:
         nothing = self._nothing(jax.eval_shape(exchange).arrived, local, state)
         if setting.is_due is not None:
             return nothing
-        is_due = self.controller.is_due(state.steps, state.info.local_steps)
+        is_due = state.info.local_steps + 1 >= state.round.steps
         return _collectives.only_if(is_due, exchange, nothing)
 
     def _nothing(self, like: Any, local: LocalState, state: TransformState) -> Taken:
@@ -584,7 +584,11 @@ class Components:
         rung is agreed on, too.
         """
         axes, state = setting.axes, setting.state
-        apart = jnp.zeros(0)
+        apart = round_steps = jnp.zeros(0)
+        if self.controller.has_rounds:
+            begin = state.steps + 1 + state.round.next_steps
+            steps = self.controller.round_steps(begin, state.controller)
+            round_steps = axes.both.of_first(steps)[None]
         if self.check_every:
             unseen = state.info.local_steps + 1
             apart = _consistency.is_apart(
@@ -596,6 +600,7 @@ class Components:
             gradient_energy=told.gradient_energy,
             contrast=axes.slow.contrast(told.gradient_energy),
             rung=axes.both.of_first(state.rung),
+            round_steps=round_steps,
             seconds=told.seconds,
             timed=told.timed,
             apart=apart,
@@ -670,6 +675,7 @@ class Components:
         state = setting.state
         tables, energies = setting.tables, arrived.mean_energies
         agreed, taken = arrived.agreed, arrived.rung
+        times = agreed.seconds / agreed.timed  # NaN where not timed
         evidence = Evidence(
             step=state.steps,
             replicas=setting.axes.slow.replicas,
@@ -679,7 +685,8 @@ class Components:
             gradient_energy=agreed.gradient_energy,
             gradient_energies=self._sampled_energies(gradient, setting),
             predicted_parts=_info.predicted_parts(tables, self.wire or WireCost()),
-            measured_seconds=agreed.seconds / agreed.timed,  # NaN where not timed
+            measured_seconds=times[: len(self.controller.ladder)],
+            local_seconds=times[-1] if self.controller.has_rounds else jnp.nan,
             steps=state.info.local_steps + 1,
         )
         rung, controller = self.controller.decide(evidence, state.controller)
@@ -744,6 +751,7 @@ class Components:
             rung=rung,
             controller=controller,
             past_rungs=jnp.where(slot, taken, state.past_rungs),
+            round=self._next_round(arrived, state),
             info=_info.count_faults(
                 info,
                 is_bad=agreed.bad != 0,
@@ -752,6 +760,15 @@ class Components:
                 apart=agreed.apart,
             ),
         )
+
+    def _next_round(self, arrived: Arrived, state: TransformState) -> Any:
+        """Return the round of the next step: another one if this step exchanged."""
+        if not self.controller.has_rounds:
+            return ()
+        is_local = arrived.rung == len(self.controller.ladder) + 1
+        agreed = jnp.int32(arrived.agreed.round_steps[0] + 0.5)
+        following = _state.Round(state.round.next_steps, agreed)
+        return _arrays.where(is_local, state.round, following)
 
 
 def _tell(gradient: Gradient, times: tuple[jax.Array, jax.Array]) -> Told:

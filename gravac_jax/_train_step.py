@@ -20,8 +20,7 @@ from gravac_jax import (
     _residuals,
 )
 from gravac_jax._collectives import AxisName
-from gravac_jax._controllers.base import Controller
-from gravac_jax._state import TransformState
+from gravac_jax._state import Round, TransformState
 from gravac_jax._step_clock import StepClock
 
 
@@ -118,7 +117,12 @@ def train_step(
         value, grads = made
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         params = optax.apply_updates(params, updates)
-        return params, opt_state, *(value if has_aux else (value,))
+        metrics = value if has_aux else (value,)
+        if extra.get("is_due"):
+            # The state is donated, so that the host cannot read in it.
+            rounds = _chain.the_transform(opt_state, call).round
+            metrics = *metrics, rounds.next_steps
+        return params, opt_state, *metrics
 
     def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         made = loss_and_grad(where(params, opt_state), batch)
@@ -146,7 +150,7 @@ def train_step(
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
-    return TrainStep(tx, init, programs, run(deliver, True), replicas, is_timed)
+    return TrainStep(init, programs, run(deliver, True), replicas, is_timed)
 
 
 def _runner(mesh: Any, axis_name: Any, dense_axis_name: AxisName) -> Callable[..., Any]:
@@ -181,37 +185,42 @@ def _initializer(
 class Rounds:
     """Counts steps on the host, which so knows which of them exchange.
 
+    The length of a round is known one exchange before it begins, so the host waits for
+    no step that the devices may still be busy with.
+
     Args:
-      controller: the controller.
       state: the transform's state before the first step.
     """
 
-    def __init__(self, controller: Controller | None, state: TransformState):
-        has_rounds = controller is not None and controller.has_rounds
-        self._controller = controller if has_rounds else None
-        # A schedule in JAX would wait in the queue of the devices that train.
-        self._device = _cpu() if has_rounds else None
-        self._step, self._local_steps = int(state.steps), int(state.info.local_steps)
+    def __init__(self, state: TransformState):
+        self._has_rounds = isinstance(state.round, Round)
+        self._local_steps = int(state.info.local_steps)
+        if self._has_rounds:
+            self._steps, self._next_steps = map(int, state.round)
+            self._following: Any = None
 
     def is_due(self) -> bool | None:
         """Return whether the next step exchanges; None if there are no rounds."""
-        if self._controller is None:
+        if not self._has_rounds:
             return None
-        with jax.default_device(self._device):
-            return bool(self._controller.is_due(self._step, self._local_steps))
+        return self._local_steps + 1 >= self._steps
 
-    def count(self, is_due: bool | None) -> None:
-        """Count a step that was taken."""
-        self._step += 1
-        self._local_steps = self._local_steps + 1 if is_due is False else 0
+    def count(self, is_due: bool | None, metrics: list[Any]) -> list[Any]:
+        """Count a step that was taken, and return its metrics without the round."""
+        if not is_due:
+            self._local_steps += 1
+            return metrics
+        *metrics, following = metrics
+        if self._following is not None:
+            self._next_steps = _first(self._following)
+        self._following = following
+        self._local_steps, self._steps = 0, self._next_steps
+        return metrics
 
 
-def _cpu() -> Any:
-    """Return a CPU if JAX may use one."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
+def _first(x: jax.Array) -> int:
+    """Return the number that all replicas have; a process reads its own copy."""
+    return int(np.asarray(x.addressable_data(0)).ravel()[0])
 
 
 class TrainStep:
@@ -223,7 +232,6 @@ class TrainStep:
 
     def __init__(
         self,
-        tx: optax.GradientTransformationExtraArgs,
         init: Callable[[Any], tuple[Any, Any]],
         programs: dict[bool | None, Callable[..., Any]],
         deliver: Callable[..., Any],
@@ -231,7 +239,7 @@ class TrainStep:
         is_timed: bool,
     ):
         self.init = init
-        self._tx, self._programs, self._deliver = tx, programs, deliver
+        self._programs, self._deliver = programs, deliver
         self._replicas, self._is_timed = replicas, is_timed
         self._rounds: Rounds | None = None
         self._clock: StepClock | None = None
@@ -240,15 +248,14 @@ class TrainStep:
         """Take a step; `params` and `opt_state` are donated."""
         if self._rounds is None:
             state = _chain.the_transform(opt_state, "gravac.train_step")
-            controller = _chain.controller_of(self._tx, params, opt_state)
-            self._rounds = Rounds(controller, state)
+            self._rounds = Rounds(state)
             self._clock = StepClock(int(state.steps)) if self._is_timed else None
         is_due = self._rounds.is_due()
         times = self._clock.times() if self._clock else {}
         params, opt_state, *metrics = self._programs[is_due](
             params, opt_state, batch, **times
         )
-        self._rounds.count(is_due)
+        metrics = self._rounds.count(is_due, metrics)
         if self._clock:
             self._clock.record(metrics)
         return params, opt_state, *metrics

@@ -89,6 +89,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.Fastest: [
         {"ladder": (1, 4, 16, 64)},
         {"ladder": (1, 4, 16, 64), "least_progress": 0.8},
+        {"ladder": (1, 4, 16, 64), "rounds": (1, 3, 8)},
     ],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
@@ -175,11 +176,12 @@ def evidence(
     energy = rng.lognormal(0, 0.3, steps)
     noise = rng.uniform(0.98, 1.0, (steps, rungs)) ** (np.arange(rungs) > 0)
     seconds = 0.02 + 0.2 * rng.uniform(0.3, 0.9) ** np.arange(rungs)
-    measured = np.full((steps, rungs), np.nan)
+    measured, local = np.full((steps, rungs), np.nan), np.full(steps, np.nan)
     if measured_from is not None:
         now = np.arange(measured_from, steps, 3)
         at = rng.integers(0, rungs, now.size)
         measured[now, at] = seconds[at] * rng.lognormal(0, 0.05, now.size)
+        local[now[1::2]] = 0.02 * rng.lognormal(0, 0.05, now[1::2].size)
     parts = np.stack([np.full(rungs, 0.02), *np.zeros((2, rungs)), seconds - 0.02], 1)
     to_float32 = lambda x: np.asarray(x, np.float32)
     fields: dict[str, Any] = {
@@ -192,6 +194,7 @@ def evidence(
         "gradient_energies": to_float32(np.sqrt(shares) * energy[:, None] / 2),
         "predicted_parts": to_float32(np.tile(parts, (steps, 1, 1))),
         "measured_seconds": to_float32(measured),
+        "local_seconds": to_float32(local),
         "steps": np.ones(steps, np.int32),
     }
     return Evidence(**fields)

@@ -652,51 +652,78 @@ def check_gravac(
 
 def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """Yield the rung of least seconds per progress, and visits to other rungs."""
-    rungs = range(len(controller.ladder))
-    home, rung = len(rungs) - 1, min(1, len(rungs) - 1)
+    rungs = len(controller.ladder)
+    choices = [(h, r) for h in controller.rounds for r in range(rungs)]
+    home, now = rungs - 1, min(1, rungs - 1)
     dwelt = rested = known = 0
-    sent, total = np.zeros(len(rungs)), 0.0
+    sent, total = np.zeros(rungs), 0.0
     filtered = SecondsFilter()
     for e in evidence:
         weight = 0.1 * bool(e.gradient_energies[0] > 0)
         sent = sent + weight * (e.gradient_energies - sent)
         total = total + weight * (e.gradient_energies[0] - total)
-        progress = np.sqrt(sent / total)
-        least = controller.least_progress * np.where(
-            np.arange(len(rungs)) == home, 0.97, 1
-        )
-        progress = np.where(progress < least, 1e-6, progress)
-        guess = np.asarray(e.predicted_parts, np.float64)
-        has_changed = False
-        for r in rungs:
-            if not math.isnan(e.measured_seconds[r]):
-                has_changed = filtered.observe(guess, r, float(e.measured_seconds[r]))
-        unit = filtered.seconds(guess[home]) / progress[home]
-        cost = [filtered.seconds(guess[r]) / progress[r] / unit for r in rungs]
-        dwelt, rested = dwelt + 1, rested + 1
-        known = 0 if has_changed else min(known + 1, 400)
+        shares = np.minimum(sent / total, 1)
+        progress = progress_of_choices(controller, choices, shares, home)
+        local = np.array([e.predicted_parts[0][0], 0, 0, 0])
+        kinds = np.array([*e.predicted_parts, local], np.float64)
+        has_changed = learned(filtered, kinds, e)
+        seconds = rounds_of(choices, [filtered.seconds(x) for x in kinds])
+        cost = seconds / progress
+        cost, guess = cost / cost[home], rounds_of(choices, kinds)
+        dwelt, rested = dwelt + 1, rested + int(e.steps)
+        known = 0 if has_changed else min(known + int(e.steps), 400)
 
-        best = min(rungs, key=lambda r: cost[r])
-        may_move = dwelt >= 3 and (rung in (home, best) or filtered.last is None)
+        best = int(np.argmin(cost))
+        may_move = dwelt >= 3 and (now in (home, best) or filtered.last is None)
         new_home = best if may_move and cost[best] < 0.97 else home
-        margins = [abs(cost[best] - 0.97)]
-        margins += [abs(cost[r] - cost[best]) for r in rungs if r != best]
-        worth = [-math.inf] * len(rungs)
-        for v in rungs:
-            if v != new_home:
-                gain = visit_gain(filtered, guess, progress, cost, unit, new_home, v)
-                price = 3 * max(cost[v] - cost[new_home], 0)
-                worth[v] = 500 * gain - price - 0.5
-        new = new_home if dwelt >= 3 else rung
-        if dwelt >= 3 and rung == home == new_home and rested >= known / 8:
-            *_, second, first = sorted(rungs, key=lambda r: worth[r])
+        margins = [abs(cost[best] - 0.97), *np.delete(cost - cost[best], best)]
+        worth = dict.fromkeys(range(rungs), -math.inf)
+        steps, at = choices[new_home]
+        for v in {*range(rungs)} - {at}:
+            gain = visit_gain(filtered, guess, kinds[v], progress, cost, new_home)
+            there = choices.index((steps, v))
+            price = 3 * steps * max(cost[there] - cost[new_home], 0)
+            worth[v] = 500 * gain - price - 0.5
+        new = new_home if dwelt >= 3 else now
+        if dwelt >= 3 and now == home == new_home and rested >= known / 8:
+            *_, second, first = sorted(worth, key=lambda r: worth[r])
             margins.append(abs(worth[first]))
             if worth[first] > 0:
                 margins.append(worth[first] - worth[second])
-                new, rested = first, 0
-        dwelt = dwelt if new == rung else 0
-        home, rung = new_home, new
-        yield Decision(rung, (home, rung), min(margins))
+                new, rested = choices.index((steps, first)), 0
+        dwelt = dwelt if new == now else 0
+        home, now = new_home, new
+        yield Decision(now % rungs, (home, now), float(min(margins)))
+
+
+def progress_of_choices(
+    controller: Any, choices: list[tuple[int, int]], shares: Any, home: int
+) -> np.ndarray:
+    """Return what a step of each choice is worth, and next to nothing if too little."""
+    progress = []
+    for i, (steps, rung) in enumerate(choices):
+        waiting = (steps - 1) / 2 + steps * (1 - shares[rung]) / shares[rung]
+        worth = 1 / (1 + 0.15 * math.sqrt(waiting))
+        least = controller.least_progress * (0.97 if i == home else 1)
+        progress.append(worth if worth >= least or i == 0 else 1e-6)
+    return np.array(progress)
+
+
+def learned(filtered: "SecondsFilter", kinds: Any, e: Any) -> bool:
+    """Learn from the times of a round; return whether there were surprises in a row."""
+    if filtered.last is not None and not math.isnan(e.local_seconds):
+        filtered.observe(kinds, len(kinds) - 1, float(e.local_seconds))
+    has_changed = False
+    for r, seconds in enumerate(e.measured_seconds):
+        if not math.isnan(seconds):
+            has_changed = filtered.observe(kinds, r, float(seconds))
+    return has_changed
+
+
+def rounds_of(choices: list[tuple[int, int]], of: Any) -> np.ndarray:
+    """Return the means over rounds: an exchange, and for the rest local steps."""
+    *rungs, local = np.asarray(of)
+    return np.array([(rungs[r] + (h - 1) * local) / h for h, r in choices])
 
 
 class SecondsFilter:
@@ -754,24 +781,24 @@ class SecondsFilter:
 def visit_gain(
     filtered: SecondsFilter,
     guess: Any,
-    progress: Any,
-    cost: list[float],
-    unit: float,
+    visited: Any,
+    progress: np.ndarray,
+    cost: np.ndarray,
     home: int,
-    visited: int,
 ) -> float:
-    """Return how much less a step is likely to cost after three at `visited`."""
+    """Return how much less a step is likely to cost after three times of one kind."""
+    unit = filtered.seconds(guess[home]) / progress[home]
     per_progress = guess / (progress[:, None] * unit)
-    mine = per_progress[visited]
-    seen = mine @ filtered.covariance @ mine + filtered.noise * cost[visited] ** 2 / 3
+    seen = visited @ filtered.covariance @ visited
+    seen += filtered.noise * filtered.seconds(visited) ** 2 / 3
     compute = filtered.scale[0] - 2 * math.sqrt(filtered.covariance[0, 0])
     gains = [0.0]
-    for r, other in enumerate(per_progress):
-        if r == home:
+    for c, other in enumerate(per_progress):
+        if c == home:
             continue
-        moved = (other - per_progress[home]) @ filtered.covariance @ mine
+        moved = (other - per_progress[home]) @ filtered.covariance @ visited
         spread = max(abs(moved) / math.sqrt(max(seen, 1e-24)), 1e-12)
-        z = abs(cost[r] - cost[home]) / spread
+        z = abs(cost[c] - cost[home]) / spread
         density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
         excess = spread * density - spread * z * math.erfc(z / math.sqrt(2)) / 2
         most = cost[home] - other[0] * max(compute, 0)

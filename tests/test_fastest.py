@@ -13,6 +13,7 @@ from _harness import trajectory
 
 import gravac_jax as gravac
 from gravac_jax._controllers import fastest
+from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
 
 CONTROLLER = gravac.Fastest(gravac.geometric(10, 1000))
 LADDER = np.array(CONTROLLER.ladder)
@@ -36,6 +37,8 @@ def parts(wire, params=1e7, replicas=4):
 def _jitted(steps, late):
     def run(truth, guess, progress, change, is_timed, key):
         rung, state = CONTROLLER.init()
+        waiting = ((1 / progress - 1) / WAITING_COST) ** 2
+        shares = 1 / (1 + waiting)  # of which that progress is predicted
 
         def step(carry, i):
             rung, state, key, rungs, times = carry
@@ -51,7 +54,7 @@ def _jitted(steps, late):
                 energies=jnp.ones(RUNGS),
                 energy=jnp.float32(1),
                 gradient_energy=jnp.float32(1),
-                gradient_energies=jnp.where(CONTROLLER.looks(i), progress**2, 0.0),
+                gradient_energies=jnp.where(CONTROLLER.looks(i), shares, 0.0),
                 predicted_parts=guess,
                 measured_seconds=jnp.where(is_here, times[0], jnp.nan),
             )
@@ -274,3 +277,39 @@ def test_an_unlucky_beginning_is_overcome():
     progress = [1, 0.97, 0.92, 0.86, 0.79, 0.71, 0.63, 0.54, 0.48]
     runs = driven([(wire, 50_000, 2)] * 256, steps=480, progress=progress)
     assert regret(*runs).max() < 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_an_entry_waits_as_long_as_one_that_is_followed(steps):
+    share, rng = 0.4, np.random.default_rng(0)
+    # An entry that is made in any step of a round goes with each exchange by chance.
+    ends = rng.integers(0, steps, 100_000) + steps * (rng.geometric(share, 100_000) - 1)
+    assert float(waiting_steps(jnp.float32(share), steps)) == pytest.approx(
+        ends.mean(), rel=0.02
+    )
+
+
+def test_progress_falls_with_what_waits():
+    shares = jnp.array([1.0, 0.9, 0.5, 0.1, 0.0])
+    worth = np.asarray(progress(shares))
+    assert worth[0] == 1
+    assert worth[-1] == 0
+    assert (np.diff(worth) < 0).all()
+    assert (np.asarray(progress(shares, 4)) <= worth).all()
+
+
+def test_rounds_are_long_where_the_network_is_slow():
+    controller, lengths = gravac.Fastest(rounds=(1, 4, 16)), {}
+    for name, bandwidth in (("fast", 1e12), ("slow", 1e4)):
+        wire = gravac.WireCost(bandwidth, latency_seconds=1e-6)
+        step = gravac.train_step(
+            lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+            gravac.sgd(1e-3, controller=controller, wire=wire),
+            4,
+        )
+        state, found = step.init({"w": jnp.ones((128, 128))}), []
+        for _ in range(40):
+            *state, _ = step(*state, np.ones((4, 128), np.float32))
+            found.append(int(state[1][0].info.local_steps))
+        lengths[name] = max(found) + 1
+    assert lengths == {"fast": 1, "slow": 16}

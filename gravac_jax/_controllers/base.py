@@ -5,6 +5,7 @@ decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ class Evidence(NamedTuple):
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
         to `update` since the last decision, at the rung that they measured; NaN at
         other rungs.
-      steps: steps since the last decision: 1, unless `gravac.Every` makes some local.
+      local_seconds: `[]` float32, the same of local steps: how long a step takes that
+        exchanges nothing. NaN if unknown, and without rounds.
+      steps: steps since the last decision: 1, unless some are local.
 
     Example:
       See `gravac.Controller`.
@@ -54,6 +57,7 @@ class Evidence(NamedTuple):
     gradient_energies: jax.Array
     predicted_parts: jax.Array
     measured_seconds: jax.Array
+    local_seconds: Any = math.nan
     steps: Any = 1
 
     @property
@@ -96,18 +100,24 @@ class Controller(abc.ABC):
 
     @property
     def has_rounds(self) -> bool:
-        """Whether some steps are local and exchange nothing, as `is_due` says."""
+        """Whether some steps are local and exchange nothing."""
         return False
 
-    def is_due(self, step: Any, local_steps: Any) -> jax.Array | bool:
-        """Return whether a step exchanges; asked only of a controller with rounds.
+    def round_steps(self, step: jax.Array, state: Any) -> Any:
+        """Return how long a round shall be; asked only of a controller with rounds.
+
+        Every exchange asks for the round after the next exchange. So all replicas have
+        agreed on it before it begins, and a host can read it without waiting.
 
         Args:
-          step: `[]` int32 or a number, steps before this one.
-          local_steps: `[]` int32 or a number, steps since the last exchange.
+          step: `[]` int32, steps before the first one of that round.
+          state: the controller's state.
+
+        Returns:
+          `[]` int32, the steps of the round, of which the last one exchanges.
         """
-        del step, local_steps
-        return True
+        del step, state
+        return 1
 
     @property
     def uses_seconds(self) -> bool:
@@ -124,14 +134,18 @@ class Controller(abc.ABC):
         """Steps from one look at the rungs that are not taken to the next."""
         return 1
 
-    def looks(self, step: jax.Array) -> jax.Array | bool:
-        """Return whether a step (`[]` int32) looks at rungs that it does not take.
+    def looks(self, step: jax.Array, local_steps: Any = 0) -> jax.Array | bool:
+        """Return whether a step looks at rungs that it does not take.
 
         The first 32 steps always look.
+
+        Args:
+          step: `[]` int32, steps before this one.
+          local_steps: `[]` int32, steps since the last exchange, which cannot look.
         """
         if self.look_every == 1:
             return True
-        return (step < LOOK_FIRST) | (step % self.look_every == 0)
+        return (step < LOOK_FIRST) | (step % self.look_every <= local_steps)
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:
@@ -188,6 +202,14 @@ class Wrapping(DerivedLadder):
     def look_every(self) -> int:
         """Number of steps between two looks: that of the other controller."""
         return self.controller.look_every
+
+
+def kinds_of_steps(controller: Controller) -> int:
+    """Return of how many kinds a timed step may be.
+
+    One for each rung, and with rounds one for silent steps and one for local ones.
+    """
+    return len(controller.ladder) + 2 * controller.has_rounds
 
 
 def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:

@@ -68,27 +68,16 @@ class Every(Wrapping):
         """Whether some steps are local: unless all exchange."""
         return self.steps != 1
 
-    def is_due(self, step: Any, local_steps: Any) -> jax.Array | bool:
-        """Return whether a step is the last one of its round."""
-        return local_steps + 1 >= self._length_at(step)
-
-    def _length_at(self, step: Any) -> Any:
-        """Return the length of the round at a step, a whole number."""
-        if not callable(self.steps):
-            return self.steps
-        # Floats of two hosts may differ in the last bit, and then one would wait for
-        # ever.
-        return jnp.int32(jnp.round(self.steps(step)))
+    def round_steps(self, step: jax.Array, state: Any) -> Any:
+        """Return the length of the round that begins at a step, a whole number."""
+        del state
+        steps = self.steps(step) if callable(self.steps) else self.steps
+        return jnp.int32(jnp.round(steps))
 
     @property
     def is_fixed(self) -> bool:
         """Whether all exchanges are at one rung."""
         return self.controller.is_fixed
-
-    @property
-    def look_every(self) -> int:
-        """With rounds every exchange looks at all rungs, because rounds are long."""
-        return 1 if self.has_rounds else self.controller.look_every
 
     def init(self) -> tuple[jax.Array, Any]:
         """Return the first rung of the other controller, and its state."""
@@ -98,7 +87,7 @@ class Every(Wrapping):
         """Return the decision of the other controller, for the next exchange."""
         if self.has_rounds:
             # It believes to decide for the very next step, from that before.
-            length = self._length_at(evidence.step + 1)
+            length = self.round_steps(evidence.step + 1, state)
             before_next = evidence.step + length - 1
             evidence = evidence._replace(step=before_next, steps=length)
         return self.controller.decide(evidence, state)

@@ -1,16 +1,19 @@
-"""The default controller: the rung with the least predicted seconds per progress."""
+"""The default controller: the least predicted seconds per progress."""
 
 import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays, _checks
 from gravac_jax._controllers import compression_gain, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.progress import progress as progress_of
 
-# All of these are arbitrary; simulations showed that they trade well.
+# All of these are arbitrary; simulations showed that they trade well. Steps at a rung
+# are steps that exchange.
 MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothing
 DWELL = 3  # steps at a rung before the next is chosen
 REST = 50  # steps from one visit to the next on a network that does not change
@@ -21,17 +24,33 @@ LOOK_EVERY = 8  # steps
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 
-class FastestState(NamedTuple):
-    """The state of Fastest.
+class Outlook(NamedTuple):
+    """What Fastest expects of each choice: a rung, and how long a round is.
 
     Attributes:
-      home: `[]` int32, the rung believed to be fastest.
-      current: `[]` int32, the rung of the next step: home, or the visited one.
-      dwelt: `[]` int32, steps at this rung.
+      rounds: `[lengths]` int32, the steps of a round.
+      seconds: `[lengths, rungs]` float32, the mean seconds of a step.
+      progress: `[lengths, rungs]` float32, what a step is worth, in dense steps.
+    """
+
+    rounds: jax.Array
+    seconds: jax.Array
+    progress: jax.Array
+
+
+class FastestState(NamedTuple):
+    """The state of Fastest. Choice c is rung c % rungs, in rounds[c // rungs].
+
+    Attributes:
+      home: `[]` int32, the choice believed to be fastest.
+      current: `[]` int32, the choice of the next exchange: home, or home's rounds at a
+        visited rung.
+      dwelt: `[]` int32, exchanges at this choice.
       rested: `[]` int32, steps since the last visit began.
       known: `[]` int32, steps since the network last changed, at most 400.
       averages: smoothed energies of the gradients.
       timing: what is known about step times.
+      outlook: what it expected at the last decision.
     """
 
     home: jax.Array
@@ -41,6 +60,7 @@ class FastestState(NamedTuple):
     known: jax.Array
     averages: compression_gain.Averages
     timing: step_time_filter.Timing
+    outlook: Outlook
 
     def moved(self, fresh: "FastestState") -> "FastestState":
         """Forget step times: on other devices they are not known yet."""
@@ -49,74 +69,91 @@ class FastestState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fastest(Controller):
-    """Takes the rung at which training is predicted to progress fastest.
+    """Takes the factor and the length of rounds at which training gets on fastest.
 
     In plain words::
 
-        progress[rung] = |what the rung would send of the gradient| / |the gradient|
-        seconds[rung]  = compute + selection + messages + bytes, each fitted to the
-                         measured step times
-        cost[rung]     = seconds[rung] / progress[rung]
+        waiting  = steps that an entry of the gradient waits before it is sent
+        progress = 1 / (1 + 0.15 sqrt(waiting)), what a step is worth in dense steps
+        seconds  = compute + (selection + messages + bytes) / steps of a round,
+                   each part fitted to the measured step times
+        cost     = seconds / progress
 
-        if another rung costs 3% less than this one: go there
-        if three steps at another rung would teach something about the costs that is
+        if another choice costs 3% less than this one: take it
+        if three exchanges at another rung would teach something about the costs that is
         likely to save more in the next 500 steps than they cost: visit it
 
-    Progress is measured on one gradient of the whole model, without the residual. So it
-    does not depend on the rung in use, and no rung looks better than it is because
-    another one let the residual grow. That the norm predicts how many dense steps a
-    step is worth is an observation, not a theorem. It was right within a quarter where
-    entries were sent more than a few times in a run. At factor 1000, where they were
-    not, it was up to 2.7 times too hopeful: for runs of few steps let the ladder end at
-    100.
+    How long an entry waits follows from the share that a rung would send of one
+    gradient of the whole model, without the residual, and from the length of a round.
+    So it does not depend on the rung in use, and no rung looks better than it is
+    because another one let the residual grow. `progress` in `progress.py` says how well
+    this predicts.
 
     It is fastest in time, not in steps: on a slow network it takes many cheap steps
     that are worth less each. If your number of steps is fixed, say what each must be
     worth: with `least_progress=0.9`, a run is expected to get as far as dense steps
     would in nine tenths of its steps.
 
-    Dense is a rung like any other, and the controller stays there if compression does
+    Dense is a choice like any other, and the controller stays there if compression does
     not pay. It follows a network that changes: four unexpected times in a row, or a
     visit, show the change. Without measured times (`update(..., step_seconds=...)`) it
     believes the cost model.
 
     Cost:
-      About a hundred tiny kernels a step; in one step of eight, a sample of the
-      gradient and one of the bucket; visits of three steps each, at most one in fifty
-      steps once the network has been stable for 400. On two hosts that share two cores,
-      with 330 thousand params, a step took 2 to 4 ms longer than at a static factor.
+      About a hundred tiny kernels an exchange; in one step of eight, a sample of the
+      gradient and one of the bucket; visits of three exchanges each, at most one in
+      fifty steps once the network has been stable for 400. On two hosts that share two
+      cores, with 330 thousand params, a step took 2 to 4 ms longer than at a static
+      factor.
 
     Args:
       ladder: factor 1, then larger ones. The default has a factor for each width of
         `gravac.Quantized`: 8, 4, 2 bits and 1.
-      least_progress: the least progress of a rung that is taken, in [0, 1]; a dense
-        step makes 1. A rung in use is left when it is 3% below.
+      least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
+        step makes 1. A choice in use is left when it is 3% below.
+      rounds: the lengths of rounds to choose from, 1 and then rising, such as
+        `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
+        with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
+        `gravac.local_params` do): at the shared ones, local steps would lead nowhere.
 
     Raises:
-      TypeError: if `ladder` is not a tuple of factors.
-      ValueError: if the ladder is out of order or does not begin with 1, or
+      TypeError: if `ladder` or `rounds` is not a tuple of numbers.
+      ValueError: if one of the two is out of order or does not begin with 1, or
         `least_progress` is outside its bounds.
 
     Example:
       >>> import gravac_jax as gravac
       >>> gravac.Fastest(ladder=gravac.geometric(10, 100)).ladder
       (1.0, 10.0, 20.0, 40.0, 80.0, 100.0)
+      >>> tx = gravac.adamw(1e-3, controller=gravac.Fastest(rounds=(1, 4, 16)))
 
     References:
       GraVAC's objective, gain times throughput (Tyagi and Swany, IEEE CLOUD 2023), with
-      the norm of the gradient in place of the energy of the error-fed one, and a model
-      of the seconds in place of a table. The value of a visit is the knowledge gradient
-      of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
+      the time that the gradient waits in place of the energy of the error-fed one, and
+      a model of the seconds in place of a table. The value of a visit is the knowledge
+      gradient of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
     """
 
     ladder: tuple[float, ...] = (1.0, 4.0, 8.0, 16.0, 32.0)
     least_progress: float = 0.0
+    rounds: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         _checks.ladder(self.ladder)
         why = "It is the least that a step may be worth, in dense steps."
         _checks.within(self.least_progress, "least_progress", 0, 1, why)
         _checks.dense_first(self.ladder, "Fastest")
+        _checks.lengths_of_rounds(self.rounds)
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some steps may be local."""
+        return self.rounds != (1,)
+
+    def round_steps(self, step: jax.Array, state: FastestState) -> jax.Array:
+        """Return the length of the rounds that it has chosen."""
+        del step
+        return jnp.asarray(self.rounds, jnp.int32)[state.current // len(self.ladder)]
 
     @property
     def uses_seconds(self) -> bool:
@@ -141,6 +178,7 @@ class Fastest(Controller):
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
+        nothing = lambda: jnp.zeros((len(self.rounds), len(self.ladder)), jnp.float32)
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
             current=start(),
@@ -149,34 +187,34 @@ class Fastest(Controller):
             known=jnp.zeros((), jnp.int32),
             averages=compression_gain.no_averages(len(self.ladder)),
             timing=step_time_filter.no_times(),
+            outlook=Outlook(jnp.asarray(self.rounds, jnp.int32), nothing(), nothing()),
         )
 
     def decide(
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
-        sampled = evidence.gradient_energies
-        newer = compression_gain.smooth(state.averages, sampled, sampled[0], SMOOTHING)
-        averages = _arrays.where(sampled[0] > 0, newer, state.averages)
-        progress = compression_gain.gain(averages.sent, averages.total, "norm")
+        averages = _smoothed(evidence, state.averages)
+        expected = self._progress(averages)
         # The rung in use is left at a lower bound than it would be taken at.
-        is_home = jnp.arange(len(self.ladder)) == state.home
+        is_home = jnp.arange(expected.size) == state.home
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
-        # A rung without progress is never the fastest.
-        progress = jnp.where(progress < least, 0, progress)
+        # A choice without progress is never the fastest.
+        progress = jnp.where(expected < least, 0, expected)
         progress = jnp.maximum(progress, 1e-6).at[0].set(1.0)
-        timing, has_changed = self._time(evidence, state.timing)
-        seconds, covariance = step_time_filter.predict(timing, evidence.predicted_parts)
+        timing, has_changed = _timed(evidence, state.timing)
+        kinds = step_time_filter.predict(timing, _kinds(evidence))
+        rounds = step_time_filter.mixed(kinds, self._shares_of_kinds())
         # In units of what home costs.
-        cost = seconds / progress
+        cost = rounds.seconds / progress
         unit = cost[state.home]
         cost = cost / unit
         scale = 1 / (progress * unit)
-        covariance = covariance * jnp.outer(scale, scale)
 
         dwelt = state.dwelt + 1
-        rested = jnp.minimum(state.rested + 1, REST)
-        known = jnp.where(has_changed, 0, jnp.minimum(state.known + 1, HASTE * REST))
+        rested = jnp.minimum(state.rested + evidence.steps, REST)
+        known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
+        known = jnp.where(has_changed, 0, known)
         is_free = dwelt >= DWELL
         best = jnp.argmin(cost).astype(jnp.int32)
         # After a visit it goes home before it moves, unless it moves to where it is.
@@ -184,70 +222,138 @@ class Fastest(Controller):
         may_move = is_free & (is_at_home | (state.current == best))
         home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
 
-        least = step_time_filter.least_compute(timing) * scale
-        worth = value_of_visits(cost, covariance, timing.noise, least, home)
-        visited = jnp.argmax(worth).astype(jnp.int32)
+        # A visit is to another rung, in rounds as long as those of home.
+        rungs = len(self.ladder)
+        first = home - home % rungs
+        told = _told_by_a_visit(kinds, rounds, timing.noise)[:, :rungs]
+        worth = value_of_visits(
+            cost,
+            told * scale[:, None],
+            step_time_filter.least_compute(timing) * scale,
+            home,
+            jnp.asarray(self.rounds, jnp.float32)[home // rungs],
+        )
+        visited = first + jnp.argmax(worth).astype(jnp.int32)
         is_settled = (state.current == state.home) & (home == state.home)
         is_rested = rested * HASTE >= known
-        is_visit = is_free & is_settled & is_rested & (worth[visited] > 0)
+        is_visit = is_free & is_settled & is_rested & (jnp.max(worth) > 0)
 
-        rung = jnp.where(is_free, home, state.current)
-        rung = jnp.where(is_visit, visited, rung)
-        return rung, FastestState(
+        choice = jnp.where(is_free, home, state.current)
+        choice = jnp.where(is_visit, visited, choice)
+        table = lambda x: x.reshape(len(self.rounds), rungs)
+        return choice % rungs, FastestState(
             home=home,
-            current=rung,
-            dwelt=jnp.where(rung == state.current, dwelt, 0),
+            current=choice,
+            dwelt=jnp.where(choice == state.current, dwelt, 0),
             rested=jnp.where(is_visit, 0, rested),
             known=known,
             averages=averages,
             timing=timing,
+            outlook=state.outlook._replace(
+                seconds=table(rounds.seconds), progress=table(expected)
+            ),
         )
 
-    def _time(
-        self, evidence: Evidence, timing: step_time_filter.Timing
-    ) -> tuple[step_time_filter.Timing, jax.Array]:
-        seconds = evidence.measured_seconds
-        rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
-        return step_time_filter.observe(
-            timing, evidence.predicted_parts, rung, seconds[rung]
-        )
+    def _progress(self, averages: compression_gain.Averages) -> jax.Array:
+        """Return what a step of each choice is worth, `[choices]` float32."""
+        share = compression_gain.gain(averages.sent, averages.total)
+        steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
+        return progress_of(share[None], steps).ravel()
+
+    def _shares_of_kinds(self) -> np.ndarray:
+        """Return the share of each kind of step in a round: `[choices, kinds]`."""
+        exchanges = np.eye(len(self.ladder), len(self.ladder) + 1)
+        local = np.eye(1, len(self.ladder) + 1, len(self.ladder))
+        mean = lambda steps: (exchanges + (steps - 1) * local) / steps
+        return np.concatenate(list(map(mean, self.rounds))).astype(np.float32)
+
+
+def _smoothed(
+    evidence: Evidence, averages: compression_gain.Averages
+) -> compression_gain.Averages:
+    """Add the energies of a step that looked."""
+    sampled = evidence.gradient_energies
+    newer = compression_gain.smooth(averages, sampled, sampled[0], SMOOTHING)
+    return _arrays.where(sampled[0] > 0, newer, averages)
+
+
+def _kinds(evidence: Evidence) -> jax.Array:
+    """Return the predicted parts of steps at each rung, and of a local step."""
+    parts = evidence.predicted_parts
+    return jnp.concatenate([parts, parts[:1] * jnp.eye(1, parts.shape[1])])
+
+
+def _timed(
+    evidence: Evidence, timing: step_time_filter.Timing
+) -> tuple[step_time_filter.Timing, jax.Array]:
+    """Learn from the times of a round; return whether the network has changed, too."""
+    guess, seconds = _kinds(evidence), evidence.measured_seconds
+    local = jnp.asarray(evidence.local_seconds, jnp.float32)
+    # A local step tells nothing of the network, nor how a step divides.
+    timing = _arrays.where(
+        timing.times > 0,
+        step_time_filter.observe(timing, guess, seconds.size, local)[0],
+        timing,
+    )
+    rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
+    return step_time_filter.observe(timing, guess, rung, seconds[rung])
+
+
+def _told_by_a_visit(
+    kinds: step_time_filter.Predicted,
+    rounds: step_time_filter.Predicted,
+    noise: jax.Array,
+) -> jax.Array:
+    """Return how far three times of a kind are likely to move each prediction.
+
+    Args:
+      kinds: the seconds of each kind of step.
+      rounds: those of each choice, and their covariance with those of each kind.
+      noise: `[]` float32, the relative variance of a measured time.
+
+    Returns:
+      `[choices, kinds]` float32, standard deviations in seconds, with their signs.
+    """
+    variance = jnp.maximum(jnp.diag(kinds.covariance), 0)
+    spread = jnp.sqrt(variance + noise * jnp.square(kinds.seconds) / DWELL)
+    return rounds.covariance / jnp.maximum(spread, 1e-12)[None]
 
 
 def value_of_visits(
     cost: jax.Array,
-    covariance: jax.Array,
-    noise: jax.Array,
+    moved: jax.Array,
     least: jax.Array,
     home: jax.Array,
+    steps: jax.Array,
 ) -> jax.Array:
     """Return what it is worth to visit each rung, in steps at home.
 
-    A visit changes what is believed about every rung. Its worth is the expected gain
-    from a rung that turns out cheaper than home (or from home, if a rung that looked
+    A visit changes what is believed about every choice. Its worth is the expected gain
+    from a choice that turns out cheaper than home (or from home, if one that looked
     cheaper turns out dearer), times the steps that have this gain, minus the price of
     the visit.
 
     Args:
-      cost: `[rungs]` float32, in units of the cost of home.
-      covariance: `[rungs, rungs]` float32, the covariance of `cost`.
-      noise: `[]` float32, the relative variance of a measured time.
-      least: `[rungs]` float32, the cost of a rung if only its compute took time.
-      home: `[]` int32, the rung believed to be fastest.
+      cost: `[choices]` float32, in units of the cost of home.
+      moved: `[choices, rungs]` float32, how far a visit to a rung is likely to move
+        `cost`, with its sign.
+      least: `[choices]` float32, the cost of a choice if only its compute took time.
+      home: `[]` int32, the choice believed to be fastest.
+      steps: `[]` float32, the steps of a round at home.
 
     Returns:
       `[rungs]` float32; negative if a visit does not pay.
     """
     dearer = cost - cost[home]
-    # [j, v]: how far a visit to v is likely to move j against home.
-    variance = jnp.maximum(jnp.diag(covariance), 0)
-    spread = jnp.sqrt(variance + noise * jnp.square(cost) / DWELL)
-    against_home = covariance - covariance[home][None]
-    moved = jnp.abs(against_home) / jnp.maximum(spread, 1e-12)[None]
-    gained = _expected_excess(jnp.abs(dearer)[:, None], moved)
+    against_home = jnp.abs(moved - moved[home][None])
+    gained = _expected_excess(jnp.abs(dearer)[:, None], against_home)
     gained = jnp.minimum(gained, jnp.maximum(cost[home] - least, 0)[:, None])
     gained = gained.at[home].set(0.0)
-    worth = HORIZON * jnp.max(gained, axis=0) - DWELL * jnp.maximum(dearer, 0)
-    return worth.at[home].set(-jnp.inf) - TROUBLE
+    rungs = moved.shape[1]
+    visits = jax.lax.dynamic_slice_in_dim(dearer, home - home % rungs, rungs)
+    price = DWELL * steps * jnp.maximum(visits, 0)
+    worth = HORIZON * jnp.max(gained, axis=0) - price
+    return worth.at[home % rungs].set(-jnp.inf) - TROUBLE
 
 
 def _expected_excess(dearer: jax.Array, deviation: jax.Array) -> jax.Array:

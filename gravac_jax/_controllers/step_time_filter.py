@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays
 
@@ -104,6 +105,22 @@ def predict(timing: Timing, guess: jax.Array) -> Predicted:
     return Predicted(seconds, shares @ timing.covariance @ shares.T)
 
 
+@jax.default_matmul_precision("highest")
+def mixed(predicted: Predicted, shares: np.ndarray) -> Predicted:
+    """Predict the mean seconds of steps of several kinds.
+
+    Args:
+      predicted: the seconds of each kind.
+      shares: `[mixtures, kinds]` float32, how many of the steps are of each kind.
+
+    Returns:
+      The mean seconds, `[mixtures]`, and their covariance with those of each kind,
+      `[mixtures, kinds]`.
+    """
+    of = jnp.asarray(shares)
+    return Predicted(of @ predicted.seconds, of @ predicted.covariance)
+
+
 def least_compute(timing: Timing) -> jax.Array:
     """Return a lower bound of the seconds of compute, `[]` float32; 0 if unknown."""
     deviation = jnp.sqrt(jnp.maximum(timing.covariance[0, 0], 0))
@@ -113,7 +130,7 @@ def least_compute(timing: Timing) -> jax.Array:
 
 @jax.default_matmul_precision("highest")
 def observe(
-    timing: Timing, guess: jax.Array, rung: jax.Array, seconds: jax.Array
+    timing: Timing, guess: jax.Array, rung: jax.Array | int, seconds: jax.Array
 ) -> tuple[Timing, jax.Array]:
     """Learn from the time of a step.
 
@@ -124,7 +141,7 @@ def observe(
     Args:
       timing: the state.
       guess: `[rungs, parts]` float32, seconds by the cost model.
-      rung: `[]` int32, the rung of the step.
+      rung: `[]` int32, the row of the step in `guess`.
       seconds: `[]` float32, its time; nothing is learned from NaN.
 
     Returns:
