@@ -1,8 +1,11 @@
 """Tables and figures in records are what their programs make of the lines."""
 
+import re
+
 import pytest
 import remake
 from matplotlib.testing.compare import compare_images
+from training import methods
 
 TOLERANCE = 1.0  # of 255, root mean square: another matplotlib may round a pixel
 
@@ -34,3 +37,24 @@ def test_every_table_and_figure_is_made_of_lines():
 def test_every_table_and_figure_is_named_where_it_is_explained():
     for path in _tables_and_figures():
         assert path.name in path.with_name("README.md").read_text()
+
+
+def test_figures_name_methods_in_words_and_no_two_alike():
+    plain = [*methods.METHODS, "densehalf"]
+    numbered = [f"{family}16" for family in methods.FAMILIES]
+    names = [*plain, *numbered, *(f"delayed{x}" for x in numbered)]
+    words = [methods.in_words(x) for x in names]
+    assert [x for x in names if methods.in_words(x) == x] == []
+    assert len(set(words)) == len(words)
+    assert methods.in_words("localallreduced16") == "gradients in two bits, own params"
+    assert methods.in_words("widefixed10") == "sparse, factor 10, 8 bytes an entry"
+    assert methods.in_words("no method") == "no method"
+
+
+def test_every_method_in_a_figure_is_named_in_words():
+    drawn = {path.parent for path in remake.RECORDS.glob("*/*.png")}
+    files = [x for folder in drawn for x in folder.glob("*.jsonl")]
+    texts = [path.read_text() for path in files if "torch" not in path.name]
+    names = {x for text in texts for x in re.findall(r'"method": "(\w+)"', text)}
+    assert len(names) > 20
+    assert [x for x in names if methods.in_words(x) == x] == []

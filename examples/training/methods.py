@@ -52,6 +52,41 @@ WIDTHS = {
     "16": "in two bits",
     "32": "in one bit",
 }
+FEW_BITS = ("quantized", "allreduced")
+# What a reader calls a method as it stands, and one before its factor.
+PLAIN = {
+    "dense": "dense, float32",
+    "dense16": "dense, bfloat16",
+    "densehalf": "dense, float16",
+    "default": "the default",
+    "sparse": "Fastest, sparse factors",
+    "fastest0.9": "the default, progress 0.9",
+    "gravac": "GraVAC",
+    "accordion": "Accordion(10, 100)",
+}
+WORDS = {
+    "": "",
+    "gravac": "GraVAC",
+    "fixed": "sparse",
+    "short": "sparse, 4 bytes an entry",  # of records before 2026-11-22
+    "topk": "exact top-k",
+    "sampled": "sampled top-k",
+    "redsync": "RedSync",
+    "randomk": "random-k",
+    "leader": "leader's indices",
+    "random": "shared random-k",
+    "lowrank": "low rank",
+    "lowrankshort": "low rank, bfloat16",
+    "quantized": ", gathered",
+    "allreduced": "",
+    "allreducedfour": ", their mean in four",
+    "momentum": "momentum before",
+    "literal": "momentum before, masked",
+    "dgc": "Deep Gradient Compression",
+}
+LENGTHS = rf"{EVERY}\d+(?:until\d+then\d+)?"
+PREFIXES = re.compile(rf"({WIDE})?({LOCAL}|{DELAYED}|{LENGTHS})?(.*)")
+NUMBERED = re.compile(r"([a-z]*?)(adam|sgd)?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
@@ -113,23 +148,42 @@ def is_local(name: str) -> bool:
 
 
 def in_words(name: str) -> str:
-    """Return what a reader calls a method in few bits; other names stay."""
-    match = re.fullmatch(
-        rf"({LOCAL}|{DELAYED}|{ROUNDS})?allreduced(adam|sgd)?(\d+)", name
-    )
-    if not match or match[6] not in WIDTHS:
+    """Return what a reader calls a method; a name that is no method's stays."""
+    wide, how, rest = PREFIXES.fullmatch(name).groups()  # type: ignore[union-attr]
+    what = PLAIN.get(rest) or _of_family(rest)
+    if what is None:
         return name
-    how, first, until, then, optimizer, factor = match.groups("")
-    what = {"adam": "AdamW's steps", "sgd": "SGD's steps"}.get(optimizer, "gradients")
-    said = [f"{what} {WIDTHS[factor]}"]
-    if not how:
-        said.append("shared params")
-    elif how == DELAYED:
+    said = [what]
+    is_of_steps = "'s steps" in what
+    if how == DELAYED:
         said.append("one step late")
-    elif how != LOCAL:
-        later = f", from step {until} every {then}" if until else ""
-        said.append(f"every {first} steps{later}")
-    return ", ".join(said)
+    elif how and how != LOCAL:
+        first, _, later = how.removeprefix(EVERY).partition("until")
+        at, _, then = later.partition("then")
+        said.append(f"every {first} steps")
+        said += [f"from step {at} every {then}"] if later else []
+    elif how and not is_of_steps:
+        said.append("own params")
+    elif not how and " in " in what and rest.startswith(FEW_BITS):
+        said.append("shared params")
+    return ", ".join([*said, *(["8 bytes an entry"] if wide else [])])
+
+
+def _of_family(name: str) -> str | None:
+    """Return what a reader calls a method with a factor; None for other names."""
+    match = NUMBERED.fullmatch(name)
+    if not match or match[1] not in WORDS:
+        return None
+    what, optimizer, factor = WORDS[match[1]], match[2], match[3]
+    subject = {"adam": "AdamW's steps", "sgd": "SGD's steps"}.get(optimizer or "")
+    if match[1].startswith(FEW_BITS):
+        width = WIDTHS.get(factor)
+        return width and f"{subject or 'gradients'} {width}{what}"
+    if subject and factor == "1":
+        return f"{subject} whole"
+    what = what or "sparse"
+    number = f"{'epsilon' if match[1] == 'gravac' else 'factor'} {factor}"
+    return f"{subject}, {what}, {number}" if subject else f"{what}, {number}"
 
 
 def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:

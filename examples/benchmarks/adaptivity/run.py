@@ -20,25 +20,16 @@ import matplotlib.ticker
 import numpy as np
 import tyro
 from common import hosts
+from common.figures import FAINT, legend_below, picture
 from common.journal import Journal, Line, read
-from common.report import plt, save, show, table
+from common.report import show, table
 from rich.table import Table
 from step_seconds.methods import method
+from training.methods import in_words
 
 from adaptivity.worker import Setting
 
-LABELS = {
-    "dense": "dense, float32",
-    "densehalf": "dense, float16",
-    "default": "default, shared params",
-    "localdefault": "default, own params",
-    "sparse": "Fastest, sparse factors",
-    "localallreduced16": "two bits, own params",
-    "gravac": "GraVAC",
-    "accordion": "Accordion(10, 100)",
-    "fixed10": "static factor 10",
-}
-STYLES = ("k:", "C0:", "C1-", "C2--", "C3-", "C4-.", "C5-.", "C6-.")
+STYLES = ("k:", "C6:", "C0-", "C5--", "C1-", "C2-.", "C3-.", "C4-.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,51 +74,40 @@ def race(args: Args) -> list[Line]:
     return read(args.out)[1]
 
 
-def draw(lines: list[Line], setting: Setting, picture: Path) -> None:
+def draw(lines: list[Line], setting: Setting, path: Path) -> None:
     """Draw factors, seconds and bytes over steps, and losses over seconds."""
-    figure, axes = plt.subplots(4, figsize=(7, 10), layout="constrained")
-    above, middle, bytes_sent, below = axes
-    for name, style in zip(setting.methods, STYLES, strict=False):
-        mine = [x for x in lines if x["method"] == name]
-        factors = [factor for x in mine for factor in x["factors"]]
-        if len(set(factors)) > 1:
-            above.plot(
-                factors,
-                style,
-                label=LABELS.get(name, name),
-                linewidth=1,
-                drawstyle="steps",
-            )
-        seconds = np.array([x["seconds"] for x in mine])
-        steps = [x["step"] - setting.turn / 2 for x in mine]
-        middle.plot(
-            steps, 1e3 * seconds / setting.turn, style, label=LABELS.get(name, name)
-        )
-        mbytes = np.array([x["wire_bytes"] for x in mine]) / 1e6
-        bytes_sent.plot(
-            steps, mbytes / setting.turn, style, label=LABELS.get(name, name)
-        )
-        losses = [x["held_out_loss"] for x in mine]
-        below.plot(np.cumsum(seconds), losses, style, label=LABELS.get(name, name))
-    for axis in (above, middle, bytes_sent):
-        for i, mbit in enumerate(setting.bandwidths_mbit):
-            if mbit < max(setting.bandwidths_mbit):
-                span = (i * setting.steps, (i + 1) * setting.steps)
-                axis.axvspan(*span, color="0.9", zorder=0)
-        axis.set(yscale="log", xlabel="step", xlim=(0, None))
-    above.set(ylabel="factor")
-    middle.set(ylabel="milliseconds a step")
-    middle.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
-    bytes_sent.set(ylabel="Mbyte sent a step")
-    below.set(xlabel="seconds of the method's own steps")
-    below.set(ylabel="held-out loss, nats", xlim=(0, None))
-    below.set_ylim(top=float(np.quantile([x["held_out_loss"] for x in lines], 0.9)))
-    figure.legend(
-        handles=middle.lines, loc="outside upper center", ncols=3, frameon=False
-    )
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    save(figure, picture, dpi=150)
+    with picture(path, (7.5, 11), rows=4) as (figure, axes):
+        above, middle, bytes_sent, below = axes[:, 0]
+        for name, line in zip(setting.methods, STYLES, strict=False):
+            mine = [x for x in lines if x["method"] == name]
+            style = {"label": in_words(name), "linewidth": 1.3}
+            factors = [factor for x in mine for factor in x["factors"]]
+            if len(set(factors)) > 1:
+                above.plot(factors, line, drawstyle="steps", **style)
+            seconds = np.array([x["seconds"] for x in mine])
+            steps = [x["step"] - setting.turn / 2 for x in mine]
+            middle.plot(steps, 1e3 * seconds / setting.turn, line, **style)
+            mbytes = np.array([x["wire_bytes"] for x in mine]) / 1e6
+            bytes_sent.plot(steps, mbytes / setting.turn, line, **style)
+            losses = [x["held_out_loss"] for x in mine]
+            below.plot(np.cumsum(seconds), losses, line, **style)
+        for axis in (above, middle, bytes_sent):
+            for i, mbit in enumerate(setting.bandwidths_mbit):
+                if mbit < max(setting.bandwidths_mbit):
+                    span = (i * setting.steps, (i + 1) * setting.steps)
+                    axis.axvspan(*span, color=FAINT, alpha=0.35, zorder=0)
+            axis.set(yscale="log", xlabel="step (gray: slow network)", xlim=(0, None))
+        above.set(ylabel="factor of the\ncompressed leaves")
+        middle.set(ylabel="milliseconds a step")
+        middle.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        middle.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        middle.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        bytes_sent.set(ylabel="megabytes sent a step")
+        below.set(xlabel="seconds of the method's own steps")
+        below.set(ylabel="held-out loss, nats", xlim=(0, None))
+        highest = float(np.quantile([x["held_out_loss"] for x in lines], 0.9))
+        below.set_ylim(top=highest)
+        legend_below(figure)
 
 
 def table_of(lines: list[Line], setting: Setting) -> Table:
@@ -146,9 +126,7 @@ def table_of(lines: list[Line], setting: Setting) -> Table:
             ends.append(f"{np.median(phase[-1]['factors']):.0f}")
         whole = sum(x["seconds"] for x in mine)
         loss = f"{mine[-1]['held_out_loss']:.3f}"
-        rows.append(
-            [LABELS.get(name, name), *cells, f"{whole:.1f}", loss, ", ".join(ends)]
-        )
+        rows.append([in_words(name), *cells, f"{whole:.1f}", loss, ", ".join(ends)])
     title = "Milliseconds a step: median over turns (quartiles)"
     return table(columns, rows, title)
 

@@ -1,17 +1,11 @@
-"""Tables for the terminal and for Markdown, and figures."""
+"""Tables for the terminal and for Markdown."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
 WIDTH = 160  # columns, where the output is no terminal
 
@@ -53,10 +47,3 @@ def spread(figures: Sequence[float], digits: int) -> str:
 def rate(bandwidth_mbit: float | None, unit: str = "") -> str:
     """Return a bandwidth as a title has it."""
     return "no limit" if bandwidth_mbit is None else f"{bandwidth_mbit:g}{unit}"
-
-
-def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a figure, whose format follows from the path, and close it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    plt.close(figure)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.figures import FAINT, legend_below, picture
 from common.journal import Journal, Line, configuration
-from common.report import plt, save
 from common.training import size
 from rich.progress import track
 
@@ -87,25 +87,25 @@ def trace(bench: run.Bench, args: Args, name: str) -> list[Line]:
 
 def draw(lines: list[Line], args: Args) -> None:
     """Draw factors over steps, above, and losses over seconds, below."""
-    figure, (above, below) = plt.subplots(2, figsize=(7, 6), layout="constrained")
-    for name, style in zip(CONTROLLERS, STYLES, strict=False):
-        mine = [x for x in lines if x["controller"] == name]
-        factors = [factor for x in mine for factor in x["factors"]]
-        if len(set(factors)) > 1:
-            above.plot(factors, style, label=name, linewidth=1, drawstyle="steps")
-        seconds, losses = ([x[key] for x in mine] for key in ("clock", "loss"))
-        below.plot(seconds, losses, style, label=name)
-    changes = [args.steps * i // 3 for i in (1, 2)]
-    above.axvspan(*changes, color="0.9", label=f"{args.slower:g} times slower")
-    above.set(yscale="log", xlabel="step", ylabel="factor")
-    below.set(xlabel="seconds on the simulated clock", ylabel="held-out nats a byte")
-    below.set_xlim(0, max(x["clock"] for x in lines if x["controller"] != "dense"))
-    # The fall at the beginning is the same for all.
-    below.set_ylim(top=float(np.quantile([x["loss"] for x in lines], 0.85)))
-    for axes in (above, below):
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    save(figure, args.picture, dpi=150)
+    with picture(args.picture, (7.5, 7), rows=2) as (figure, axes):
+        above, below = axes[:, 0]
+        for name, line in zip(CONTROLLERS, STYLES, strict=False):
+            mine = [x for x in lines if x["controller"] == name]
+            factors = [factor for x in mine for factor in x["factors"]]
+            if len(set(factors)) > 1:
+                above.plot(factors, line, label=name, linewidth=1.3, drawstyle="steps")
+            seconds, losses = ([x[key] for x in mine] for key in ("clock", "loss"))
+            below.plot(seconds, losses, line, label=name)
+        changes = [args.steps * i // 3 for i in (1, 2)]
+        slower = f"{args.slower:g} times slower network"
+        above.axvspan(*changes, color=FAINT, alpha=0.35, label=slower)
+        above.set(yscale="log", xlabel="step", ylabel="factor of the compressed leaves")
+        below.set(xlabel="seconds on the simulated clock")
+        below.set(ylabel="held-out loss, nats a byte")
+        below.set_xlim(0, max(x["clock"] for x in lines if x["controller"] != "dense"))
+        # The fall at the beginning is the same for all.
+        below.set_ylim(top=float(np.quantile([x["loss"] for x in lines], 0.85)))
+        legend_below(figure)
 
 
 def main(args: Args) -> None:

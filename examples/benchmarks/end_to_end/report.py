@@ -14,11 +14,13 @@ from pathlib import Path
 
 import matplotlib.ticker
 import numpy as np
+from common.figures import legend_below, picture
 from common.journal import Line, read
-from common.report import markdown, plt, rate, save
+from common.report import markdown, rate
 from common.statistics import reached, upper_bound
 from step_seconds.methods import BASELINES
 from step_seconds.timed import Mbit, Timed
+from training.methods import in_words
 
 STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
 STYLES += ("C7-.",)
@@ -214,32 +216,33 @@ def own_costs(timed: Timed) -> list[list[str]]:
     return table
 
 
-def draw(timed: Timed, runs: list[Line], picture: Path) -> None:
+def draw(timed: Timed, runs: list[Line], path: Path) -> None:
     """Draw speed-ups over the better dense baseline, by the exchange's ratio."""
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     ratio = lambda link: limit(timed, link, "dense") - 1
     at = [ratio(link) for link in timed.links]
     found = [outcomes(runs, timed, link) for link in timed.links]
     baselines = [better_baseline(x) for x in found]
     ceilings = map(lambda *x: limit(timed, *x), timed.links, baselines)
-    axis.plot(at, list(ceilings), "k:", label="1 + r of that baseline")
-    for name, style in zip(found[0], STYLES, strict=False):
-        pairs = zip(found, baselines, strict=True)
-        ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
-        width = 2.5 if name in ("default", "sparse") else 1
-        axis.plot(at, ups, style, label=name, linewidth=width, markersize=4)
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="a dense exchange over computation (measured)",
-        ylabel="time to the target: better dense baseline\nover the method's",
-    )
-    for ticks in (axis.xaxis, axis.yaxis):
-        ticks.set_major_locator(matplotlib.ticker.LogLocator(base=2))
-        ticks.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        ticks.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axis.legend(fontsize="small", ncols=2)
-    save(figure, picture, dpi=150)
+    with picture(path, (7.5, 5.5)) as (figure, axes):
+        axis = axes[0, 0]
+        axis.plot(at, list(ceilings), "k:", label="the limit: free communication")
+        for name, style in zip(found[0], STYLES, strict=False):
+            pairs = zip(found, baselines, strict=True)
+            ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
+            width = 2.5 if name in ("default", "sparse") else 1
+            label = in_words(name)
+            axis.plot(at, ups, style, label=label, linewidth=width, markersize=4)
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="time of a dense exchange over time of computation",
+            ylabel="times as fast to the same loss\nas the better dense baseline",
+        )
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_locator(matplotlib.ticker.LogLocator(base=2))
+            ticks.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+            ticks.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        legend_below(figure)
 
 
 def read_all(args: Args) -> tuple[Timed, list[Line]]:

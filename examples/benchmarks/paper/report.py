@@ -15,14 +15,16 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
+from common.figures import picture as new_picture
 from common.journal import Line, read
-from common.report import markdown, plt, save
+from common.report import markdown
 from common.statistics import upper_bound
 from matplotlib.axes import Axes
-from training.methods import WIDE
+from training.methods import WIDE, in_words
 
 import gravac_jax as gravac
 
@@ -36,6 +38,7 @@ QUALITY = {
 NETWORKS_MBIT = (1000, 100)
 LATENCY_SECONDS = 1e-4
 MESSAGES = 3  # a replica's in a step, over N - 1
+BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
 STATIC = re.compile(r"fixed[0-9.]+|dense")
 
 
@@ -218,33 +221,35 @@ def draw(path: Path, picture: Path) -> None:
     record = Record.read(path)
     changing = [x for x in record.methods if len(record.of(x)[0]["course"]) > 1]
     panels = 2 if changing else 1
-    figure, axes = plt.subplots(
-        1, panels, figsize=(5.5 * panels, 4.5), layout="constrained", squeeze=False
-    )
-    _draw_frontier(record, axes[0, 0])
-    if changing:
-        _draw_courses(record, changing, axes[0, 1])
-    save(figure, picture, dpi=110)
+    size = (6.5 * panels, 6)
+    with new_picture(picture, size, columns=panels) as (_, axes):
+        _draw_frontier(record, axes[0, 0])
+        if changing:
+            _draw_courses(record, changing, axes[0, 1])
 
 
 def _draw_frontier(record: Record, axis: Axes) -> None:
     percent = lambda places: zip(*((x, 100 * gap) for x, gap in places), strict=True)
     static = percent(record.static_places)
-    axis.plot(*static, "k.-", label="dense, static factors")
+    axis.plot(*static, "k.-", label="dense, then sparse at static factors")
     others = [x for x in record.methods if not STATIC.fullmatch(_narrow(x))]
     wide = [x for x in record.methods if _narrow(x) != x and x not in others]
     if wide:
         line = percent(sorted(map(record.place, wide)))
-        axis.plot(*line, ".:", color="gray", label="static, 8 bytes an entry")
+        axis.plot(*line, ".:", color="gray", label="the same, 8 bytes an entry")
     markers = "osD^v<>Pphd*X"
     for method, marker in zip(others, markers * 2, strict=False):
         size = 12 if method == "default" else 6
         style = {"marker": "*" if method == "default" else marker, "markersize": size}
-        axis.plot(*percent([record.place(method)]), linestyle="", label=method, **style)
-    axis.set(xscale="log", xlabel="dense bytes over bytes")
-    axis.set(ylabel="test loss above dense, %, paired")
-    axis.legend(fontsize="x-small", ncols=2)
-    axis.grid(alpha=0.3)
+        axis.plot(
+            *percent([record.place(method)]),
+            linestyle="",
+            label=in_words(method),
+            **style,
+        )
+    axis.set(xscale="log", xlabel="times fewer bytes than dense steps")
+    axis.set(ylabel="test loss above dense of the same seed, %")
+    axis.legend(fontsize="x-small", ncols=2, **BELOW)
 
 
 def _draw_courses(record: Record, methods: list[str], axis: Axes) -> None:
@@ -252,10 +257,13 @@ def _draw_courses(record: Record, methods: list[str], axis: Axes) -> None:
         line = record.of(method)[0]
         steps, factors = zip(*line["course"], strict=True)
         ends, last = (*steps, line["steps"]), (*factors, factors[-1])
-        axis.step(ends, last, where="post", label=method, alpha=0.8, linewidth=1)
-    axis.set(yscale="log", xlabel="step", ylabel="factor, first seed")
-    axis.legend(fontsize="x-small")
-    axis.grid(alpha=0.3)
+        axis.step(ends, last, where="post", label=in_words(method), linewidth=1)
+    axis.set(
+        yscale="log",
+        xlabel="step",
+        ylabel="factor of the compressed leaves, first seed",
+    )
+    axis.legend(fontsize="x-small", ncols=2, **BELOW)
 
 
 def main(args: Args) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import tyro
+from common.figures import legend_below, picture
 from common.journal import Line, read
-from common.report import plt, save, show, table
+from common.report import show, table
 from common.statistics import upper_bound
 from training.methods import in_words
 
@@ -105,24 +106,27 @@ def gap_table(runs: list[Result]) -> list[Any]:
 
 def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
     """Draw held-out loss against `axis`: mean over seeds, and the range as a band."""
-    fig, ax = plt.subplots(figsize=(8, 5), layout="constrained")
-    for (name, own), (line, marker) in zip(
-        by_method(runs).items(), STYLES * 3, strict=False
-    ):
-        length = min(len(x.lines) for x in own)
-        losses = np.array([[number(y["loss"]) for y in x.lines[:length]] for x in own])
-        place = np.array([[y[axis] for y in x.lines[:length]] for x in own]).mean(0)
-        place = place / 1e6 if axis.endswith("bytes") else place
-        style = {"linestyle": line, "marker": marker, "markersize": 3}
-        (drawn,) = ax.plot(place, losses.mean(0), label=in_words(name), **style)
-        color = drawn.get_color()
-        ax.fill_between(place, losses.min(0), losses.max(0), alpha=0.2, color=color)
-    ax.set(xlabel=AXES[axis], ylabel=f"held-out loss, {unit}")
-    if axis.endswith("bytes"):
-        ax.set(xscale="log")
-    ax.grid(alpha=0.3)
-    ax.legend(title=f"{max(len(x) for x in by_method(runs).values())} seeds")
-    save(fig, path, dpi=120)
+    with picture(path, (8, 5.5)) as (figure, axes):
+        ax = axes[0, 0]
+        for (name, own), (line, marker) in zip(
+            by_method(runs).items(), STYLES * 3, strict=False
+        ):
+            length = min(len(x.lines) for x in own)
+            at = lambda key, own=own, length=length: np.array(
+                [[number(y[key]) for y in x.lines[:length]] for x in own]
+            )
+            losses, place = at("loss"), at(axis).mean(0)
+            place = place / 1e6 if axis.endswith("bytes") else place
+            style = {"linestyle": line, "marker": marker, "markersize": 3}
+            (drawn,) = ax.plot(place, losses.mean(0), label=in_words(name), **style)
+            color = drawn.get_color()
+            ax.fill_between(place, losses.min(0), losses.max(0), alpha=0.2, color=color)
+        ax.set(xlabel=AXES[axis], ylabel=f"held-out loss, {unit}")
+        if axis.endswith("bytes"):
+            ax.set(xscale="log")
+        seeds = max(len(x) for x in by_method(runs).values())
+        title = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+        legend_below(figure, title=title)
 
 
 def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
