@@ -23,7 +23,7 @@ import optax
 import tyro
 from flax import nnx
 from python_source import draw, read_text
-from quickstart_output import Run, ctrl_c, draw_picture, summary
+from quickstart_output import Run, ctrl_c, draw_picture, summary, verdicts
 from rich.console import Console
 
 import gravac_jax as gravac
@@ -58,7 +58,7 @@ class Config:
     """
 
     replicas: int | None = None
-    steps: int = 600
+    steps: int = 300
     controller: Literal["fastest", "gravac", "fixed"] = "fastest"
     bandwidth_mbit: float = 1000
     least_progress: float = gravac.Fastest.least_progress
@@ -128,14 +128,15 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, max(1, config.steps // 20), max(2, config.steps)
     )
+    clip = gravac.ClipByGlobalNorm(1.0)
     tx = optax.chain(
-        gravac.transform(controller=controller, wire=wire),  # gravac
-        optax.clip_by_global_norm(1.0),
+        gravac.transform(controller=controller, clip=clip, wire=wire),  # gravac
         optax.sgd(schedule, momentum=0.9, nesterov=True),
     )
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
-        loss, grads = gravac.value_and_grad(loss_of)(params, batch)  # gravac
+        own = gravac.local_params(tx, params, opt_state)  # gravac
+        loss, grads = gravac.value_and_grad(loss_of)(own, batch)  # gravac
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -218,11 +219,12 @@ def count_replicas(asked: int | None) -> int:
 
 
 def main(config: Config) -> list[Run]:
-    """Make the runs, print the table, draw the picture."""
+    """Make the runs, print the table, draw the picture, say what was won and lost."""
     config = dataclasses.replace(config, replicas=count_replicas(config.replicas))
     is_first = jax.process_index() == 0
     console, runs = Console(quiet=not is_first), []
     for name, controller in controllers(config).items():
+        console.print(f"{name}: the first of {config.steps} steps compiles")
         run = train(name, controller, config, console)
         if run.loss:
             runs.append(run)
@@ -232,7 +234,9 @@ def main(config: Config) -> list[Run]:
         console.print(f"{runs[0].parameters:,} params, {config.replicas} replicas")
         console.print(summary(runs, config.bandwidth_mbit))
         draw_picture(runs, config.bandwidth_mbit, config.out)
-        console.print(f"The picture is in {config.out}")
+        console.print(f"The picture is in {config.out}\n")
+        for words in verdicts(runs, config.bandwidth_mbit):
+            console.print(words, highlight=False)
     return runs
 
 

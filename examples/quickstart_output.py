@@ -1,4 +1,4 @@
-"""What the quickstart keeps of its runs, its table, its picture, and a clean Ctrl-C."""
+"""What the quickstart keeps of its runs and makes of them, and a clean Ctrl-C."""
 
 import collections
 import contextlib
@@ -101,6 +101,27 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
             f"{1e3 * run.step_seconds:.0f}",
         )
     return table
+
+
+def verdicts(runs: list[Run], bandwidth_mbit: float) -> list[str]:
+    """Say in words what each run won and lost beside the dense one."""
+    dense = next((run for run in runs if run.name == "dense"), None)
+    if dense is None:
+        return []
+    return [_verdict(run, dense, bandwidth_mbit) for run in runs if run is not dense]
+
+
+def _verdict(run: Run, dense: Run, bandwidth_mbit: float) -> str:
+    gap = 100 * (run.held_out / dense.held_out - 1)
+    modeled = [1e3 * np.mean(x.figures["network_seconds"]) for x in (run, dense)]
+    here = [1e3 * x.step_seconds for x in (run, dense)]
+    return (
+        f"{run.name} sent {run.smaller('wire'):.1f} times fewer bytes than dense, and"
+        f" its held-out loss ended {abs(gap):.1f}% {'above' if gap > 0 else 'below'}."
+        f" On the modeled network of {bandwidth_mbit:g} Mbit/s a step takes"
+        f" {modeled[0]:.0f} ms in place of {modeled[1]:.0f}; here, without a network,"
+        f" {here[0]:.0f} ms in place of {here[1]:.0f}."
+    )
 
 
 def draw_picture(runs: list[Run], bandwidth_mbit: float, path: Path) -> None:
