@@ -38,7 +38,7 @@ class DenseWithoutLooks(gravac.Fixed):
 
     ladder = (1.0, 64.0)
 
-    def looks(self, step):
+    def looks(self, step, local_steps=0):
         return step < 0
 
 

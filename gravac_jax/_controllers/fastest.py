@@ -280,7 +280,8 @@ def _smoothed(
 def _kinds(evidence: Evidence) -> jax.Array:
     """Return the predicted parts of steps at each rung, and of a local step."""
     parts = evidence.predicted_parts
-    return jnp.concatenate([parts, parts[:1] * jnp.eye(1, parts.shape[1])])
+    is_compute = jnp.eye(1, parts.shape[1], dtype=parts.dtype)
+    return jnp.concatenate([parts, parts[:1] * is_compute])
 
 
 def _timed(

@@ -57,7 +57,8 @@ def by_blocks(work: Callable[[jax.Array], Any], x: jax.Array) -> Any:
       work: takes `[rows, ...]`; the shapes of its result do not depend on the rest.
       x: `[rows, entries]` float32.
     """
-    in_blocks = lambda x: work(x.reshape(len(x), WORD_BITS, -1))
+    blocks = (len(x), WORD_BITS, x.shape[1] // WORD_BITS)  # there may be no rows
+    in_blocks = lambda x: work(x.reshape(blocks))
     return jax.lax.platform_dependent(x, tpu=in_blocks, default=work)
 
 
