@@ -584,7 +584,7 @@ class Components:
         rung is agreed on, too.
         """
         axes, state = setting.axes, setting.state
-        apart = round_steps = jnp.zeros(0)
+        apart = round_steps = jnp.zeros(0, jnp.float32)
         if self.controller.has_rounds:
             begin = state.steps + 1 + state.round.next_steps
             steps = self.controller.round_steps(begin, state.controller)
@@ -661,7 +661,7 @@ class Components:
         kept = zip(residuals, fed.parts, fed.memory, strict=True)
         memory = tuple(self.memory.retain(*x) for x in kept)
         local = local._replace(memory=memory, exchange=tuple(states))
-        energy = jnp.zeros(())
+        energy = jnp.zeros((), jnp.float32)
         if controller.has_rounds:  # one more pass, but only at the end of a round
             energy = _arrays.total(map(_arrays.energy, means))
         energies = _arrays.total(mean_energies), energy
