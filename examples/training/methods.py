@@ -75,6 +75,7 @@ WORDS = {
     "randomk": "random-k",
     "leader": "leader's indices",
     "random": "shared random-k",
+    "rows": "largest of each row",
     "lowrank": "low rank",
     "lowrankshort": "low rank, bfloat16",
     "quantized": ", gathered",

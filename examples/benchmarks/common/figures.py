@@ -38,6 +38,8 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 
+WIDEST = 120  # letters of a legend's row
+
 
 @contextlib.contextmanager
 def picture(
@@ -60,6 +62,8 @@ def legend_below(figure: Any, columns: int = 3, **options: Any) -> None:
     for axis in figure.axes:
         lines, labels = axis.get_legend_handles_labels()
         found |= dict(zip(labels, lines, strict=True))
+    # Long names in three columns would be wider than the figure.
+    columns = min(columns, max(1, int(WIDEST / max(map(len, found), default=1))))
     figure.legend(
         found.values(),
         found.keys(),
