@@ -42,12 +42,12 @@ class Round(NamedTuple):
     """How long rounds are, as all replicas have agreed.
 
     Attributes:
-      steps: `[]` int32, steps of this round, of which the last one exchanges.
-      next_steps: `[]` int32, steps of the next one.
+      length: `[]` int32, steps of this round, of which the last one exchanges.
+      next_length: `[]` int32, steps of the next one.
     """
 
-    steps: jax.Array
-    next_steps: jax.Array
+    length: jax.Array
+    next_length: jax.Array
 
 
 def first_round(controller: Controller, state: Any) -> Round:

@@ -480,7 +480,7 @@ class Components:
         nothing = self._nothing(jax.eval_shape(exchange).arrived, local, state)
         if setting.is_due is not None:
             return nothing
-        is_due = state.info.local_steps + 1 >= state.round.steps
+        is_due = state.info.local_steps + 1 >= state.round.length
         return _collectives.only_if(is_due, exchange, nothing)
 
     def _nothing(self, like: Any, local: LocalState, state: TransformState) -> Taken:
@@ -586,7 +586,7 @@ class Components:
         axes, state = setting.axes, setting.state
         apart = round_steps = jnp.zeros(0, jnp.float32)
         if self.controller.has_rounds:
-            begin = state.steps + 1 + state.round.next_steps
+            begin = state.steps + 1 + state.round.next_length
             steps = self.controller.round_steps(begin, state.controller)
             round_steps = axes.both.of_first(steps)[None]
         if self.check_every:
@@ -767,7 +767,7 @@ class Components:
             return ()
         is_local = arrived.rung == len(self.controller.ladder) + 1
         agreed = jnp.int32(arrived.agreed.round_steps[0] + 0.5)
-        following = _state.Round(state.round.next_steps, agreed)
+        following = _state.Round(state.round.next_length, agreed)
         return _arrays.where(is_local, state.round, following)
 
 

@@ -121,7 +121,7 @@ def train_step(
         if extra.get("is_due"):
             # The state is donated, so that the host cannot read in it.
             rounds = _chain.the_transform(opt_state, call).round
-            metrics = *metrics, rounds.next_steps
+            metrics = *metrics, rounds.next_length
         return params, opt_state, *metrics
 
     def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:

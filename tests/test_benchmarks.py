@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import controllers.run
+import jax
 import numpy as np
 import pytest
 import tyro
@@ -122,7 +123,8 @@ def test_a_benchmark_runs_and_makes_nothing_twice(name, text, monkeypatch, capsy
         arguments += ["--data-dir", str(text)]
     module = importlib.import_module(name if "." in name else f"{name}.run")
     args = tyro.cli(module.Args, args=arguments)
-    module.main(args)
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw itself needs it
+        module.main(args)
     before, printed = Path("out.jsonl").read_text(), capsys.readouterr().out
     has_torch = name == "selection_speed" and importlib.util.find_spec("torch")
     assert len(before.splitlines()) == 1 + count + bool(has_torch)
