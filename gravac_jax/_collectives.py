@@ -24,6 +24,12 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
+def inner_axes(mesh: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """Return the axes of a mesh along which devices share a replica."""
+    slow = axis_names(axis_name)
+    return tuple(name for name in mesh.axis_names if name not in slow)
+
+
 def join(*axes: AxisName) -> AxisName:
     """Join axes into one: a name, a tuple of names, or None if there is none."""
     given = [name for name in axes if name is not None]

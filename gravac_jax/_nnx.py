@@ -300,8 +300,7 @@ def nnx_flush(
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
     axes = _collectives.join(axis_name, dense_axis_name)
-    is_mesh = isinstance(mesh, jax.sharding.Mesh)
-    replicas = _placement.count_replicas(mesh, axes) if is_mesh else mesh
+    replicas = _placement.count_replicas(mesh, axes)
     step = nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
     step(model, optimizer, np.zeros(replicas, np.float32))
 

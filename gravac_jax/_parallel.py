@@ -98,7 +98,7 @@ def data_parallel(
     spread_body = _on_one_replica(train_step, axes, True, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
     here = max(1, devices // jax.process_count())
-    has_others = len(mesh.axis_names) > len(_collectives.axis_names(axis_name))
+    has_others = bool(_collectives.inner_axes(mesh, axis_name))
 
     def run(
         state: Any, own: Any, batch: Any, shared: Any, lies: Any, free: tuple[str, ...]

@@ -56,11 +56,12 @@ def place(
         _checks.positive_integer(
             mesh, "mesh", "replicas, where it is no jax.sharding.Mesh"
         )
-        replicas, devices, owners = mesh, mesh, axis_name
+        replicas, devices, inner, owners = mesh, mesh, (), axis_name
     else:
         _checks.mesh_axis(mesh, axis_name)
         replicas, devices = count_replicas(mesh, axis_name), mesh.size
-        owners = _collectives.join(axis_name, inner_axes(mesh, axis_name) or None)
+        inner = _collectives.inner_axes(mesh, axis_name)
+        owners = _collectives.join(axis_name, inner or None)
     on_mesh = functools.partial(_sharding_on, mesh)
     _chain.check_chains(tree)
 
@@ -77,18 +78,10 @@ def place(
 
     def place_shared(x: Any) -> jax.Array:
         spec = specs_of(x)
-        is_inside = isinstance(mesh, jax.sharding.Mesh) and _names_in(spec) <= set(
-            inner_axes(mesh, axis_name)
-        )
+        is_inside = _names_in(spec) <= set(inner)
         return _copy(x, on_mesh(spec if is_inside else jax.P()))
 
     return _state.map_local(tree, place_local, place_shared)
-
-
-def inner_axes(mesh: jax.sharding.Mesh, axis_name: AxisName) -> tuple[str, ...]:
-    """Return the axes of a mesh along which devices share a replica."""
-    slow = _collectives.axis_names(axis_name)
-    return tuple(name for name in mesh.axis_names if name not in slow)
 
 
 def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
@@ -96,8 +89,10 @@ def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
     return jax.NamedSharding(mesh, spec) if is_mesh else None
 
 
-def count_replicas(mesh: jax.sharding.Mesh, axis_name: AxisName) -> int:
-    """Return N, the number of devices along the axis or axes of the transform."""
+def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
+    """Return N, the devices along the axes of the transform, or those simulated."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return mesh
     return int(
         np.prod([mesh.shape[name] for name in _collectives.axis_names(axis_name)])
     )
@@ -264,7 +259,7 @@ def spread_axes(
     sharded over one of them. Of traced arrays the transform's own state shows it, which
     then has a part for every device.
     """
-    inner = inner_axes(mesh, axis_name)
+    inner = _collectives.inner_axes(mesh, axis_name)
     if specs is None:
         placed = {_state.placed_replicas(x) for x in _state.locals_of(tree)}
         is_spread = mesh.size in placed - {count_replicas(mesh, axis_name)}
@@ -276,8 +271,7 @@ def spread_axes(
 def check_spread(tree: Any, devices: int) -> None:
     """Raise unless the transform has a part for each device of a mesh."""
     for local in _state.locals_of(tree):
-        if (placed := _state.placed_replicas(local)) != devices:
-            _step_checks.is_sliced(placed, devices)
+        _step_checks.is_sliced(_state.placed_replicas(local), devices)
 
 
 def constrained(

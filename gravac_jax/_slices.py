@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _state, _step_checks
-from gravac_jax._collectives import AxisName, Comm, axis_names
+from gravac_jax._collectives import AxisName, Comm, axis_names, inner_axes
 from gravac_jax._state import TransformState
 
 
@@ -58,8 +58,7 @@ class Slices:
     @property
     def axes(self) -> tuple[str, ...]:
         """The inner axes."""
-        slow = axis_names(self.axis_name)
-        return tuple(name for name in self.mesh.axis_names if name not in slow)
+        return inner_axes(self.mesh, self.axis_name)
 
     @property
     def inner_devices(self) -> int:

@@ -166,8 +166,7 @@ def check_sliced(state: Any, devices: int) -> None:
     """Refuse a state that does not have an own part for each device of a replica."""
     if not is_transform_state(state):
         _step_checks.no_state(state)
-    if (placed := placed_replicas(state.local)) != devices:
-        _step_checks.is_sliced(placed, devices)
+    _step_checks.is_sliced(placed_replicas(state.local), devices)
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:

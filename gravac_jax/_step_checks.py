@@ -325,11 +325,13 @@ def is_placed(leading: Any, replicas: int) -> None:
 
 def is_sliced(leading: Any, devices: int) -> None:
     """Refuse a state that was made without knowing how the params are sharded."""
-    raise ValueError(
-        f"the state holds what the transform keeps of {leading} devices of a replica,"
-        f" which has {devices}. Make it by gravac.init(tx, params, mesh, axis_name),"
-        f" with a transform that knows how the params are sharded: sharded=params."
-    )
+    if leading != devices:
+        raise ValueError(
+            f"the state holds what the transform keeps of {leading} devices of a"
+            f" replica, which has {devices}. Make it by gravac.init(tx, params, mesh,"
+            f" axis_name), with a transform that knows how the params are sharded:"
+            f" sharded=params."
+        )
 
 
 def placed_on(state_replicas: int, mesh_replicas: int) -> None:

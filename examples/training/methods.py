@@ -85,8 +85,7 @@ WORDS = {
     "literal": "momentum before, masked",
     "dgc": "Deep Gradient Compression",
 }
-LENGTHS = rf"{EVERY}\d+(?:until\d+then\d+)?"
-PREFIXES = re.compile(rf"({WIDE})?({LOCAL}|{DELAYED}|{LENGTHS})?(.*)")
+PREFIXES = re.compile(rf"({WIDE})?({LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
 NUMBERED = re.compile(r"([a-z]*?)(adam|sgd)?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
@@ -150,7 +149,8 @@ def is_local(name: str) -> bool:
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
-    wide, how, rest = PREFIXES.fullmatch(name).groups()  # type: ignore[union-attr]
+    matched = PREFIXES.fullmatch(name)
+    wide, how, first, until, then, rest = matched.groups()  # type: ignore[union-attr]
     what = PLAIN.get(rest) or _of_family(rest)
     if what is None:
         return name
@@ -158,11 +158,9 @@ def in_words(name: str) -> str:
     is_of_steps = "'s steps" in what
     if how == DELAYED:
         said.append("one step late")
-    elif how and how != LOCAL:
-        first, _, later = how.removeprefix(EVERY).partition("until")
-        at, _, then = later.partition("then")
+    elif first:
         said.append(f"every {first} steps")
-        said += [f"from step {at} every {then}"] if later else []
+        said += [f"from step {until} every {then}"] if until else []
     elif how and not is_of_steps:
         said.append("own params")
     elif not how and " in " in what and rest.startswith(FEW_BITS):

@@ -89,7 +89,7 @@ class QuantizedAllReduce(Quantized):
         bits, rows = k // self._plane_words(n), self._part_rows(n, comm.replicas)
         words, levels, kept = self._round(bucket, bits)
         mine = _join(words, levels.scales, rows, comm.replicas)
-        mean = _mean(comm.swap(mine), rows, bits).reshape(rows, length)
+        mean = _mean(*_split(comm.swap(mine), rows, bits), bits).reshape(rows, length)
         start = comm.replica() * rows * length
         entries = jnp.full_like(mean, length, shape=(rows,))
         if n % length:
@@ -131,17 +131,16 @@ def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Arra
     return words.reshape(parts, rows, bits, -1), scales.reshape(parts, rows, SCALES)
 
 
-def _mean(joined: jax.Array, rows: int, bits: int) -> jax.Array:
-    """Return the mean over replicas of the part that each has sent, in `rows`."""
-    words, scales = _split(joined, rows, bits)
+def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """Return the mean over replicas of the part that each has sent."""
     return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
 
 
 def _whole(joined: jax.Array, rows: int, bits: int) -> jax.Array:
     """Return what all parts stand for, `[parts * rows, ...]`."""
-    words, scales = _split(joined, rows, bits)
-    words, scales = (x.reshape(1, -1, *x.shape[2:]) for x in (words, scales))
-    return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
+    parts = _split(joined, rows, bits)
+    words, scales = (x.reshape(1, -1, *x.shape[2:]) for x in parts)
+    return _mean(words, scales, bits)
 
 
 def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -83,14 +83,16 @@ def whole_step(name: str, args: Args) -> Line:
     made = gpt.step(name, args.millions)
     shape = mesh.size * args.rows, gpt.LENGTH
     tokens = np.random.default_rng(0).integers(0, gpt.VOCABULARY, shape, np.int32)
-    params = made.model.init(jax.random.key(0), jnp.asarray(tokens[:1]))
-    state = gravac.place((params, made.tx.init(params)), mesh)
     step = gravac.data_parallel(made.take, mesh)
     take = lambda state: step(*state[:2], tokens)
-    found = timed(take, (*state, None), args.steps)
-    if args.trace is not None:
+
+    def begin() -> Any:
         params = made.model.init(jax.random.key(0), jnp.asarray(tokens[:1]))
-        state = take(gravac.place((params, made.tx.init(params)), mesh))
+        return gravac.place((params, made.tx.init(params)), mesh)
+
+    found = timed(take, begin(), args.steps)
+    if args.trace is not None:
+        state = take(begin())
         with jax.profiler.trace(str(args.trace / name)):
             for _ in range(3):
                 state = jax.block_until_ready(take(state))
