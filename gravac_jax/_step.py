@@ -664,8 +664,7 @@ class Components:
         energy = jnp.zeros((), jnp.float32)
         if controller.has_rounds:  # one more pass, but only at the end of a round
             energy = _arrays.total(map(_arrays.energy, means))
-        energies = _arrays.total(mean_energies), energy
-        energies = setting.axes.slices.mean(energies)
+        energies = setting.axes.slices.mean((_arrays.total(mean_energies), energy))
         return Arrived(agreed, rung_or_silent, tuple(means), *energies), local
 
     def _decide(
@@ -686,7 +685,7 @@ class Components:
             gradient_energies=self._sampled_energies(gradient, setting),
             predicted_parts=_info.predicted_parts(tables, self.wire or WireCost()),
             measured_seconds=times[: len(self.controller.ladder)],
-            local_seconds=times[-1] if self.controller.has_rounds else jnp.nan,
+            local_seconds=times[-1] if self.controller.has_rounds else None,
             steps=state.info.local_steps + 1,
         )
         rung, controller = self.controller.decide(evidence, state.controller)

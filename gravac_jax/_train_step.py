@@ -148,7 +148,7 @@ def train_step(
         programs[None] = exchanging(finish, place)
         programs[True] = exchanging(due, place._replace(in_rounds=True))
     is_timed = isinstance(mesh, jax.sharding.Mesh)
-    replicas = _placement.count_replicas(mesh, axes) if is_timed else mesh
+    replicas = _placement.count_replicas(mesh, axes)
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
     return TrainStep(init, programs, run(deliver, True), replicas, is_timed)
 
@@ -196,14 +196,14 @@ class Rounds:
         self._has_rounds = isinstance(state.round, Round)
         self._local_steps = int(state.info.local_steps)
         if self._has_rounds:
-            self._steps, self._next_steps = map(int, state.round)
-            self._following: Any = None
+            self._length, number = map(int, state.round)
+            self._next_length: jax.Array | int = number
 
     def is_due(self) -> bool | None:
         """Return whether the next step exchanges; None if there are no rounds."""
         if not self._has_rounds:
             return None
-        return self._local_steps + 1 >= self._steps
+        return self._local_steps + 1 >= self._length
 
     def count(self, is_due: bool | None, metrics: list[Any]) -> list[Any]:
         """Count a step that was taken, and return its metrics without the round."""
@@ -211,15 +211,15 @@ class Rounds:
             self._local_steps += 1
             return metrics
         *metrics, following = metrics
-        if self._following is not None:
-            self._next_steps = _first(self._following)
-        self._following = following
-        self._local_steps, self._steps = 0, self._next_steps
+        self._local_steps, self._length = 0, _number(self._next_length)
+        self._next_length = following
         return metrics
 
 
-def _first(x: jax.Array) -> int:
-    """Return the number that all replicas have; a process reads its own copy."""
+def _number(x: jax.Array | int) -> int:
+    """Return a number that all replicas have; a process reads its own copy."""
+    if isinstance(x, int):
+        return x
     return int(np.asarray(x.addressable_data(0)).ravel()[0])
 
 

@@ -5,7 +5,6 @@ decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ class Evidence(NamedTuple):
         to `update` since the last decision, at the rung that they measured; NaN at
         other rungs.
       local_seconds: `[]` float32, the same of local steps: how long a step takes that
-        exchanges nothing. NaN if unknown, and without rounds.
+        exchanges nothing. NaN if unknown; None without rounds.
       steps: steps since the last decision: 1, unless some are local.
 
     Example:
@@ -57,7 +56,7 @@ class Evidence(NamedTuple):
     gradient_energies: jax.Array
     predicted_parts: jax.Array
     measured_seconds: jax.Array
-    local_seconds: Any = math.nan
+    local_seconds: jax.Array | None = None
     steps: Any = 1
 
     @property

@@ -24,20 +24,6 @@ LOOK_EVERY = 8  # steps
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 
-class Outlook(NamedTuple):
-    """What Fastest expects of each choice: a rung, and how long a round is.
-
-    Attributes:
-      rounds: `[lengths]` int32, the steps of a round.
-      seconds: `[lengths, rungs]` float32, the mean seconds of a step.
-      progress: `[lengths, rungs]` float32, what a step is worth, in dense steps.
-    """
-
-    rounds: jax.Array
-    seconds: jax.Array
-    progress: jax.Array
-
-
 class FastestState(NamedTuple):
     """The state of Fastest. Choice c is rung c % rungs, in rounds[c // rungs].
 
@@ -50,7 +36,6 @@ class FastestState(NamedTuple):
       known: `[]` int32, steps since the network last changed, at most 400.
       averages: smoothed energies of the gradients.
       timing: what is known about step times.
-      outlook: what it expected at the last decision.
     """
 
     home: jax.Array
@@ -60,7 +45,6 @@ class FastestState(NamedTuple):
     known: jax.Array
     averages: compression_gain.Averages
     timing: step_time_filter.Timing
-    outlook: Outlook
 
     def moved(self, fresh: "FastestState") -> "FastestState":
         """Forget step times: on other devices they are not known yet."""
@@ -178,7 +162,6 @@ class Fastest(Controller):
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
-        nothing = lambda: jnp.zeros((len(self.rounds), len(self.ladder)), jnp.float32)
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
             current=start(),
@@ -187,7 +170,6 @@ class Fastest(Controller):
             known=jnp.zeros((), jnp.int32),
             averages=compression_gain.no_averages(len(self.ladder)),
             timing=step_time_filter.no_times(),
-            outlook=Outlook(jnp.asarray(self.rounds, jnp.int32), nothing(), nothing()),
         )
 
     def decide(
@@ -224,7 +206,6 @@ class Fastest(Controller):
 
         # A visit is to another rung, in rounds as long as those of home.
         rungs = len(self.ladder)
-        first = home - home % rungs
         told = _told_by_a_visit(kinds, rounds, timing.noise)[:, :rungs]
         worth = value_of_visits(
             cost,
@@ -233,14 +214,13 @@ class Fastest(Controller):
             home,
             jnp.asarray(self.rounds, jnp.float32)[home // rungs],
         )
-        visited = first + jnp.argmax(worth).astype(jnp.int32)
+        visited = home - home % rungs + jnp.argmax(worth).astype(jnp.int32)
         is_settled = (state.current == state.home) & (home == state.home)
         is_rested = rested * HASTE >= known
         is_visit = is_free & is_settled & is_rested & (jnp.max(worth) > 0)
 
         choice = jnp.where(is_free, home, state.current)
         choice = jnp.where(is_visit, visited, choice)
-        table = lambda x: x.reshape(len(self.rounds), rungs)
         return choice % rungs, FastestState(
             home=home,
             current=choice,
@@ -249,9 +229,6 @@ class Fastest(Controller):
             known=known,
             averages=averages,
             timing=timing,
-            outlook=state.outlook._replace(
-                seconds=table(rounds.seconds), progress=table(expected)
-            ),
         )
 
     def _progress(self, averages: compression_gain.Averages) -> jax.Array:
@@ -289,13 +266,11 @@ def _timed(
 ) -> tuple[step_time_filter.Timing, jax.Array]:
     """Learn from the times of a round; return whether the network has changed, too."""
     guess, seconds = _kinds(evidence), evidence.measured_seconds
-    local = jnp.asarray(evidence.local_seconds, jnp.float32)
-    # A local step tells nothing of the network, nor how a step divides.
-    timing = _arrays.where(
-        timing.times > 0,
-        step_time_filter.observe(timing, guess, seconds.size, local)[0],
-        timing,
-    )
+    if evidence.local_seconds is not None:
+        # A local step tells nothing of the network, nor how a step divides.
+        local, kind = evidence.local_seconds, seconds.size
+        newer, _ = step_time_filter.observe(timing, guess, kind, local)
+        timing = _arrays.where(timing.times > 0, newer, timing)
     rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
     return step_time_filter.observe(timing, guess, rung, seconds[rung])
 
