@@ -194,12 +194,12 @@ def plan(tree: Any, compress: bool | Predicate | Any | None) -> Buckets:
     if isinstance(compress, bool):
         chosen = [compress] * len(leaves)
     elif callable(compress):
-        _step_checks.path_and_leaf(compress)
+        _step_checks.update.path_and_leaf(compress)
         chosen = [bool(compress(path, x)) for path, x in _arrays.named_leaves(tree)]
     elif not leaves:
         chosen = []  # optax.tree.map_params asks for the state of no params at all
     else:
-        _step_checks.mask_matches(compress, tree)
+        _step_checks.update.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     return Buckets(structure, specs, tuple(chosen))

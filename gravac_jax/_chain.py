@@ -55,7 +55,7 @@ def the_transform(state: Any, caller: str) -> TransformState:
             f"{caller} needs exactly one gravac.transform in the optimizer, found"
             f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
         )
-    _step_checks.is_pure(found[0].steps)
+    _step_checks.update.is_pure(found[0].steps)
     return found[0]
 
 

@@ -91,7 +91,7 @@ class Comm:
             return
         for path, leaf in _arrays.named_leaves(tree):
             if fixed := self._fixed_axes(leaf):
-                _step_checks.still_local(path, fixed)
+                _step_checks.update.still_local(path, fixed)
 
     def check_alike(self, before: Any, after: Any) -> None:
         """Raise if a leaf that was the same on several devices is known to differ."""
@@ -99,7 +99,7 @@ class Comm:
         for old, (path, new) in leaves:
             fixed = [set(self._fixed_axes(jnp.asarray(x))) for x in (old, new)]
             if lost := fixed[0] - fixed[1]:
-                _step_checks.stays_alike(path, sorted(lost))
+                _step_checks.steps.stays_alike(path, sorted(lost))
 
     def check_sharded(
         self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
@@ -111,7 +111,7 @@ class Comm:
         for (path, leaf), chosen in zip(leaves, is_chosen, strict=True):
             is_slice = not self._fixed_axes(leaf)
             if is_slice != (chosen and is_sharded):
-                _step_checks.sharded_as_said(path, is_slice, self.axis_name)
+                _step_checks.meshes.sharded_as_said(path, is_slice, self.axis_name)
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""

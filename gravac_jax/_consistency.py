@@ -50,8 +50,8 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       >>> bool((sums[0] == sums[0, 0]).all())
       False
     """
-    _step_checks.bound_axis(axis_name, "checksum")
-    _step_checks.comparable(tree)
+    _step_checks.update.bound_axis(axis_name, "checksum")
+    _step_checks.update.comparable(tree)
     return Comm(axis_name).gather(own_checksum(tree))
 
 
@@ -120,8 +120,8 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       >>> jax.vmap(gravac.resync, axis_name="data")(params)["w"].tolist()
       [[1.0, 2.0], [1.0, 2.0]]
     """
-    _step_checks.bound_axis(axis_name, "resync")
-    _step_checks.comparable(tree)
+    _step_checks.update.bound_axis(axis_name, "resync")
+    _step_checks.update.comparable(tree)
     comm = Comm(axis_name)
     is_first = comm.replica() == 0
 
@@ -153,7 +153,7 @@ def is_apart(
     Returns:
       `[1]` float32, 1 if replicas were compared and differ, else 0.
     """
-    _step_checks.params_given(params, "check_every")
+    _step_checks.update.params_given(params, "check_every")
 
     def compare() -> jax.Array:
         sums = comm.gather(own_checksum(params))

@@ -77,12 +77,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _step_checks.bound_axis(axis_name, "value_and_grad")
-        _step_checks.positional(args, chosen)
+        _step_checks.update.bound_axis(axis_name, "value_and_grad")
+        _step_checks.losses.positional(args, chosen)
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         for i in places:
-            _step_checks.gradients(
+            _step_checks.update.gradients(
                 jax.tree.map(jnp.asarray, args[i]), f"leaves of argument {i}"
             )
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
@@ -90,7 +90,7 @@ def value_and_grad(
         if micro_batches == 1:
             return local(*cast, **kwargs)
         split_args = {i: x for i, x in enumerate(cast) if i not in places}
-        _step_checks.splits({**split_args, **kwargs}, micro_batches)
+        _step_checks.losses.splits({**split_args, **kwargs}, micro_batches)
 
         def part_of(part: Any) -> Any:
             mine, named = part
@@ -119,9 +119,9 @@ def _local(
     def counted(*args: Any, **kwargs: Any) -> Any:
         before = jax.tree.map(lambda x: x, args)
         out = fun(*args, **kwargs)
-        _step_checks.leaves_arguments(before, args)
-        value, _ = _step_checks.with_aux(out) if has_aux else (out, None)
-        _step_checks.is_loss(value)
+        _step_checks.losses.leaves_arguments(before, args)
+        value, _ = _step_checks.losses.with_aux(out) if has_aux else (out, None)
+        _step_checks.losses.is_loss(value)
         return comm.cast(value), out
 
     grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)

@@ -104,14 +104,14 @@ def nnx_value_and_grad(
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _step_checks.bound_axis(axis_name, "nnx_value_and_grad")
+        _step_checks.update.bound_axis(axis_name, "nnx_value_and_grad")
         comm = Comm(axis_name)
         given = (*args, kwargs)
         is_param = lambda path, x: path[0] == 0 and isinstance(x, nnx.Param)
         graph, params, rest = nnx.split(given, is_param, ...)
-        _step_checks.has_params(params, args)
+        _step_checks.objects.has_params(params, args)
         if optimizer is not None:
-            _step_checks.is_nnx_optimizer(optimizer)
+            _step_checks.objects.is_nnx_optimizer(optimizer)
             params = _own_params(params, optimizer)
         rest = _with_own_keys(rest, comm)
 
@@ -120,9 +120,9 @@ def nnx_value_and_grad(
             objects = _objects_in(own)
             before, structures = _values(objects), _structures(objects)
             out = loss_fn(*own[:-1], **own[-1])
-            _step_checks.keeps_structure(objects, structures, "the loss")
+            _step_checks.objects.keeps_structure(objects, structures, "the loss")
             changed = _changed(before, objects)
-            loss, aux = _step_checks.with_aux(out) if has_aux else (out, None)
+            loss, aux = _step_checks.losses.with_aux(out) if has_aux else (out, None)
             return loss, (aux, changed)
 
         value_and_grad = _gradients.value_and_grad(of_params, axis_name, has_aux=True)
@@ -217,9 +217,9 @@ def nnx_data_parallel(
         before, structures = _values(objects), _structures(objects)
         with _metrics_of(objects, comm):
             metrics = train_step(*in_order, **shared)
-        _step_checks.keeps_structure(objects, structures, "the step")
+        _step_checks.objects.keeps_structure(objects, structures, "the step")
         _check_alike(objects, before, nnx.state(objects), comm, "the step")
-        _step_checks.no_objects(metrics, lambda x: isinstance(x, nnx.Pytree))
+        _step_checks.objects.no_objects(metrics, lambda x: isinstance(x, nnx.Pytree))
         return (at, *objects, metrics)
 
     if is_mesh:
@@ -233,10 +233,10 @@ def nnx_data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        at = _step_checks.batch_among(args, _is_object())
+        at = _step_checks.objects.batch_among(args, _is_object())
         objects = (*args[:at], *args[at + 1 :])
         is_variable = lambda x: isinstance(x, nnx.Variable)
-        _step_checks.shares_nothing(objects, is_variable)
+        _step_checks.objects.shares_nothing(objects, is_variable)
         _, *after, metrics = run(_BatchAt(at), *objects, args[at], **shared)
         nnx.update(objects, nnx.state(tuple(after)))
         return metrics
@@ -289,7 +289,7 @@ def nnx_flush(
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
     nnx = _flax("nnx_flush")
-    _step_checks.is_nnx_optimizer(optimizer)
+    _step_checks.objects.is_nnx_optimizer(optimizer)
 
     def deliver(model: Any, optimizer: Any, batch: Any) -> None:
         del batch
@@ -413,7 +413,7 @@ def _check_alike(
             first, *names = path
             owner = type(objects[first]).__name__
             name = ".".join(map(str, (owner, *names)))
-            _step_checks.variable_stays_alike(name, type(x).__name__, who)
+            _step_checks.objects.variable_stays_alike(name, type(x).__name__, who)
 
 
 @contextlib.contextmanager
@@ -429,7 +429,7 @@ def _metrics_of(objects: Objects, comm: Comm) -> Iterator[None]:
     is_metric = lambda x: isinstance(x, nnx.metrics.Metric)
     is_single = lambda x: is_metric(x) and not isinstance(x, nnx.MultiMetric)
     is_sum = lambda x: isinstance(x, nnx.metrics.MetricState)
-    _step_checks.adds_up(
+    _step_checks.objects.adds_up(
         objects, lambda x: is_single(x) or is_sum(x), is_average, is_sum
     )
     sums = [x for x in jax.tree.leaves(objects, is_leaf=is_sum) if is_sum(x)]
@@ -438,7 +438,7 @@ def _metrics_of(objects: Objects, comm: Comm) -> Iterator[None]:
         x.set_value(jnp.where(is_first, x.get_value(), jnp.zeros_like(x.get_value())))
     metrics = [x for _, x in nnx.iter_graph(objects) if is_metric(x)]
     for x in metrics:  # a function of the instance hides that of the class
-        vars(x)["compute"] = _step_checks.computed_after_step
+        vars(x)["compute"] = _step_checks.objects.computed_after_step
     yield
     for x in metrics:
         del vars(x)["compute"]

@@ -104,7 +104,7 @@ def data_parallel(
         state: Any, own: Any, batch: Any, shared: Any, lies: Any, free: tuple[str, ...]
     ) -> Any:
         if free:
-            _step_checks.is_auto(mesh, axis_name)
+            _step_checks.meshes.is_auto(mesh, axis_name)
             _placement.check_spread(state, mesh.size)
             of_all = _by_vmap(spread_body, replicas, axis_name, average_metrics, mesh)
             state, own, metrics = of_all(state, own, batch, shared)
@@ -127,7 +127,7 @@ def data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, *split = _step_checks.divided(args, carried, here)
+        state, *split = _step_checks.steps.divided(args, carried, here)
         lies, free = None, ()
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
@@ -159,7 +159,9 @@ def spread(
     """
     replicas = _placement.count_replicas(mesh, axis_name)
     _placement.check_placed(state, replicas)
-    _step_checks.divided((*state, batch), 0, max(1, replicas // jax.process_count()))
+    _step_checks.steps.divided(
+        (*state, batch), 0, max(1, replicas // jax.process_count())
+    )
     everywhere = jax.NamedSharding(mesh, jax.P())
     split = jax.NamedSharding(mesh, jax.P(axis_name))
     return (
@@ -258,7 +260,7 @@ def simulate(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, own, batch = _step_checks.divided(args, carried, replicas)
+        state, own, batch = _step_checks.steps.divided(args, carried, replicas)
         state, own, metrics = run(state, own, batch, shared)
         return (*state, *own, *metrics)
 
@@ -333,14 +335,14 @@ def _on_one_replica(
         given = (*state, *own)
         # A step may change nnx objects in place: it has a copy of what came in.
         copy = jax.tree.map(lambda x: x, given)
-        with _step_checks.explained():
+        with _step_checks.steps.explained():
             results = train_step(*copy, batch, **shared)
         # Decided by type: a single NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
-        _step_checks.returned_state(results, given)
+        _step_checks.steps.returned_state(results, given)
         first, last = len(state), len(given)
         after, own_after = results[:first], results[first:last]
-        _step_checks.returned_carry(own_after, own)
+        _step_checks.steps.returned_carry(own_after, own)
         comm.check_alike(state, after)
         if averages:
             metrics = _reported(results[last:], comm, is_checked)
@@ -359,9 +361,9 @@ def _reported(metrics: Any, comm: Comm, is_checked: bool) -> Any:
         not isinstance(x, jax.Array) or (is_checked and comm.is_known_alike(x))
     )
     for path, x in _arrays.named_leaves(metrics):
-        _step_checks.is_metric(path, x)
+        _step_checks.steps.is_metric(path, x)
         if not is_float(jnp.asarray(x)) and not known(x):
-            _step_checks.has_no_mean(path, x.dtype, comm.axis_name)
+            _step_checks.steps.has_no_mean(path, x.dtype, comm.axis_name)
     metrics = jax.tree.map(jnp.asarray, metrics)
     floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)
     pick = lambda x, mean: x if mean is None else mean

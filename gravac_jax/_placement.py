@@ -73,7 +73,7 @@ def place(
         if placed == devices:  # a state of slices
             local = on_mesh(jax.P(owners))
         else:
-            _step_checks.placed_on(placed, replicas)
+            _step_checks.meshes.placed_on(placed, replicas)
         return jax.tree.map(lambda x: _copy(x, local), state)
 
     def place_shared(x: Any) -> jax.Array:
@@ -104,7 +104,7 @@ def check_placed(tree: Any, *replicas: int) -> None:
     def check(state: Any) -> None:
         placed = _state.placed_replicas(state)
         if placed not in replicas:
-            _step_checks.is_placed(placed, replicas[0])
+            _step_checks.meshes.is_placed(placed, replicas[0])
 
     _state.map_local(tree, check, lambda _: None)
 
@@ -182,7 +182,7 @@ def init(
     assert isinstance(mesh, jax.sharding.Mesh)
     specs = specs_of(params)
     used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
-    _step_checks.sharded_over(used, _collectives.axis_names(dense_axis_name))
+    _step_checks.meshes.sharded_over(used, _collectives.axis_names(dense_axis_name))
     local = jax.P(
         axes if used & set(_collectives.axis_names(dense_axis_name)) else axis_name
     )
@@ -271,7 +271,7 @@ def spread_axes(
 def check_spread(tree: Any, devices: int) -> None:
     """Raise unless the transform has a part for each device of a mesh."""
     for local in _state.locals_of(tree):
-        _step_checks.is_sliced(_state.placed_replicas(local), devices)
+        _step_checks.meshes.is_sliced(_state.placed_replicas(local), devices)
 
 
 def constrained(

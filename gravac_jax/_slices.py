@@ -77,7 +77,7 @@ class Slices:
         return tuple(map(slice_of, leaves, self._cuts(leaves)))
 
     def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
-        _step_checks.sharded_alike(leaves, self.specs)
+        _step_checks.meshes.sharded_alike(leaves, self.specs)
         pairs = zip(leaves, self.specs, strict=True)
         return [cut(x.shape, spec, self.mesh, self.axes) for x, spec in pairs]
 
@@ -115,12 +115,12 @@ class Slices:
         """
         updates, state, params, numbers = given
         comm = Comm(self.axis_name)
-        _step_checks.is_spread(comm.is_simulated, self.axis_name)
+        _step_checks.meshes.is_spread(comm.is_simulated, self.axis_name)
         _state.check_sliced(state, self.inner_devices)
         alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
         # The gradient of what does not depend on the batch is alike on all replicas.
         if deliver is None and len(alike) == len(self.specs):
-            _step_checks.still_local(alike[0][0], axis_names(self.axis_name))
+            _step_checks.update.still_local(alike[0][0], axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
@@ -243,8 +243,8 @@ def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
         return None
     shardings = [getattr(x, "sharding", x) for x in leaves]
     spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
-    mesh = _step_checks.one_mesh(shardings)
+    mesh = _step_checks.meshes.one_mesh(shardings)
     slices = Slices(mesh, axis_name, tuple(map(spec, shardings)))
     names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
-    _step_checks.sharded_inside(names, axis_names(axis_name))
+    _step_checks.meshes.sharded_inside(names, axis_names(axis_name))
     return slices

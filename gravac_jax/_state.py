@@ -165,8 +165,8 @@ def placed_replicas(local: Any) -> int | None:
 def check_sliced(state: Any, devices: int) -> None:
     """Refuse a state that does not have an own part for each device of a replica."""
     if not is_transform_state(state):
-        _step_checks.no_state(state)
-    _step_checks.is_sliced(placed_replicas(state.local), devices)
+        _step_checks.update.no_state(state)
+    _step_checks.meshes.is_sliced(placed_replicas(state.local), devices)
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
@@ -181,15 +181,15 @@ def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
       ValueError: if the state has other shapes, or is not placed where it must be.
     """
     if not is_transform_state(state):
-        _step_checks.no_state(state)
-    _step_checks.is_pure(state.steps)
+        _step_checks.update.no_state(state)
+    _step_checks.update.is_pure(state.steps)
     local = state.local
     if placed_replicas(local) is not None:
         is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
         local = jax.tree.map(lambda x: x[0], local) if is_mine else local
     elif comm.is_shared(local):
-        _step_checks.is_placed(None, comm.replicas)
-    _step_checks.state_matches(state._replace(local=local), expected)
+        _step_checks.meshes.is_placed(None, comm.replicas)
+    _step_checks.update.state_matches(state._replace(local=local), expected)
     return comm.cast(local._replace(replica=comm.replica()))
 
 
@@ -209,8 +209,10 @@ def credit(
       Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
       elsewhere. All zeros if the time or the step is not known.
     """
-    seconds = _step_checks.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-    step = _step_checks.scalar(
+    seconds = _step_checks.update.scalar(
+        step_seconds, jnp.nan, jnp.float32, "step_seconds"
+    )
+    step = _step_checks.update.scalar(
         measured_step, state.steps - 1, jnp.int32, "measured_step"
     )
     age = state.steps - step

@@ -9,6 +9,7 @@ A recipe is a clip, a memory, an exchange (with its compressor) and a controller
   the default               Residual + QuantizedAllReduce() + Fastest()
 """
 
+import functools
 from typing import Any
 
 import optax
@@ -26,7 +27,7 @@ from gravac_jax._exchanges import AllGather, Quantized, QuantizedAllReduce
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._selection import Threshold
 from gravac_jax._selection.compressor import Compressor
-from gravac_jax._step import Components
+from gravac_jax._step import Components, update
 
 
 def transform(
@@ -206,7 +207,9 @@ def transform(
         seed=seed,
         check_every=check_every,
     )
-    return optax.GradientTransformationExtraArgs(components.init, components.update)
+    return optax.GradientTransformationExtraArgs(
+        components.init, functools.partial(update, components)
+    )
 
 
 def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:

@@ -46,5 +46,5 @@ def test_a_gradient_passes_few_files_on_its_way_through_a_default_step():
     files = files_that_handle(N, tx.update, grads, state)
     # The state is carried beside the gradient, and what is decided is scalars.
     way = files - {"_state.py"}
-    assert {"_step.py", "_exchanges/quantized_all_reduce.py"} <= way
+    assert {"_step/phases.py", "_exchanges/quantized_all_reduce.py"} <= way
     assert len(way) <= MOST_FILES, sorted(way)

@@ -1,0 +1,30 @@
+"""One step of the transform.
+
+`update.py` takes the six phases of `phases.py` in their order: prepare, feed, agree,
+exchange, decide, report.
+
+With a delay of one step, the memory is fed last: the exchange sends what the last step
+left in the memory, so that it depends on nothing that this step computes, and the
+network works while the devices do. What is on its way lies in the memory, as does
+everything else that a replica holds back. Nothing else in a step differs. Such a step
+may be taken in two programs, which a CPU needs to do both at once: an update that only
+`receives`, and one that is given what has `arrived`.
+
+Where a controller has rounds (`gravac.Every`), each step feeds the memory, and only the
+last step of a round exchanges what has gathered there. The others are *local*: they
+have no collective, and all but the memory stays as it is. Replicas know which step is
+which because all count alike.
+
+Three more things may happen to a step, and they are separate. A *bad* step has a
+gradient that is not finite on some replica: nothing is learned from it, on any of them.
+With a delay or rounds the others hear of it later, so that this replica alone learns
+nothing. A *silent* step sends nothing of the buckets, because its rung lies beyond the
+ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
+for what is held back (`_residuals.py`).
+
+GraVAC's Algorithm 1 decides before it exchanges. Here a step decides the rung of the
+next one, so that the decision costs no collective of its own.
+"""
+
+from gravac_jax._step.components import Components as Components
+from gravac_jax._step.update import update as update

@@ -1,0 +1,80 @@
+"""What a step knows before it begins."""
+
+from typing import Any
+
+import jax
+
+from gravac_jax import _info, _state, _step_checks
+from gravac_jax._buckets import Buckets
+from gravac_jax._collectives import Axes, Comm
+from gravac_jax._controllers.base import kinds_of_steps
+from gravac_jax._state import LocalState, TransformState
+from gravac_jax._step.components import Components
+from gravac_jax._step.values import Setting
+
+
+def enter(
+    components: Components,
+    buckets: Buckets,
+    updates: Any,
+    state: Any,
+    params: Any,
+    is_asked: bool,
+) -> tuple[Axes, LocalState]:
+    """Check everything that came, before anything is changed.
+
+    `is_asked` says that there is no gradient: something is delivered or received.
+    """
+    slow, fast = Comm(components.axis_name), Comm(components.dense_axis_name)
+    axes = Axes(slow, fast, components.is_sharded, is_cut=components.slices is not None)
+    _step_checks.update.bound_axis(axes.both.axis_name, "update")
+    if not is_asked:
+        axes.both.check_local(updates)
+    if params is None:
+        if not is_asked:
+            _check_needs_no_params(components)
+    elif not axes.is_cut:
+        fast.check_sharded(params, buckets.is_compressed, components.is_sharded)
+    expected = jax.eval_shape(lambda: components.initial(buckets))
+    return axes, _state.enter(state, expected, axes.owners)
+
+
+def _check_needs_no_params(components: Components) -> None:
+    if components.weight_decay:
+        _step_checks.update.params_given(None, "weight_decay")
+    if components.memory.needs_params:
+        _step_checks.update.params_given(None, "memory")
+
+
+def setting_of(
+    components: Components, axes: Axes, buckets: Buckets, state: TransformState
+) -> Setting:
+    """Return what the step knows, but for what `update` was given."""
+    exchanges, controller = components.shaped(buckets), components.controller
+    replicas = axes.slow.replicas
+    _info.warn_if_dense(buckets, exchanges, controller.ladder, replicas)
+    good_steps = state.steps - state.info.skipped_steps
+    return Setting(
+        components=components,
+        axes=axes,
+        buckets=buckets,
+        exchanges=exchanges,
+        tables=_info.tables(buckets, exchanges, controller, replicas),
+        looks=controller.looks(state.steps, state.info.local_steps),
+        key=jax.random.fold_in(jax.random.key(components.seed), good_steps),
+        state=state,
+    )
+
+
+def credit(
+    components: Components,
+    state: TransformState,
+    step_seconds: Any,
+    measured_step: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Assign a measured time to its kind of step, or warn that times are guessed."""
+    controller = components.controller
+    if step_seconds is None and components.wire is None and controller.uses_seconds:
+        _step_checks.update.warn_of_guess(controller)
+    kinds = kinds_of_steps(controller)
+    return _state.credit(state, kinds, step_seconds, measured_step)

@@ -1,0 +1,315 @@
+"""The six phases of a step, in the order in which they happen.
+
+1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
+2. `feed` it to the memory, which adds what was held back.
+3. `agree` on what all replicas must know: whether a gradient is bad, and the rung.
+4. `exchange` the buckets, in the branch of the rung.
+5. `decide` the rung of the next step from what this one showed.
+6. `report` what was sent.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gravac_jax import _arrays, _consistency, _info, _state
+from gravac_jax._buckets import Buckets
+from gravac_jax._clipping import NoClip, global_norm
+from gravac_jax._collectives import Axes
+from gravac_jax._controllers import compression_gain
+from gravac_jax._controllers.base import Evidence
+from gravac_jax._controllers.cost_model import WireCost
+from gravac_jax._error_feedback.base import Memory
+from gravac_jax._state import LocalState, Told, TransformState
+from gravac_jax._step.components import Components
+from gravac_jax._step.values import (
+    Agreed,
+    Arrived,
+    Decision,
+    Fed,
+    Gradient,
+    Setting,
+    Taken,
+)
+
+# Bound of an entry of an unclipped gradient, so that sums of squares stay finite.
+LIMIT = 2.0**50
+# Norms that are closer are of the same gradients. Sums of float32 in other orders are.
+ALIKE = 1e-6
+
+
+def prepare(updates: Any, setting: Setting) -> Gradient:
+    """Fuse, average over the fast axis, clip, and add weight decay."""
+    components, axes, buckets = setting.components, setting.axes, setting.buckets
+    parts = _averaged(buckets.pack(updates), axes)
+    if isinstance(components.clip, NoClip):
+        bad = _arrays.is_bad(parts, LIMIT)
+    else:
+        bad = _arrays.is_bad(parts)
+        sliced, shared = (parts, ()) if axes.is_cut else (parts[:-1], parts[-1:])
+        norm = functools.partial(global_norm, sliced, shared, axes.slices)
+        parts = components.clip.clip(parts, norm, axes.slow.replicas)
+    if components.weight_decay:
+        decay = lambda x, p: x + components.weight_decay * p
+        parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
+    return Gradient(parts, bad)
+
+
+def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]:
+    """Average over the fast axis, unless the compiler has done so."""
+    if axes.is_cut:
+        return parts
+    if not axes.is_sharded:
+        return axes.fast.mean(parts)
+    # The transpose of gathering a slice sums over the fast axis.
+    *flat, dense = parts
+    return (*(x / axes.fast.replicas for x in flat), axes.fast.mean(dense))
+
+
+def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
+    """Add the gradient to what the memory holds back."""
+    memory = setting.components.memory
+    given = (gradient.parts, local.memory)
+    if memory.needs_params:
+        given = (*given, setting.buckets.pack(setting.params))
+    fed = [memory.compensate(*x) for x in zip(*given, strict=True)]
+    parts, states = zip(*fed, strict=True)
+    return Fed(parts, states)
+
+
+def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
+    """Return what the memory holds back, to which no gradient was added."""
+    pairs = zip(local.memory, buckets.part_sizes, strict=True)
+    return Fed(tuple(memory.held(*x) for x in pairs), local.memory)
+
+
+def keep(gradient: Gradient, local: LocalState, setting: Setting) -> LocalState:
+    """Add the gradient to the memory, for a later exchange to send."""
+    memory = setting.components.memory
+    is_bad = setting.axes.slices.mean(gradient.bad) != 0
+    fed = feed(gradient, local, setting)
+    kept = tuple(map(memory.keep, fed.parts, fed.memory))
+    before = local.told
+    told = tell(gradient, (before.seconds, before.timed))
+    told = told._replace(bad=jnp.maximum(told.bad, before.bad))
+    # This is no branch, because XLA would copy the memory in and out of one.
+    return local._replace(memory=_arrays.where(is_bad, local.memory, kept), told=told)
+
+
+def tell(gradient: Gradient, times: tuple[jax.Array, jax.Array]) -> Told:
+    """Return what the other replicas must know of this one's gradient and times."""
+    energy = _arrays.total(map(_arrays.energy, gradient.parts[:-1]))
+    return Told(gradient.bad, jnp.where(gradient.bad != 0, 0, energy), *times)
+
+
+def add_times(local: LocalState, times: tuple[jax.Array, jax.Array]) -> LocalState:
+    """Add a measured time to what the next exchange tells."""
+    (seconds, timed), told = times, local.told
+    told = told._replace(
+        seconds=jnp.where(timed > 0, seconds, told.seconds),
+        timed=jnp.maximum(timed, told.timed),
+    )
+    return local._replace(told=told)
+
+
+def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
+    """Average what all replicas must know, in one collective.
+
+    Decisions made from the same figures may still differ by a rounding between programs
+    that were compiled apart, and different branches would hang. So the rung is agreed
+    on, too.
+    """
+    components, axes, state = setting.components, setting.axes, setting.state
+    apart = round_steps = jnp.zeros(0, jnp.float32)
+    if components.controller.has_rounds:
+        begin = state.steps + 1 + state.round.next_length
+        steps = components.controller.round_steps(begin, state.controller)
+        round_steps = axes.both.of_first(steps)[None]
+    if components.check_every:
+        unseen = state.info.local_steps + 1
+        apart = _consistency.is_apart(
+            setting.params, state.steps, unseen, components.check_every, axes.alike
+        )
+    own = Agreed(
+        dense=dense,
+        bad=told.bad,
+        gradient_energy=told.gradient_energy,
+        contrast=axes.slow.contrast(told.gradient_energy),
+        rung=axes.both.of_first(state.rung),
+        round_steps=round_steps,
+        seconds=told.seconds,
+        timed=told.timed,
+        apart=apart,
+    )
+    if not axes.is_cut:
+        return axes.both.mean(own)
+    # Dense leaves are slices, too. XLA joins both means over the slow axis.
+    figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
+    return figures._replace(dense=axes.slow.mean(dense))
+
+
+def _is_skipped(agreed: Agreed, components: Components) -> jax.Array:
+    """Return whether nothing at all is learned in this step, `[]` bool."""
+    # What has waited in the memory was fed to it because it is good.
+    return jnp.zeros((), bool) if components.waits else agreed.bad != 0
+
+
+def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
+    """Return whether all gradients have the same norm, and are no zeros."""
+    is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
+    return is_alike & (axes.slow.replicas > 1)
+
+
+def exchange(
+    fed: Fed, agreed: Agreed, local: LocalState, setting: Setting
+) -> tuple[Arrived, LocalState]:
+    """Exchange bucket by bucket, and let the memory keep the rest."""
+    components = setting.components
+    controller, memory = components.controller, components.memory
+    skips = _is_skipped(agreed, components)
+    # This is no branch, because XLA would copy the memory in and out of one.
+    unfed = held(memory, local, setting.buckets)
+    fed = _arrays.where(skips, unfed, fed)
+    silent = jnp.int32(len(controller.ladder))
+    rung = jnp.int32(0) if controller.is_fixed else jnp.int32(agreed.rung + 0.5)
+    rung_or_silent = jnp.where(skips, silent, rung)
+    means, residuals, states, mean_energies = [], [], [], []
+    *flat, dense = fed.parts
+    for bucket, compensated, before in zip(
+        setting.exchanges, flat, local.exchange, strict=True
+    ):
+        exchanged, after = bucket.exchange(
+            compensated,
+            before,
+            rung if controller.is_fixed else rung_or_silent,
+            ladder=controller.ladder,
+            key=setting.key,
+            comm=setting.axes.slow,
+            looks=setting.looks,
+        )
+        mean, residual = exchanged.mean, exchanged.residual
+        if controller.is_fixed:
+            # One that never changes needs no branch: a GPU's host would have to read
+            # the rung. So what a skipped step receives is dropped here.
+            unsent = (jnp.zeros_like(mean), compensated, before)
+            mean, residual, after = _arrays.where(
+                skips, unsent, (mean, residual, after)
+            )
+        means.append(mean)
+        residuals.append(residual)
+        states.append(after)
+        mean_energies.append(exchanged.mean_energies)
+    residuals.append(jnp.zeros_like(dense))  # it went whole
+    kept = [
+        memory.retain(*x) for x in zip(residuals, fed.parts, fed.memory, strict=True)
+    ]
+    local = local._replace(memory=tuple(kept), exchange=tuple(states))
+    energy = jnp.zeros((), jnp.float32)
+    if controller.has_rounds:  # one more pass, but only at the end of a round
+        energy = _arrays.total(map(_arrays.energy, means))
+    energies = setting.axes.slices.mean((_arrays.total(mean_energies), energy))
+    return Arrived(agreed, rung_or_silent, tuple(means), *energies), local
+
+
+def decide(gradient: Gradient, arrived: Arrived, setting: Setting) -> Decision:
+    """Show the evidence to the controller, which picks the next rung."""
+    components, state, tables = setting.components, setting.state, setting.tables
+    controller, energies = components.controller, arrived.mean_energies
+    agreed, taken = arrived.agreed, arrived.rung
+    times = agreed.seconds / agreed.timed  # NaN where not timed
+    evidence = Evidence(
+        step=state.steps,
+        replicas=setting.axes.slow.replicas,
+        first_sparse=_info.first_sparse(tables),
+        energies=energies[:-1],
+        energy=energies[-1],
+        gradient_energy=agreed.gradient_energy,
+        gradient_energies=_sampled_energies(gradient, setting),
+        predicted_parts=_info.predicted_parts(tables, components.wire or WireCost()),
+        measured_seconds=times[: len(controller.ladder)],
+        local_seconds=times[-1] if controller.has_rounds else None,
+        steps=state.info.local_steps + 1,
+    )
+    rung, decided = controller.decide(evidence, state.controller)
+    now = compression_gain.gain(evidence.energies, evidence.energy)
+    is_taken = jnp.arange(now.size) == taken
+    is_known = (setting.looks | is_taken) & (taken < now.size)
+    return Decision(rung, decided, jnp.where(is_known, now, state.info.gains))
+
+
+def _sampled_energies(gradient: Gradient, setting: Setting) -> jax.Array:
+    """Estimate the energy of the gradient alone that each rung would send.
+
+    The result is `[rungs]` float32, averaged over replicas; zeros in a step that does
+    not look, or if the controller never asks.
+    """
+    axes, controller = setting.axes, setting.components.controller
+    ladder = controller.ladder
+    zeros = axes.both.zeros(jnp.zeros(len(ladder), jnp.float32))
+    if not controller.samples_gradient:
+        return zeros
+
+    def sample() -> jax.Array:
+        # Every rung sends the dense leaves, which all devices of a replica hold.
+        *flat, dense = gradient.parts
+        always = _arrays.energy(dense) / axes.copies.replicas
+        shares = [
+            exchange.shares(x, ladder, setting.key, axes.slow) * _arrays.energy(x)
+            for exchange, x in zip(setting.exchanges, flat, strict=True)
+        ]
+        return axes.both.mean(always + _arrays.total(shares))
+
+    sampled = jax.lax.cond(setting.looks, sample, lambda: zeros)
+    # A rung that is dense under another name sends what rung 0 sends.
+    is_dense = jnp.asarray(setting.tables.factors[: len(ladder)] == 1)
+    return jnp.where(is_dense, sampled[0], sampled)
+
+
+def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
+    """Return the updates, and the state with what a human wants to know.
+
+    Nothing is learned from a bad step: what it would have changed stays as it was.
+    """
+    arrived, local, decision = step
+    agreed, taken, state = arrived.agreed, arrived.rung, setting.state
+    skips = _is_skipped(agreed, setting.components)
+    learned = (agreed.dense, decision.rung, decision.controller)
+    before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
+    dense, rung, controller = _arrays.where(skips, before, learned)
+    slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
+    rungs = len(setting.components.controller.ladder)
+    sent = arrived.mean_energies[jnp.minimum(taken, rungs)]
+    is_known = (sent > 0) & (arrived.energy > 0)
+    alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
+    info = _info.after(
+        state.info, setting.tables, taken, decision.gains, setting.looks, alignment
+    )
+    return setting.buckets.unpack((*arrived.means, dense)), state._replace(
+        steps=jnp.asarray(optax.safe_increment(state.steps)),
+        local=_state.leave(local, state.local),
+        rung=rung,
+        controller=controller,
+        past_rungs=jnp.where(slot, taken, state.past_rungs),
+        round=_next_round(arrived, setting),
+        info=_info.count_faults(
+            info,
+            is_bad=agreed.bad != 0,
+            is_skipped=skips,
+            is_alike=_are_alike(agreed, setting.axes),
+            apart=agreed.apart,
+        ),
+    )
+
+
+def _next_round(arrived: Arrived, setting: Setting) -> Any:
+    """Return the round of the next step: another one if this step exchanged."""
+    controller, state = setting.components.controller, setting.state
+    if not controller.has_rounds:
+        return ()
+    is_local = arrived.rung == len(controller.ladder) + 1
+    agreed = jnp.int32(arrived.agreed.round_steps[0] + 0.5)
+    following = _state.Round(state.round.next_length, agreed)
+    return _arrays.where(is_local, state.round, following)

@@ -1,0 +1,152 @@
+"""The whole step, from local gradients to the update and the next rung."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _collectives, _state, _step_checks
+from gravac_jax._buckets import Buckets
+from gravac_jax._residuals import Delivery
+from gravac_jax._state import LocalState, Told, TransformState
+from gravac_jax._step import phases
+from gravac_jax._step.components import Components
+from gravac_jax._step.deliver import deliver as deliver_held
+from gravac_jax._step.enter import credit, enter, setting_of
+from gravac_jax._step.values import (
+    Arrived,
+    Decision,
+    Fed,
+    Gradient,
+    Setting,
+    Taken,
+)
+
+
+def update(
+    components: Components,
+    updates: Any,
+    state: Any,
+    params: Any = None,
+    *,
+    step_seconds: Any = None,
+    measured_step: Any = None,
+    **asked: Any,
+) -> tuple[Any, TransformState]:
+    """Take one step: `update` of `gravac.transform`."""
+    _step_checks.update.bound_axis(components.axis_name, "update")
+    _step_checks.update.gradients(updates)
+    step = functools.partial(_update, components, components.plan(updates), **asked)
+    times = {"step_seconds": step_seconds, "measured_step": measured_step}
+    if components.slices is None:
+        return step(updates, state, params, **times)
+    given = updates, state, params, times
+    return components.slices.run(step, asked.get("deliver"), given)
+
+
+def _update(
+    components: Components,
+    buckets: Buckets,
+    updates: Any,
+    state: Any,
+    params: Any,
+    *,
+    step_seconds: Any,
+    measured_step: Any,
+    is_due: bool | None = None,
+    deliver: Delivery | None = None,
+    receives: bool = False,
+    arrived: Arrived | None = None,
+    **ignored: Any,
+) -> tuple[Any, TransformState]:
+    """Take one step with what a device owns.
+
+    With a delay, a step may be taken in two: one that only `receives` and leaves
+    `TransformState.arrived`, and one that is given it, with the gradients.
+    """
+    del ignored
+    if receives and not components.delay:
+        _step_checks.update.needs_delay()
+    is_asked = deliver is not None or receives
+    axes, local = enter(components, buckets, updates, state, params, is_asked)
+    if deliver is not None:
+        memory = components.memory
+        waits = components.waits
+        parts, local = deliver_held(deliver, memory, waits, local, buckets, axes)
+        # gravac.guard must not mistake a delivery for a bad step.
+        info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
+        local = _state.leave(local, state.local)
+        return buckets.unpack(parts), state._replace(local=local, info=info)
+    setting = setting_of(components, axes, buckets, state)._replace(
+        params=params,
+        times=credit(components, state, step_seconds, measured_step),
+        is_due=is_due,
+    )
+    if components.waits and arrived is None:
+        local = phases.add_times(local, setting.times)
+    if receives:
+        arrived, local = _send_held(local, setting)
+        local = _state.leave(local, state.local)
+        zeros = jax.tree.map(jnp.zeros_like, updates)
+        return zeros, state._replace(local=local, arrived=arrived)
+    gradient = phases.prepare(updates, setting)
+    return phases.report(_take(gradient, local, arrived, setting), setting)
+
+
+def _take(
+    gradient: Gradient, local: LocalState, arrived: Arrived | None, setting: Setting
+) -> Taken:
+    """Feed, agree, exchange and decide, in the order that delay and rounds ask."""
+    keep = lambda local: phases.keep(gradient, local, setting)
+    if arrived is not None:
+        return Taken(arrived, keep(local), phases.decide(gradient, arrived, setting))
+    if not setting.components.waits:
+        fed = phases.feed(gradient, local, setting)
+        told = phases.tell(gradient, setting.times)
+        arrived, local = _send(told, fed, local, setting)
+        return Taken(arrived, local, phases.decide(gradient, arrived, setting))
+    if not setting.components.delay:
+        return _take_held(gradient, keep(local), setting)
+    taken = _take_held(gradient, local, setting)
+    return taken._replace(local=keep(taken.local))
+
+
+def _take_held(gradient: Gradient, local: LocalState, setting: Setting) -> Taken:
+    """Exchange what the memory holds, if the step is the last one of a round."""
+
+    def exchange() -> Taken:
+        arrived, after = _send_held(local, setting)
+        return Taken(arrived, after, phases.decide(gradient, arrived, setting))
+
+    controller, state = setting.components.controller, setting.state
+    if not controller.has_rounds or setting.is_due:
+        return exchange()
+    nothing = _nothing(jax.eval_shape(exchange).arrived, local, setting)
+    if setting.is_due is not None:
+        return nothing
+    is_due = state.info.local_steps + 1 >= state.round.length
+    return _collectives.only_if(is_due, exchange, nothing)
+
+
+def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:
+    """Return what comes of a local step: nothing arrives or is decided."""
+    state, rungs = setting.state, len(setting.components.controller.ladder)
+    arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    as_before = Decision(state.rung, state.controller, state.info.gains)
+    return Taken(arrived._replace(rung=jnp.int32(rungs + 1)), local, as_before)
+
+
+def _send_held(local: LocalState, setting: Setting) -> tuple[Arrived, LocalState]:
+    """Send what the memory holds, and what the others have not been told yet."""
+    fed = phases.held(setting.components.memory, local, setting.buckets)
+    arrived, local = _send(local.told, fed, local, setting)
+    return arrived, local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
+
+
+def _send(
+    told: Told, fed: Fed, local: LocalState, setting: Setting
+) -> tuple[Arrived, LocalState]:
+    """Agree on what all must know, then exchange."""
+    agreed = phases.agree(told, fed.parts[-1], setting)
+    return phases.exchange(fed, agreed, local, setting)

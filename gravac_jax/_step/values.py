@@ -1,0 +1,145 @@
+"""What one phase of a step hands to the next."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from gravac_jax._buckets import Buckets
+from gravac_jax._collectives import Axes
+from gravac_jax._exchanges.base import Exchange
+from gravac_jax._info import Tables
+from gravac_jax._state import LocalState, TransformState
+from gravac_jax._step.components import Components
+
+
+class Setting(NamedTuple):
+    """What a step knows before it begins. The first five are static.
+
+    Attributes:
+      components: what the transform is made of.
+      axes: the other replicas.
+      buckets: what is fused, and what goes dense.
+      exchanges: the exchange of each bucket.
+      tables: what each rung sends.
+      looks: whether the step estimates what other rungs would send, `[]` bool or
+        static.
+      key: a random key, the same on all replicas, new at every step that was not bad.
+      state: the transform's state after the last step.
+      params: the params, or None if `update` was not given any.
+      times: the measured time of each kind of step, and whether it is known:
+        `[kinds]` float32 both.
+      is_due: with rounds, whether this step exchanges, if the caller knows: static.
+    """
+
+    components: Components
+    axes: Axes
+    buckets: Buckets
+    exchanges: list[Exchange]
+    tables: Tables
+    looks: jax.Array | bool
+    key: jax.Array
+    state: TransformState
+    params: Any = None
+    times: Any = ()
+    is_due: bool | None = None
+
+
+class Gradient(NamedTuple):
+    """This replica's own gradient.
+
+    Attributes:
+      parts: the buckets, then the leaves that go dense: `[n]` float32 each.
+      bad: `[]` float32, 1 if an entry is not finite or, unclipped, beyond the bound of
+        `prepare.py`.
+    """
+
+    parts: tuple[jax.Array, ...]
+    bad: jax.Array
+
+
+class Fed(NamedTuple):
+    """What the memory made of the gradient.
+
+    Attributes:
+      parts: the buckets, then the leaves that go dense: the gradient and what was held
+        back, `[n]` float32 each.
+      memory: the states that `Memory.retain` takes, one a part.
+    """
+
+    parts: tuple[jax.Array, ...]
+    memory: tuple[Any, ...]
+
+
+class Agreed(NamedTuple):
+    """What every step averages over replicas, in one collective, whatever its rung.
+
+    Attributes:
+      dense: `[m]` float32, the mean of the leaves that go dense.
+      bad: `[]` float32, above 0 if some replica's gradient is bad.
+      gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
+      contrast: `[]` float32, 0 if that energy is the same on all replicas.
+      rung: `[]` float32, the rung in the first replica's state.
+      round_steps: `[1]` float32, the length of the round after the next exchange, in
+        the first replica's state; `[0]` without rounds.
+      seconds: `[kinds]` float32, the measured time of each kind of step, else 0.
+      timed: `[kinds]` float32, the share of replicas that measured it.
+      apart: `[1]` float32, above 0 if replicas hold different params; `[0]` if params
+        are never compared.
+    """
+
+    dense: jax.Array
+    bad: jax.Array
+    gradient_energy: jax.Array
+    contrast: jax.Array
+    rung: jax.Array
+    round_steps: jax.Array
+    seconds: jax.Array
+    timed: jax.Array
+    apart: jax.Array
+
+
+class Arrived(NamedTuple):
+    """What all replicas have received, the same on each of them.
+
+    Attributes:
+      agreed: what every step averages.
+      rung: `[]` int32, the rung that was taken; the first beyond the ladder if silent,
+        the second if local.
+      means: the mean of what was sent, `[n]` float32 a bucket.
+      mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
+      energy: `[]` float32, the energy of the means; 0 without rounds.
+    """
+
+    agreed: Agreed
+    rung: jax.Array
+    means: tuple[jax.Array, ...]
+    mean_energies: jax.Array
+    energy: jax.Array
+
+
+class Decision(NamedTuple):
+    """What the controller made of the step.
+
+    Attributes:
+      rung: `[]` int32, the rung of the next step.
+      controller: the controller's new state.
+      gains: `[rungs]` float32, the gain of each rung, as last known.
+    """
+
+    rung: jax.Array
+    controller: Any
+    gains: jax.Array
+
+
+class Taken(NamedTuple):
+    """What came of a step, before it is reported.
+
+    Attributes:
+      arrived: what all replicas have received.
+      local: this replica's own state after the step.
+      decision: what the controller decided.
+    """
+
+    arrived: Arrived
+    local: LocalState
+    decision: Decision

@@ -1,0 +1,129 @@
+"""Where params and state lie: on which replicas, and sharded over which axes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gravac_jax import _arrays
+
+
+def is_placed(leading: Any, replicas: int) -> None:
+    """Refuse a state that was not placed on this many replicas."""
+    if leading is None:
+        raise ValueError(
+            f"the state is not placed: what the transform keeps per replica has no"
+            f" leading axis of {replicas} replicas. Call params, opt_state ="
+            f" gravac.place((params, opt_state), mesh) first (for gravac.simulate, with"
+            f" the number of replicas in place of the mesh), and in a shard_map of your"
+            f" own take its specs from gravac.state_specs."
+        )
+    if leading != replicas:
+        raise ValueError(
+            f"the state is placed on {leading} replicas, and the step runs on"
+            f" {replicas}. Give gravac.place the same mesh or number as the step."
+        )
+
+
+def is_sliced(leading: Any, devices: int) -> None:
+    """Refuse a state that was made without knowing how the params are sharded."""
+    if leading != devices:
+        raise ValueError(
+            f"the state holds what the transform keeps of {leading} devices of a"
+            f" replica, which has {devices}. Make it by gravac.init(tx, params, mesh,"
+            f" axis_name), with a transform that knows how the params are sharded:"
+            f" sharded=params."
+        )
+
+
+def placed_on(state_replicas: int, mesh_replicas: int) -> None:
+    """Refuse to move per-replica state onto another number of replicas."""
+    if state_replicas != mesh_replicas:
+        raise ValueError(
+            f"the state is placed on {state_replicas} replicas, and the mesh has"
+            f" {mesh_replicas}: what each replica still holds back would be lost or"
+            f" doubled. Place it on {state_replicas} replicas, or start from"
+            f" gravac.init."
+        )
+
+
+def sharded_as_said(path: str, is_slice: bool, axis_name: Any) -> None:
+    """Refuse a slice that is taken for a whole leaf, or the reverse."""
+    found, said = ("a slice", "whole") if is_slice else ("whole", "a slice")
+    raise ValueError(
+        f"the leaf at {path} is {found} on each device along {axis_name!r}, and"
+        f" gravac.transform takes it for {said}: its gradient would be averaged"
+        f" wrongly. `sharded` must name the leaves that are sharded over"
+        f" `dense_axis_name`, and no others."
+    )
+
+
+def sharded_over(used: set[str], fast: Sequence[str]) -> None:
+    """Refuse params that are sharded over any axis but those of `dense_axis_name`."""
+    if others := sorted(used - set(fast)):
+        raise ValueError(
+            f"the params are sharded over {others}, and may be sharded over"
+            f" `dense_axis_name` {tuple(fast)} only: along `axis_name` a replica needs"
+            f" all of the model, and other axes take no part. Leave {others} out of the"
+            f" params' specs, also an axis that is one device long."
+        )
+
+
+def one_mesh(shardings: Sequence[Any]) -> Any:
+    """Return the mesh of shardings; refuse several, or none."""
+    meshes = {x.mesh for x in shardings if isinstance(x, jax.NamedSharding)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"`sharded` must be the params as they lie on one mesh, or their"
+            f" jax.NamedSharding, got {len(meshes)} meshes, and"
+            f" {sorted({type(x).__name__ for x in shardings})}. Under a trace JAX does"
+            f" not tell how params are sharded: take them from outside of jit."
+        )
+    return meshes.pop()
+
+
+def sharded_inside(used: set[str], slow: Sequence[str]) -> None:
+    """Refuse params that are sharded over the slow axis."""
+    if both := sorted(used & set(slow)):
+        raise ValueError(
+            f"the params are sharded over {both}, and a replica along `axis_name` needs"
+            f" all of the model: leave {both} out of their specs."
+        )
+
+
+def sharded_alike(leaves: Sequence[Any], specs: Sequence[Any]) -> None:
+    """Refuse leaves that are not those of which `sharded` told how they are sharded."""
+    is_alike = lambda x, spec: len(spec) <= len(x.shape)
+    if len(leaves) != len(specs) or not all(map(is_alike, leaves, specs)):
+        raise ValueError(
+            f"`sharded` told of {len(specs)} leaves sharded by {_arrays.brief(specs)},"
+            f" and there are {len(leaves)}, of the shapes"
+            f" {_arrays.brief([x.shape for x in leaves])}. Give gravac.transform the"
+            f" params that the optimizer sees: sharded=params."
+        )
+
+
+def is_auto(mesh: Any, axis_name: Any) -> None:
+    """Refuse a mesh on which the compiler cannot be left to shard the model."""
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            f"where the compiler shards the model over other axes of a mesh, replicas"
+            f" lie along one axis, got {axis_name!r}: make one axis of these."
+        )
+    if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
+        raise ValueError(
+            f"where the compiler shards the model, all axes of the mesh must be Auto,"
+            f" got {mesh.axis_types}: jax.make_mesh(shape, names, axis_types="
+            f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)})."
+        )
+
+
+def is_spread(is_mapped_by_vmap: bool, axis_name: Any) -> None:
+    """Refuse a transform that knows of slices, in a step that is mapped otherwise."""
+    if not is_mapped_by_vmap:
+        raise ValueError(
+            f"gravac.transform(sharded=params) leaves the model to the compiler, and"
+            f" this step is mapped over {axis_name!r} by shard_map or pmap. Run it by"
+            f" gravac.data_parallel(step, mesh, {axis_name!r}), without a"
+            f" `dense_axis_name`."
+        )
