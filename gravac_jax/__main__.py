@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tool = importlib.import_module(f"gravac_jax.{options.tool}")
     except ImportError as error:
-        why = f"{error}: pip install 'gravac_jax[tools]'"
+        why = f"{error}: pip install '.[tools]' in the clone"
         raise SystemExit(f"gravac_jax {options.tool}: {why}") from error
     tool.main(options.arguments)
 

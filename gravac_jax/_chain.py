@@ -53,7 +53,8 @@ def the_transform(state: Any, caller: str) -> TransformState:
     if len(found) != 1:
         raise ValueError(
             f"{caller} needs exactly one gravac.transform in the optimizer, found"
-            f" {len(found)}. Write optax.chain(gravac.transform(), optax.sgd(0.1))."
+            f" {len(found)}. For SGD write optax.chain(gravac.transform(),"
+            f" optax.sgd(0.1)), for Adam gravac.adamw(1e-3)."
         )
     _step_checks.update.is_pure(found[0].steps)
     return found[0]

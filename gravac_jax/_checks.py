@@ -107,8 +107,12 @@ def component(value: Any, kind: type, name: str, example: str) -> None:
         is_class = isinstance(value, type)
         got = f"the class {value.__name__}" if is_class else _arrays.brief(value)
         raise TypeError(
-            f"`{name}` must be a {kind.__name__}, got {got}. Did you mean {example}?"
+            f"`{name}` must be {_a(kind.__name__)}, got {got}. Did you mean {example}?"
         )
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "AEIOU" else f"a {noun}"
 
 
 def axis(axis_name: Any) -> None:
@@ -117,7 +121,8 @@ def axis(axis_name: Any) -> None:
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
             f"`axis_name` must be the name of the mapped axis, several names in a"
-            f" tuple, or None to run alone, got {_arrays.brief(axis_name)}."
+            f" tuple, or None to run alone, got {_arrays.brief(axis_name)}. A factor is"
+            f" given by name: gravac.transform(controller=gravac.Fixed(16))."
         )
 
 

@@ -218,20 +218,27 @@ def guard(
       1
     """
     _checks.optimizer(tx, "gravac.guard(tx)")
+    return guarded(tx, "gravac.guard")
+
+
+def guarded(
+    tx: optax.GradientTransformation, caller: str
+) -> optax.GradientTransformationExtraArgs:
+    """Return `guard(tx)`, whose errors name the function that the user called."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
         state = tx.init(params)
         _chain.check_momentum(state)
-        _chain.the_transform(state, "gravac.guard")
+        _chain.the_transform(state, caller)
         return state
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        _chain.the_transform(state, "gravac.guard")
+        _chain.the_transform(state, caller)
         updates, new_state = tx.update(updates, state, params, **extra)
-        is_finite = _chain.the_transform(new_state, "gravac.guard").info.is_finite
+        is_finite = _chain.the_transform(new_state, caller).info.is_finite
 
         def restore(new: Any, old: Any) -> Any:
             if _state.is_transform_state(new):

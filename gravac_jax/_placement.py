@@ -77,7 +77,8 @@ def place(
         return jax.tree.map(lambda x: _copy(x, local), state)
 
     def place_shared(x: Any) -> jax.Array:
-        spec = specs_of(x)
+        # Under jax.set_mesh JAX makes scalars whose spec has a dimension: P(None).
+        spec = _shortened(specs_of(x))
         is_inside = _names_in(spec) <= set(inner)
         return _copy(x, on_mesh(spec if is_inside else jax.P()))
 

@@ -101,7 +101,7 @@ def train_step(
     call = "gravac.train_step(loss_fn, tx, mesh)"
     _checks.function(loss_fn, "loss_fn", call)
     _checks.optimizer(tx, call)
-    tx = _consistency.guard(tx)
+    tx = _consistency.guarded(tx, "gravac.train_step")
     axes = _collectives.join(axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches

@@ -188,7 +188,7 @@ def transform(
     _checks.component(memory, Memory, "memory", memories)
     if controller is None:
         controller = _controller_for(exchange, memory)
-    _checks.component(controller, Controller, "controller", "gravac.Fixed(factor=100)")
+    _checks.component(controller, Controller, "controller", "gravac.Fixed(16)")
     if exchange is None:
         exchange = _exchange_for(controller, memory)
     components = Components(

@@ -52,7 +52,7 @@ ARGUMENTS = [
     (TypeError, gravac.transform, {"memory": gravac.Fixed(10)}, "gravac.Residual()"),
     (TypeError, gravac.transform, {"exchange": gravac.TopK()}, "gravac.AllGather()"),
     (TypeError, gravac.transform, {"compressor": 0.01}, "gravac.TopK()"),
-    (TypeError, gravac.transform, {"controller": 100}, "gravac.Fixed(factor=100)"),
+    (TypeError, gravac.transform, {"controller": 100}, "gravac.Fixed(16)"),
     (TypeError, gravac.transform, {"wire": 125e6}, "gravac.WireCost()"),
     (TypeError, gravac.transform, {"axis_name": 0}, "None"),
     (TypeError, gravac.transform, {"axis_name": ()}, "None"),

@@ -152,3 +152,15 @@ def test_specs_need_shapes_only():
     tree = bare()
     shapes = jax.eval_shape(lambda: tree)
     assert gravac.state_specs(shapes) == gravac.state_specs(tree)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_random_streams_are_placed_where_the_mesh_is_set(devices):
+    """There JAX makes keys whose spec has a dimension that they do not have."""
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+        placed = gravac.place(dropout, mesh)
+    key = placed.rngs.key.get_value()
+    assert key.sharding.is_fully_replicated
+    assert key == dropout.rngs.key.get_value()

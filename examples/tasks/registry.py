@@ -15,6 +15,7 @@ from tasks.lstm import LSTMLanguageModel
 from tasks.resnet import ResNet
 from tasks.task import Batch, Params, Task
 from tasks.transformer import TransformerLanguageModel
+from tasks.vgg import VGG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Size:
 LSTM = Size({"width": 128, "layers": 2}, rows=8, learning_rate=2.0)
 TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rate=0.3)
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
+VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
+SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
 BYTES, WORDS = 64, 35  # predictions per window; GraVAC has 35 words
 
 
@@ -131,4 +134,5 @@ TASKS = {
     "transformer-ptb": _language(TransformerLanguageModel, TRANSFORMER, *_WORDS),
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
+    "vgg-cifar10": _images(VGG, SMALL_VGG, cifar.CIFAR10),
 }

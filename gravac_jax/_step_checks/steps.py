@@ -60,7 +60,8 @@ def _divides(tree: Any, replicas: int, what: str) -> None:
                 f"{what} cannot be split over {replicas} replicas: {path} has shape"
                 f" {shape}. Its first axis must be a multiple of {replicas}; pass what"
                 f" is the same for all by keyword. A batch of several steps has its"
-                f" rows first, too: (rows, steps, ...)."
+                f" rows first, too: (rows, steps, ...). A step that changes nnx"
+                f" objects in place needs gravac.nnx_data_parallel."
             )
 
 
@@ -71,7 +72,8 @@ def returned_state(results: Any, state: Sequence[Any]) -> None:
         raise ValueError(
             f"the step must return its {len(state)} state arguments first, each of the"
             f" structure that it came in, then any metrics, as a tuple; got"
-            f" {len(results)} results of the structures {_arrays.brief(received)}."
+            f" {len(results)} results of the structures {_arrays.brief(received)}. A"
+            f" step that changes nnx objects in place needs gravac.nnx_data_parallel."
         )
 
 

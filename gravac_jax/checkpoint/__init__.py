@@ -17,7 +17,7 @@ replicas the mean of the residuals stays the same::
                 break
 
 Orbax writes the files, in the background and from all processes at once. It is an
-extra: `pip install 'gravac_jax[checkpoint]'`.
+extra: `pip install '.[checkpoint]'` in the clone.
 
 `_checkpointer` decides when to save and which checkpoint to read. `_format` turns
 training state into named arrays and back, with `_leaves`, which gives residuals the

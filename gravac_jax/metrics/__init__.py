@@ -26,7 +26,8 @@ figures to Weights & Biases; open it with `lambda: Wandb(project="one")`::
         def flush(self): pass
         def close(self): self.run.finish()
 
-`TensorBoardWriter` and `LiveView` need `pip install 'gravac_jax[tools]'`.
+`TensorBoardWriter` and `LiveView` need an extra: `pip install '.[tools]'` in the
+clone.
 """
 
 from gravac_jax.metrics._jsonl import JsonlWriter, read_jsonl

@@ -60,7 +60,8 @@ class LiveView:
             from rich.console import Console
         except ImportError as error:
             raise ImportError(
-                f"metrics.LiveView needs {error.name}: pip install 'gravac_jax[tools]'"
+                f"metrics.LiveView needs {error.name}: pip install '.[tools]' in the"
+                f" clone"
             ) from error
         self.title = title
         self.total_steps = total_steps

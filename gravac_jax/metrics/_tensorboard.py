@@ -37,7 +37,7 @@ class TensorBoardWriter:
         except ImportError as error:
             raise ImportError(
                 f"metrics.TensorBoardWriter needs {error.name}: pip install"
-                " 'gravac_jax[tools]'"
+                " '.[tools]' in the clone"
             ) from error
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
