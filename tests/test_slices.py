@@ -444,13 +444,13 @@ def exchange(params):
     )
 
 
-def step_of(tx, mesh, scale=1.0):
+def step_of(tx, mesh, value_and_grad=lambda f: gravac.value_and_grad(f, "dcn")):
     """Return a step whose gradients are the params, times the replica's number."""
 
     def train_step(params, opt_state, batch):
         energies = lambda p: [jnp.sum(x**2) for x in jax.tree.leaves(p)]
         loss = lambda p, x: x[0] * jnp.sum(jnp.stack(energies(p)))
-        _, grads = gravac.value_and_grad(loss, "dcn")(params, batch)
+        _, grads = value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         sums = gravac.checksum(params, "dcn")
         return (
@@ -460,6 +460,14 @@ def step_of(tx, mesh, scale=1.0):
         )
 
     return gravac.data_parallel(train_step, mesh, "dcn", donate=False)
+
+
+def test_gradients_by_jax_are_those_of_one_replica():
+    mesh, tx, params, state = small(exchange)
+    take = lambda step: step(params, state, np.array([1.0, 2.0], np.float32))
+    ours = on_all_devices(take(step_of(tx, mesh)))
+    by_jax = on_all_devices(take(step_of(tx, mesh, jax.value_and_grad)))
+    jax.tree.map(np.testing.assert_array_equal, by_jax, ours)
 
 
 def test_a_bad_gradient_of_one_device_leaves_everything_as_it_is():

@@ -29,7 +29,7 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 def train_step(model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array) -> Any:
     """Take one step in place, and return the loss."""
-    loss, grads = gravac.nnx_value_and_grad(loss_fn, "dcn")(model, tokens)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)
     optimizer.update(model, grads)
     return loss
 
@@ -41,8 +41,8 @@ def main(steps: int = 200) -> list[float]:
     mesh = jax.make_mesh((2, 2, jax.device_count() // 4), axes, axis_types=auto)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         model = Transformer(64, 64, layers=2, rngs=nnx.Rngs(0))
-        exchange = gravac.transform("dcn", sharded=nnx.state(model, nnx.Param))
-        tx = optax.chain(exchange, optax.adamw(3e-3))
+        tx = optax.adamw(3e-3)
+        tx = optax.chain(gravac.transform("dcn", sharded=nnx.state(model)), tx)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         model, optimizer = gravac.place((model, optimizer), mesh, "dcn")
         step = gravac.nnx_data_parallel(train_step, mesh, "dcn")

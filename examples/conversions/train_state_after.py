@@ -34,7 +34,7 @@ def train_step(state: TrainState, batch: Any) -> Any:
         return cross_entropy(logits.astype(jnp.float32), batch[1])
 
     def add(total: Any, part: Any) -> Any:
-        found = gravac.value_and_grad(loss_fn, "dcn")(state.params, part)
+        found = jax.value_and_grad(loss_fn)(state.params, part)
         return jax.tree.map(jnp.add, total, found), None
 
     split = lambda x: x.reshape(-1, PARTS, *x.shape[1:]).swapaxes(0, 1)
