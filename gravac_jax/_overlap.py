@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _parallel, _placement, _state
+from gravac_jax import _chain, _collectives, _parallel, _placement, _state
 from gravac_jax._collectives import AxisName
 from gravac_jax._parallel import Step
 
@@ -46,11 +46,17 @@ class Place(NamedTuple):
 
 
 def checked(mesh: Any, axis_name: AxisName, dense_axis_name: AxisName) -> Place:
-    """Return where a step is taken; refuse simulated replicas and a fast axis."""
+    """Return where a step is taken; refuse simulated replicas and other axes."""
     if not isinstance(mesh, jax.sharding.Mesh) or dense_axis_name is not None:
         raise ValueError(
             f"overlap=True needs a mesh and no `dense_axis_name`, got {mesh!r} and"
             f" {dense_axis_name!r}. Leave `overlap` out: one program does the same."
+        )
+    if inner := _collectives.inner_axes(mesh, axis_name):
+        raise ValueError(
+            f"overlap=True cannot be on a mesh with other axes than those of replicas,"
+            f" {axis_name!r}, got {inner} besides. Leave `overlap` out: one program"
+            f" does the same."
         )
     return Place(mesh, axis_name)
 

@@ -272,7 +272,8 @@ def spread_axes(
 def check_spread(tree: Any, devices: int) -> None:
     """Raise unless the transform has a part for each device of a mesh."""
     for local in _state.locals_of(tree):
-        _step_checks.meshes.is_sliced(_state.placed_replicas(local), devices)
+        leading = _state.placed_replicas(local)
+        _step_checks.meshes.is_sliced(leading, devices, "the mesh")
 
 
 def constrained(

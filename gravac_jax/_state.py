@@ -166,7 +166,8 @@ def check_sliced(state: Any, devices: int) -> None:
     """Refuse a state that does not have an own part for each device of a replica."""
     if not is_transform_state(state):
         _step_checks.update.no_state(state)
-    _step_checks.meshes.is_sliced(placed_replicas(state.local), devices)
+    leading = placed_replicas(state.local)
+    _step_checks.meshes.is_sliced(leading, devices, "a replica")
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:

@@ -81,8 +81,8 @@ def train_step(
     Raises:
       TypeError: if `mesh` is neither a mesh nor a number, or `overlap` is no bool.
       ValueError: if the mesh does not have the axis; for overlap=True with simulated
-        replicas or a fast axis, and, when called, without a delay or with a loss that
-        has a collective. From `init`: as `gravac.place` and
+        replicas or a mesh that has other axes, and, when called, without a delay or
+        with a loss that has a collective. From `init`: as `gravac.place` and
         `gravac.guard`. When called: as the parts; if own params are asked for and an
         optimizer such as Adam comes after the transform.
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from programs import sliced
 from programs.reading import Program
 
 PROGRAM = """HloModule step, is_scheduled=true
@@ -70,3 +71,37 @@ def test_turns_of_a_compiled_loop_are_known():
     steps = lambda x: jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, length=9)[0]
     text = jax.jit(steps).lower(jnp.ones(100)).compile().as_text()
     assert Program(text or "").turns == [9]
+
+
+# On 2 x 2 devices: one collective in two pieces, one within replicas, one across.
+COLLECTIVES = """HloModule step, is_scheduled=true
+
+%piece.1 (p.0: bf16[10]) -> bf16[20] {
+  %p.0 = bf16[10]{0} parameter(0)
+  ROOT %gather.1 = bf16[20]{0} all-gather(%p.0), channel_id=3, replica_groups=[2,2]<=[4]
+}
+
+%piece.2 (p.1: bf16[10]) -> bf16[20] {
+  %p.1 = bf16[10]{0} parameter(0)
+  ROOT %gather.2 = bf16[20]{0} all-gather(%p.1), channel_id=3, replica_groups=[2,2]<=[4]
+}
+
+ENTRY %main (a: f32[4], b: f32[6]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %b = f32[6]{0} parameter(1)
+  %both = (f32[4]{0}, f32[6]{0}) all-reduce(%a, %b), channel_id=1, \
+replica_groups={{0,1},{2,3}}, to_apply=%sum
+  ROOT %sent = f32[4]{0} all-to-all(%a), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0)
+}
+"""
+
+
+def test_collectives_count_once_between_replicas_or_within():
+    found = sliced.counted(Program(COLLECTIVES), inner_devices=2)
+    assert [tuple(x.values()) for x in found["across"]] == [
+        ("all-to-all", "f32", 1, 16, 16)
+    ]
+    assert [tuple(x.values()) for x in found["within"]] == [
+        ("all-gather", "bf16", 1, 20, 20),
+        ("all-reduce", "f32", 1, 40, 40),
+    ]

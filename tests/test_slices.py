@@ -17,6 +17,7 @@ import optax
 import pytest
 from _harness import AXIS_TYPES, at, choices, make_mesh
 from jax import P
+from programs import reading
 
 import gravac_jax as gravac
 from gravac_jax import checkpoint
@@ -299,35 +300,7 @@ def test_what_is_sent_and_kept_is_what_came(exchange):
 
 # What is compiled
 
-GROUPS = re.compile(
-    r"replica_groups=(?:(\{\{[\d,{}]*\}\})|\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    r"|mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\})"
-)
 numbers = lambda text: [int(x) for x in re.findall(r"\d+", text)]
-
-
-def groups_of(line):
-    """Return the groups of devices that a collective puts together."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-        return np.reshape(numbers(pairs[1]), (-1, 2)).tolist()
-    listed, shape, dims, turn, mesh, ids, ids_turn, axes = GROUPS.search(line).groups()
-    if listed:
-        return [numbers(x) for x in re.findall(r"\{([\d,]+)\}", listed)]
-
-    def turned(dims, turn):
-        order = numbers(turn) if turn else range(len(numbers(dims)))
-        devices = np.arange(np.prod(numbers(dims)))
-        return devices.reshape(numbers(dims)).transpose(order)
-
-    if shape:
-        return turned(dims, turn).reshape(numbers(shape)).tolist()
-    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    devices = turned(ids, ids_turn) if ids else np.arange(np.prod([*sizes.values()]))
-    devices = devices.reshape([*sizes.values()])
-    inside = [list(sizes).index(x) for x in re.findall(r"\w+", axes)]
-    outside = [i for i in range(len(sizes)) if i not in inside]
-    count = np.prod([devices.shape[i] for i in inside])
-    return devices.transpose(outside + inside).reshape(-1, count).tolist()
 
 
 def collectives(text, inner_devices=4):
@@ -335,7 +308,7 @@ def collectives(text, inner_devices=4):
     kinds = re.compile(rf"= (.*?) ({_harness.KINDS})(?:-start)?\(")
     for line in text.splitlines():
         if op := kinds.search(line):
-            replicas = [{x // inner_devices for x in xs} for xs in groups_of(line)]
+            replicas = [{x // inner_devices for x in xs} for xs in reading.groups(line)]
             crosses = max(map(len, replicas)) > 1
             yield crosses, op[2], re.findall(r"(\w+)\[([\d,]*)\]", op[1])
 
@@ -518,7 +491,7 @@ def refused(transform, mesh=None, **kwargs):
 MISTAKES = {
     "nothing said": (
         lambda params: gravac.transform("dcn", compress=True),
-        r"of 2 devices of a replica.*sharded=params",
+        r"has 2 parts.*the mesh has 8 devices.*sharded=params",
     ),
     "other params": (
         lambda params: gravac.transform("dcn", sharded=[params, params]),
@@ -555,6 +528,12 @@ def test_a_fast_axis_beside_the_compilers_is_refused():
     params = put({"up": PARAMS["up"]}, three_axes(), {"up": SPECS["up"]})
     with pytest.raises(TypeError, match=r"not both"):
         gravac.transform("dcn", dense_axis_name="fsdp", sharded=params)
+
+
+def test_three_programs_are_refused():
+    tx = RECIPES["delay"]()
+    with pytest.raises(ValueError, match=r"other axes.*'dcn', got \('fsdp', 'tp'\)"):
+        gravac.train_step(loss_fn, tx, three_axes(), "dcn", overlap=True)
 
 
 def test_explicit_axes_are_refused():

@@ -25,14 +25,15 @@ def is_placed(leading: Any, replicas: int) -> None:
         )
 
 
-def is_sliced(leading: Any, devices: int) -> None:
+def is_sliced(leading: int | None, devices: int, whose: str) -> None:
     """Refuse a state that was made without knowing how the params are sharded."""
-    if leading != devices:
+    parts = 1 if leading is None else leading
+    if parts != devices:
         raise ValueError(
-            f"the state holds what the transform keeps of {leading} devices of a"
-            f" replica, which has {devices}. Make it by gravac.init(tx, params, mesh,"
-            f" axis_name), with a transform that knows how the params are sharded:"
-            f" sharded=params."
+            f"the state has {parts} parts, one a device, and {whose} has {devices}"
+            f" devices, of which each needs a part for the slice that it owns. Make the"
+            f" state by gravac.init(tx, params, mesh, axis_name), with a transform that"
+            f" knows how the params are sharded: sharded=params."
         )
 
 

@@ -16,7 +16,7 @@ VOCABULARY, LENGTH = 256, 128  # bytes, in windows
 
 
 class Step(NamedTuple):
-    """A train step of one replica, over the axis "data".
+    """A train step of one replica.
 
     Attributes:
       model: The GPT.
@@ -29,35 +29,50 @@ class Step(NamedTuple):
     take: Callable[..., Any]
 
 
-def step(method: str, millions: int, is_due: bool | None = None) -> Step:
+def model(millions: int) -> LanguageModel:
+    """Return the GPT of one of `SIZES`."""
+    layers, width = SIZES[millions]
+    return LanguageModel(VOCABULARY, LENGTH, layers, width, heads=width // 64)
+
+
+def mean_loss(logits: Any, tokens: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the next tokens."""
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(losses(logits[:, :-1], tokens[:, 1:]))
+
+
+def step(
+    method: str,
+    millions: int,
+    is_due: bool | None = None,
+    axis_name: str = "data",
+    sharded: Any = False,
+) -> Step:
     """Return the step of a method of training/methods.py.
 
     Args:
       method: Its name; Adam follows if the memory has no optimizer.
       millions: Of `SIZES`.
       is_due: With rounds, whether this step exchanges; None if the program decides.
+      axis_name: The axis of the replicas.
+      sharded: As for `gravac.transform`.
     """
     told = {} if is_due is None else {"is_due": is_due}
     chosen = arguments(method)
     tx = optax.chain(
-        gravac.transform(**chosen),
+        gravac.transform(axis_name, sharded=sharded, **chosen),
         *after(chosen, optax.scale_by_adam(), None),
         optax.scale_by_learning_rate(1e-3),
     )
-    layers, width = SIZES[millions]
-    model = LanguageModel(VOCABULARY, LENGTH, layers, width, heads=width // 64)
-
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits: Any = model.apply(params, tokens)
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return jnp.mean(losses(logits[:, :-1], tokens[:, 1:]))
+    apply = model(millions).apply
+    loss_fn = lambda params, tokens: mean_loss(apply(params, tokens), tokens)
 
     def take(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         where = params
         if is_local(method):
             where = gravac.local_params(tx, params, opt_state)
-        loss, grads = gravac.value_and_grad(loss_fn)(where, tokens)
+        loss, grads = gravac.value_and_grad(loss_fn, axis_name)(where, tokens)
         updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    return Step(model, tx, take)
+    return Step(model(millions), tx, take)

@@ -10,6 +10,9 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVE = re.compile(
@@ -28,6 +31,10 @@ FREE = {
 SCALAR = {"add", "and", "compare", "convert", "divide", "multiply", "select"}
 VIEWS = {"bitcast", "get-tuple-element"}
 PARTS = {"slice", "dynamic-slice", "gather"}
+GROUPS = re.compile(
+    r"replica_groups=(?:(\{\{[\d,{}]*\}\})|\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    r"|mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Operation:
     @property
     def bytes(self) -> int:
         """Bytes of the result."""
-        return _bytes(self.shape)
+        return bytes_of(self.shape)
 
     @property
     def collective(self) -> str | None:
@@ -234,6 +241,57 @@ class Program:
                 )
         return found
 
+    def puts(self) -> list[tuple[Operation, list[str]]]:
+        """Return each collective once, with the shapes that a device puts in.
+
+        A TPU's program may have one in pieces, within kernels, that share a channel.
+        """
+        scheduled = {x.name for x in self._all()}
+        found: dict[Any, tuple[Operation, list[str]]] = {}
+        for inner in self.computations.values():
+            for x in inner.values():
+                if x.collective:
+                    piece = re.search(r"channel_id=\d+", x.rest)
+                    key: Any = x.name
+                    if piece and x.name not in scheduled:
+                        key = x.collective, piece[0]
+                    found[key] = x, [inner[name].shape for name in x.operands]
+        return list(found.values())
+
+
+def groups(text: str) -> list[list[int]]:
+    """Return the groups of devices that a collective puts together.
+
+    Args:
+      text: Its attributes, as written, or its whole line.
+    """
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
+        return np.reshape(_numbers(pairs[1]), (-1, 2)).tolist()
+    match = GROUPS.search(text)
+    assert match, text
+    listed, shape, dims, turn, mesh, ids, ids_turn, axes = match.groups()
+    if listed:
+        return [_numbers(x) for x in re.findall(r"\{([\d,]+)\}", listed)]
+    if shape:
+        return _turned(dims, turn).reshape(_numbers(shape)).tolist()
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    devices = _turned(ids, ids_turn) if ids else np.arange(math.prod(sizes.values()))
+    devices = devices.reshape([*sizes.values()])
+    inside = [list(sizes).index(x) for x in re.findall(r"\w+", axes)]
+    outside = [i for i in range(len(sizes)) if i not in inside]
+    count = math.prod(devices.shape[i] for i in inside)
+    return devices.transpose(outside + inside).reshape(-1, count).tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text)]
+
+
+def _turned(dims: str, turn: str | None) -> np.ndarray:
+    shape = _numbers(dims)
+    order = _numbers(turn) if turn else range(len(shape))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
+
 
 def _parse(line: str) -> Operation | None:
     left, equals, right = line.strip().partition(" = ")
@@ -261,7 +319,7 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _bytes(shape: str) -> int:
+def bytes_of(shape: str) -> int:
     """Return the bytes of a shape, or of all shapes in a tuple."""
     found = ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
     return sum(_dtype_bytes(dtype) * _entries(sizes) for dtype, sizes in found)
@@ -330,7 +388,7 @@ def _done(operations: list[Operation], start: int) -> int | None:
 
 def _payload(x: Operation, replicas: int) -> int:
     """Return the bytes that one replica puts in."""
-    size = _bytes(x.shape)
+    size = bytes_of(x.shape)
     if x.kind.endswith("-start") and x.shape.startswith("("):
         shapes = ARRAY.findall(re.sub(r"\{[^}]*\}", "", x.shape))
         dtype, sizes = shapes[-1]  # the result; before it comes the operand

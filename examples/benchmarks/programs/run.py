@@ -10,11 +10,15 @@ compile. It runs on any machine with Linux, and needs no TPU and no GPU:
     pip install -e '.[examples,cuda]'             # 4.6 GB
     python examples/benchmarks programs --device h100 --out FILE.jsonl
     python examples/benchmarks programs.report FILE.jsonl
+
+With `--inner 2 2` the compiler shards the GPT of each of two replicas over four
+devices. The record then has all collectives: those between replicas, and those within.
 """
 
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -36,7 +40,7 @@ from common.journal import Journal, Line
 from jax.experimental import topologies
 
 import gravac_jax as gravac
-from programs import gpt
+from programs import gpt, sliced
 from programs.reading import Program
 
 # An NVIDIA H100 with NVLink, as XLA's GpuTargetConfigProto has it.
@@ -65,9 +69,11 @@ class Args:
       out: The record, JSONL; what is in it is not compiled again.
       methods: Names as in training/methods.py; Adam follows if the memory has none.
         "between" before an every...: a step of its rounds that exchanges nothing.
-      device: What to compile for: four of them.
+      device: What to compile for: four of them, or those of two replicas.
       millions: Entries of the model, in millions: 1, 25 or 100.
       texts: A folder for the programs themselves.
+      inner: Devices of a replica along "fsdp" and "tp"; none for one device each. There
+        are two more methods then, by a plain jit: "jit", and "alone" of one replica.
     """
 
     out: Path
@@ -75,6 +81,7 @@ class Args:
     device: Literal["v5e", "h100"] = "v5e"
     millions: tuple[int, ...] = (1, 25)
     texts: Path | None = None
+    inner: tuple[int, ...] = ()
 
 
 def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
@@ -108,31 +115,37 @@ def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
     return jax.jit(mapped, donate_argnums=(0, 1)).lower(*state, batch), entries
 
 
-def described(device: str) -> tuple[list[Any], dict[str, str]]:
-    """Return four devices of a kind, and the version of what compiles for them."""
+def described(device: str, count: int) -> tuple[list[Any], dict[str, str]]:
+    """Return devices of a kind, and the version of what compiles for them."""
     if device == "v5e":
-        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
+        topology = topologies.get_topology_desc(f"v5e:2x{count // 2}", "tpu")
         package = "libtpu"
     else:
         topology = topologies.get_topology_desc(
-            "", "cuda", target_config=H100, topology="1x1x4"
+            "", "cuda", target_config=H100, topology=f"1x1x{count}"
         )
         package = "jax-cuda13-pjrt"
     return topology.devices, {package: importlib.metadata.version(package)}
 
 
-def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
-    """Compile a method's step, and return what its program shows."""
-    step, entries = lowered(name, millions, mesh)
+def compiled(name: str, millions: int, step: Any, texts: Path | None) -> Any:
+    """Compile a lowered step, and return it, its program and the seconds it took."""
     start = time.perf_counter()
-    compiled = step.compile()
+    made = step.compile()
     seconds = time.perf_counter() - start
-    text = compiled.as_text() or ""
+    text = made.as_text() or ""
     if texts:
         texts.mkdir(parents=True, exist_ok=True)
         (texts / f"{name}_{millions}.txt").write_text(text)
-    program, bucket_bytes = Program(text), 4 * entries
-    cost, memory = program.cost(), compiled.memory_analysis()
+    return made, Program(text), round(seconds, 1)
+
+
+def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
+    """Compile a method's step, and return what its program shows."""
+    step, entries = lowered(name, millions, mesh)
+    made, program, seconds = compiled(name, millions, step, texts)
+    bucket_bytes = 4 * entries
+    cost, memory = program.cost(), made.memory_analysis()
     branches = [[vars(y) for y in x.branches] for x in program.conditionals]
     return {
         "entries": entries,
@@ -143,17 +156,30 @@ def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
         "conditionals": branches,
         "temporaries": round(memory.temp_size_in_bytes / bucket_bytes, 2),
         "collectives": program.collectives(mesh.size),
-        "compile_seconds": round(seconds, 1),
+        "compile_seconds": seconds,
     }
+
+
+def read_sliced(name: str, millions: int, devices: Any, texts: Path | None) -> Line:
+    """Do so where the compiler shards the GPT, over `devices[replica, fsdp, tp]`."""
+    mesh = sliced.mesh_of(devices[:1] if name == sliced.ALONE else devices)
+    step = sliced.lowered(name, millions, mesh, ROWS)
+    _, program, seconds = compiled(name, millions, step, texts)
+    counts = sliced.counted(program, devices[0].size)
+    return {**counts, "compile_seconds": seconds}
 
 
 def main(args: Args) -> None:
     """Compile each method's step, and print its line."""
-    devices, version = described(args.device)
+    shape = (sliced.REPLICAS, *args.inner) if args.inner else (4,)
+    devices, version = described(args.device, math.prod(shape))
+    inner = {"inner": args.inner} if args.inner else {}
+    journal = Journal(args.out, {"device": args.device, **inner, **version})
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
-    journal = Journal(args.out, {"device": args.device, **version})
+    place = np.array(devices).reshape(shape) if args.inner else mesh
+    how = read_sliced if args.inner else read
     for millions in args.millions:
         for name in args.methods:
-            make = lambda name=name, n=millions: read(name, n, mesh, args.texts)
+            make = lambda name=name, n=millions: how(name, n, place, args.texts)
             line = journal.once(make, method=name, millions=millions)
             print(json.dumps(line), flush=True)
