@@ -530,6 +530,19 @@ def test_a_fast_axis_beside_the_compilers_is_refused():
         gravac.transform("dcn", dense_axis_name="fsdp", sharded=params)
 
 
+def test_a_constraint_over_the_slow_axis_is_explained():
+    mesh, _, params, state = small(exchange)
+
+    def train_step(params, opt_state, batch):
+        batch = jax.lax.with_sharding_constraint(batch, rows_of_all)
+        return params, opt_state, batch.sum()
+
+    rows_of_all = jax.NamedSharding(mesh, P(("dcn", "fsdp")))
+    step = gravac.data_parallel(train_step, mesh, "dcn")
+    with pytest.raises(ValueError, match="must not name the axis of the\nreplicas"):
+        step(params, state, np.ones(4, np.float32))
+
+
 def test_three_programs_are_refused():
     tx = RECIPES["delay"]()
     with pytest.raises(ValueError, match=r"other axes.*'dcn', got \('fsdp', 'tp'\)"):

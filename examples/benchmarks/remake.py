@@ -111,6 +111,7 @@ MADE: dict[str, Make] = {
     **_end_to_end("2026-11-24_delay"),
     **_paper("2026-11-23_results"),
     **_programs("2026-11-25_programs"),
+    **_programs("2026-11-25_slices"),
 }
 
 

@@ -131,7 +131,7 @@ def explained() -> Iterator[None]:
     """Add to errors of JAX and Optax in a step what they mean for its author."""
     try:
         yield
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         for words, note in _NOTES.items():
             if words in str(error):
                 error.add_note(note)
@@ -152,6 +152,11 @@ the same on all of them, in a loop or a branch.
 - What an optimizer is told, such as optax.contrib.reduce_on_plateau, must be the same
   on all replicas: tx.update(..., value=jax.lax.pmean(loss, axis_name)).
 - The carry of any other loop begins with jax.lax.pcast(zeros, axis_name, to="varying").
+""",
+    "vmap spmd_axis_name": """
+gravac: where the compiler shards the model, a step sees the rows of one replica. Its
+sharding constraints, and Flax's logical rules for them, must not name the axis of the
+replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
 """,
     "update_fn() missing": """
 gravac: a part of the optimizer is told more than gradients. In a step of your own write
