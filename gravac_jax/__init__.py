@@ -28,6 +28,7 @@ from gravac_jax._controllers import low_after_drops as low_after_drops
 from gravac_jax._controllers import warm_up as warm_up
 from gravac_jax._controllers.base import Controller as Controller
 from gravac_jax._controllers.base import Evidence as Evidence
+from gravac_jax._controllers.base import Predictions as Predictions
 from gravac_jax._controllers.cost_model import WireCost as WireCost
 from gravac_jax._controllers.ladders import exponential as exponential
 from gravac_jax._controllers.ladders import geometric as geometric

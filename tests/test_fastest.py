@@ -313,3 +313,58 @@ def test_rounds_are_long_where_the_network_is_slow():
             found.append(int(state[1][0].info.local_steps))
         lengths[name] = max(found) + 1
     assert lengths == {"fast": 1, "slow": 16}
+
+
+@functools.cache
+def _deciding(controller):
+    """Return a run of decisions on random evidence, with what each predicted."""
+
+    def run(key):
+        def step(state, key):
+            shares, parts, noise = jax.random.split(key, 3)
+            rungs = len(controller.ladder)
+            sent = jnp.sort(jax.random.uniform(shares, (rungs,)))[::-1].at[0].set(1)
+            predicted = jnp.exp(2 * jax.random.normal(parts, (rungs, 4)))
+            now = state.current % rungs
+            seconds = predicted.sum(-1)[now] * jnp.exp(jax.random.normal(noise))
+            is_now = jnp.arange(rungs) == now
+            evidence = gravac.Evidence(
+                step=jnp.int32(0),
+                replicas=4,
+                first_sparse=jnp.int32(1),
+                energies=sent,
+                energy=jnp.float32(1),
+                gradient_energy=jnp.float32(1),
+                gradient_energies=sent,
+                predicted_parts=predicted,
+                measured_seconds=jnp.where(is_now, seconds, jnp.nan),
+                local_seconds=jnp.float32(jnp.nan),
+            )
+            _, after = controller.decide(evidence, state)
+            found = controller.predictions(after)
+            arrays = found._replace(factors=(), steps=())
+            return after, (state.home, state.current, after.dwelt, arrays)
+
+        return jax.lax.scan(step, controller.init()[1], jax.random.split(key, 3000))[1]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(("least", "rounds"), [(0.0, (1,)), (0.8, (1, 4, 16))])
+def test_what_is_explained_is_what_was_decided(least, rounds):
+    controller = gravac.Fastest(least_progress=least, rounds=rounds)
+    before, current, dwelt, found = _deciding(controller)(jax.random.key(0))
+    before, current, dwelt = map(np.asarray, (before, current, dwelt))
+    found = jax.tree.map(np.asarray, found)
+    moves = np.flatnonzero(found.home != before)
+    stays = np.flatnonzero((found.home == before) & (current == before) & (dwelt > 2))
+    assert len(moves) > 10
+    assert len(stays) > 10
+    for i in [*moves, *stays]:
+        progress = np.maximum(np.float64(found.progress[i]), 1e-6)
+        enough = progress >= least
+        enough[before[i]] |= progress[before[i]] >= 0.97 * least
+        cost = np.where(enough, found.seconds[i] / progress, np.inf)
+        margin = 1 if i in moves else 0.97
+        assert cost[found.home[i]] * margin <= cost.min() * (1 + 1e-5)
+    assert controller.predictions(controller.init()[1]).progress.sum() == 0

@@ -171,6 +171,70 @@ def test_a_recorder_without_writers_does_not_look_at_the_state():
         recorder.record(0, "no state")
 
 
+# Decisions.
+
+CHOOSING = gravac.Fastest((1, 4, 16), least_progress=0.9, rounds=(1, 4))
+CHOICES = "dense", "factor 4", "factor 16"
+CHOICES = [*CHOICES, *(f"{x} every 4 steps" for x in CHOICES)]
+
+
+@functools.cache
+def decided():
+    """Return the state after each of three steps of two replicas on a slow network."""
+    slow = gravac.WireCost(bytes_per_second=1e5)
+    tx = gravac.transform(controller=CHOOSING, compress=True, wire=slow)
+    step = lambda state, grads: tx.update(grads, state)[::-1]
+    step = gravac.simulate(step, 2, donate=False)
+    grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4096)), jnp.float32)
+    states = [gravac.place(tx.init(grads[0]), 2)]
+    for _ in range(3):
+        states.append(step(states[-1], grads)[0])
+    return states
+
+
+def test_a_decision_is_explained_by_the_figures_that_it_compared():
+    before, *states = decided()
+    assert "predicted nothing yet" in metrics.explain(before, CHOOSING)
+    head, *lines, source = metrics.explain(states[0], CHOOSING).splitlines()
+    assert head.startswith("choice")
+    assert source.endswith("gravac.WireCost alone, since no step time was measured.")
+    cells, verdicts = [re.split("  +", x) for x in lines], {}
+    assert [x[0] for x in cells] == CHOICES
+    found = CHOOSING.predictions(states[0].controller)
+    for i, (name, *figures) in enumerate(cells):
+        seconds, progress = 1e3 * float(found.seconds[i]), float(found.progress[i])
+        expected = [f"{seconds:.1f}", f"{progress:.2f}", f"{seconds / progress:.1f}"]
+        assert figures[:3] == expected
+        verdicts[name] = figures[3:]
+    assert verdicts["factor 16"] == ["taken"]
+    assert verdicts["factor 4"] == ["visited, to measure it"]
+    assert verdicts["factor 16 every 4 steps"] == ["too little progress"]
+    assert verdicts["dense"] == []
+
+
+@pytest.mark.parametrize("wrong", [gravac.Fixed(4), "fastest"], ids=repr)
+def test_what_predicts_nothing_cannot_be_explained(wrong):
+    with pytest.raises(TypeError, match=r"gravac\.Fastest\(\)"):
+        metrics.explain(TX.init(PARAMS), wrong)
+
+
+def test_a_recorder_with_the_controller_writes_predictions_and_the_view_says_why():
+    kept, states = Kept(), decided()
+    with metrics.Recorder(kept, controller=CHOOSING) as recorder:
+        for i, state in enumerate(states):
+            recorder.record(i, state)
+    found, (_, figures) = CHOOSING.predictions(states[-1].controller), kept[-1]
+    for kind, values in (("seconds", found.seconds), ("progress", found.progress)):
+        read = [figures[f"gravac/predicted_{kind}/{x}"] for x in CHOICES]
+        assert read == np.asarray(values, np.float64).tolist()
+    assert figures["gravac/choice"] == int(found.home)
+    lines = view_of(False, [x for _, x in kept], total_steps=4)
+    said = [x for x in lines if "taken" in x]
+    assert len(said) == 1  # nothing is said before a decision, nor twice of the same
+    assert said[0].startswith("step 2: dense ")
+    assert re.search(r"factor 16 \d+ ms at 0\.\d\d of the progress: taken", said[0])
+
+
 # Files.
 
 

@@ -16,7 +16,7 @@ COMPONENTS = """
     SharedRandomK StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
-RECORDS = "Choice Evidence Exchanged Kept Traffic Wanted "
+RECORDS = "Choice Evidence Exchanged Kept Predictions Traffic Wanted "
 FUNCTIONS = """
     adamw by_rank checksum data_parallel dgc diloco exponential flush geometric guard
     init local_params low_after_drops matrices nnx_data_parallel nnx_flush

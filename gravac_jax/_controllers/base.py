@@ -65,6 +65,36 @@ class Evidence(NamedTuple):
         return self.predicted_parts.sum(-1)
 
 
+class Predictions(NamedTuple):
+    """What a controller predicted of its choices at the last decision.
+
+    Attributes:
+      factors: the factor of each choice, static.
+      steps: the steps of a round of each choice, static.
+      seconds: `[choices]` float32, the mean seconds of a step.
+      progress: `[choices]` float32, what a step is worth, in dense steps; zeros before
+        the first decision.
+      is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
+      home: `[]` int32, the choice believed to be fastest.
+      current: `[]` int32, the choice of the next exchange; another one than home is
+        visited to measure it.
+      times: `[]` int32, measured step times so far. Without any, the seconds are those
+        of the cost model.
+
+    Example:
+      See `gravac.Controller`.
+    """
+
+    factors: tuple[float, ...]
+    steps: tuple[int, ...]
+    seconds: jax.Array
+    progress: jax.Array
+    is_allowed: jax.Array
+    home: jax.Array
+    current: jax.Array
+    times: jax.Array
+
+
 class Controller(abc.ABC):
     """Chooses the rung of each step. Subclass it to write your own.
 
@@ -167,6 +197,15 @@ class Controller(abc.ABC):
           state: the new state.
         """
 
+    def predictions(self, state: Any) -> Predictions | None:
+        """Return what the last decision predicted, or None if it predicts nothing.
+
+        Args:
+          state: from `decide`.
+        """
+        del state
+        return None
+
 
 class DerivedLadder(Controller):
     """Base of controllers whose ladder follows from their other arguments."""
@@ -201,6 +240,10 @@ class Wrapping(DerivedLadder):
     def look_every(self) -> int:
         """Number of steps between two looks: that of the other controller."""
         return self.controller.look_every
+
+    def predictions(self, state: Any) -> Predictions | None:
+        """Return what the other controller predicted."""
+        return self.controller.predictions(state)
 
 
 def kinds_of_steps(controller: Controller) -> int:

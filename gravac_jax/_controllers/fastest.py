@@ -9,7 +9,7 @@ import numpy as np
 
 from gravac_jax import _arrays, _checks
 from gravac_jax._controllers import compression_gain, step_time_filter
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller, Evidence, Predictions
 from gravac_jax._controllers.progress import progress as progress_of
 
 # All of these are arbitrary; simulations showed that they trade well. Steps at a rung
@@ -36,6 +36,9 @@ class FastestState(NamedTuple):
       known: `[]` int32, steps since the network last changed, at most 400.
       averages: smoothed energies of the gradients.
       timing: what is known about step times.
+      seconds: `[choices]` float32, the mean seconds of a step, as the last decision
+        predicted them.
+      progress: `[choices]` float32, the same of what a step is worth.
     """
 
     home: jax.Array
@@ -45,10 +48,17 @@ class FastestState(NamedTuple):
     known: jax.Array
     averages: compression_gain.Averages
     timing: step_time_filter.Timing
+    seconds: jax.Array
+    progress: jax.Array
 
     def moved(self, fresh: "FastestState") -> "FastestState":
         """Forget step times: on other devices they are not known yet."""
-        return self._replace(known=fresh.known, timing=fresh.timing)
+        return self._replace(
+            known=fresh.known,
+            timing=fresh.timing,
+            seconds=fresh.seconds,
+            progress=fresh.progress,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +172,7 @@ class Fastest(Controller):
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
+        choices = len(self.ladder) * len(self.rounds)
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
             current=start(),
@@ -170,6 +181,8 @@ class Fastest(Controller):
             known=jnp.zeros((), jnp.int32),
             averages=compression_gain.no_averages(len(self.ladder)),
             timing=step_time_filter.no_times(),
+            seconds=jnp.zeros(choices, jnp.float32),
+            progress=jnp.zeros(choices, jnp.float32),
         )
 
     def decide(
@@ -178,12 +191,9 @@ class Fastest(Controller):
         """Learn, then go home, stay, or visit."""
         averages = _smoothed(evidence, state.averages)
         expected = self._progress(averages)
-        # The rung in use is left at a lower bound than it would be taken at.
-        is_home = jnp.arange(expected.size) == state.home
-        least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
         # A choice without progress is never the fastest.
-        progress = jnp.where(expected < least, 0, expected)
-        progress = jnp.maximum(progress, 1e-6).at[0].set(1.0)
+        progress = jnp.where(self._is_allowed(expected, state.home), expected, 0)
+        progress = jnp.maximum(progress, 1e-6)
         timing, has_changed = _timed(evidence, state.timing)
         kinds = step_time_filter.predict(timing, _kinds(evidence))
         rounds = step_time_filter.mixed(kinds, self._shares_of_kinds())
@@ -229,13 +239,35 @@ class Fastest(Controller):
             known=known,
             averages=averages,
             timing=timing,
+            seconds=rounds.seconds,
+            progress=expected,
         )
+
+    def predictions(self, state: FastestState) -> Predictions:
+        """Return the seconds and the progress of every choice at the last decision."""
+        return Predictions(
+            factors=self.ladder * len(self.rounds),
+            steps=tuple(steps for steps in self.rounds for _ in self.ladder),
+            seconds=state.seconds,
+            progress=state.progress,
+            is_allowed=self._is_allowed(state.progress, state.home),
+            home=state.home,
+            current=state.current,
+            times=state.timing.times,
+        )
+
+    def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
+        """Return which choices make enough progress: `[choices]` bool."""
+        # The choice in use is left at a lower bound than it would be taken at.
+        is_home = jnp.arange(progress.size) == home
+        least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
+        return progress >= least
 
     def _progress(self, averages: compression_gain.Averages) -> jax.Array:
         """Return what a step of each choice is worth, `[choices]` float32."""
         share = compression_gain.gain(averages.sent, averages.total)
         steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
-        return progress_of(share[None], steps).ravel()
+        return progress_of(share[None], steps).ravel().at[0].set(1.0)
 
     def _shares_of_kinds(self) -> np.ndarray:
         """Return the share of each kind of step in a round: `[choices, kinds]`."""

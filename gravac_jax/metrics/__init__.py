@@ -30,6 +30,7 @@ figures to Weights & Biases; open it with `lambda: Wandb(project="one")`::
 clone.
 """
 
+from gravac_jax.metrics._explain import explain
 from gravac_jax.metrics._jsonl import JsonlWriter, read_jsonl
 from gravac_jax.metrics._live_view import LiveView
 from gravac_jax.metrics._recorder import Recorder, Writer, first_host
@@ -42,6 +43,7 @@ __all__ = [
     "Recorder",
     "TensorBoardWriter",
     "Writer",
+    "explain",
     "first_host",
     "read_jsonl",
     "scalars",

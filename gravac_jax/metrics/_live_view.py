@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from gravac_jax.metrics import _explain
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -27,6 +29,9 @@ class LiveView:
     such as in the log of a cluster, one line is printed every few seconds. The loss is
     the mean of the last 20 steps; the bytes are those of one replica since the view was
     opened, beside those of dense steps. Figures that are not written are not shown.
+
+    If `metrics.Recorder` is given the controller, a line says whenever the controller
+    changes its mind, and why.
 
     Args:
       total_steps: Number of steps of the run.
@@ -81,6 +86,7 @@ class LiveView:
         self._sent = self._dense = 0.0  # bytes so far
         self._known: dict[str, float] = {}  # figures of the last step that sent
         self._printed_at = -math.inf
+        self._choice = math.nan
         self._live = live.Live(
             self._progress,
             console=self._console,
@@ -94,6 +100,7 @@ class LiveView:
         """Show the figures of a step."""
         from rich.console import Group
 
+        self._explain(step, scalars)
         self._progress.update(self._task, completed=step + 1)
         if speed := self._progress.tasks[0].speed:  # steps per second
             self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
@@ -121,6 +128,16 @@ class LiveView:
     def frame(self) -> "RenderableType":
         """Return what the terminal shows now."""
         return self._live.get_renderable()
+
+    def _explain(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print why the controller chose, if it has chosen otherwise."""
+        choice = scalars.get(_explain.HOME, math.nan)
+        if math.isnan(choice) or choice == self._choice:
+            return
+        if words := _explain.in_words(scalars):
+            self._choice = choice
+            line = f"step {step + 1}: {words}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _describe(self, scalars: Mapping[str, float]) -> list[str]:
         from rich.filesize import decimal

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import jax
 
 from gravac_jax import _arrays
+from gravac_jax._controllers.base import Controller
+from gravac_jax.metrics._explain import columns
 from gravac_jax.metrics._scalars import Snapshot, fetch, snapshot
 
 
@@ -94,9 +96,13 @@ class Recorder:
 
     Args:
       writers: Where the figures go. The recorder does not close them.
+      controller: The controller of the transform, to record what it predicted of each
+        choice, too: `gravac/predicted_seconds/factor 16`, `gravac/predicted_progress/
+        factor 16` and so on, and `gravac/choice`, the place of the one believed to be
+        fastest. `metrics.LiveView` then says why it was taken. None for no predictions.
 
     Raises:
-      TypeError: If one of them has no `write`.
+      TypeError: If a writer has no `write`.
 
     Example:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
@@ -116,7 +122,7 @@ class Recorder:
       [1.0, 1.0, 1.0]
     """
 
-    def __init__(self, *writers: Writer) -> None:
+    def __init__(self, *writers: Writer, controller: Controller | None = None) -> None:
         for x in writers:
             if not hasattr(x, "write"):
                 raise TypeError(
@@ -125,6 +131,7 @@ class Recorder:
                 )
         is_idle = lambda x: isinstance(x, _Writers) and not x.writers
         self.writers = [x for x in writers if not is_idle(x)]
+        self.controller = controller
         self._pending: tuple[int, Snapshot] | None = None
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
@@ -137,11 +144,14 @@ class Recorder:
             one entry.
 
         Raises:
+          TypeError: As `metrics.explain` raises it, if there is a controller.
           ValueError: As `metrics.scalars` raises it.
         """
         if not self.writers:
             return
-        shot = snapshot(opt_state, others)
+        controller = self.controller
+        named = columns(opt_state, controller) if controller is not None else None
+        shot = snapshot(opt_state, others, named)
         self.flush()
         self._pending = step, shot
 

@@ -82,7 +82,10 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
       >>> [x["gravac/skipped_steps"] for x in metrics.scalars_of_steps(infos)]
       [0.0, 0.0, 0.0]
     """
-    return fetch(_snapshot(infos, others))
+    return fetch(_snapshot(infos, others, {}))
+
+
+Named = Mapping[str, tuple[Any, list[str]]]
 
 
 class Snapshot(NamedTuple):
@@ -97,9 +100,17 @@ class Snapshot(NamedTuple):
     table: jax.Array
 
 
-def snapshot(opt_state: Any, others: Mapping[str, Any]) -> Snapshot:
-    """Copy the figures of one step on the device, without waiting for the step."""
-    shot = _snapshot(opt_state, others)
+def snapshot(
+    opt_state: Any, others: Mapping[str, Any], named: Named | None = None
+) -> Snapshot:
+    """Copy the figures of one step on the device, without waiting for the step.
+
+    Args:
+      opt_state: the state after the step.
+      others: more figures, by name.
+      named: more arrays, each with the names of its entries.
+    """
+    shot = _snapshot(opt_state, others, named or {})
     if len(shot.table) != 1:
         raise ValueError(
             f"expected the StepInfo of one step, got one with {len(shot.table)} entries"
@@ -114,9 +125,9 @@ def fetch(shot: Snapshot) -> list[dict[str, float]]:
     return [dict(zip(shot.names, row, strict=True)) for row in rows]
 
 
-def _snapshot(tree: Any, others: Mapping[str, Any]) -> Snapshot:
+def _snapshot(tree: Any, others: Mapping[str, Any], named: Named) -> Snapshot:
     info = {f"gravac/{name}": x for name, x in _find(tree)._asdict().items()}
-    columns = {name: _on_this_host(name, x) for name, x in {**info, **others}.items()}
+    columns = {name: on_this_host(name, x) for name, x in {**info, **others}.items()}
     steps = columns["gravac/factor"].size
     names = []
     for name, x in columns.items():
@@ -129,7 +140,11 @@ def _snapshot(tree: Any, others: Mapping[str, Any]) -> Snapshot:
                 f"`{name}` must have one entry for each step ({steps}), got an array"
                 f" of shape {x.shape}. Give its mean, or leave it out."
             )
-    return Snapshot(names, _table(list(columns.values())))
+    arrays = list(columns.values())
+    for name, (x, entries) in named.items():
+        names += entries
+        arrays.append(on_this_host(name, x))
+    return Snapshot(names, _table(arrays))
 
 
 def _find(tree: Any) -> StepInfo:
@@ -150,7 +165,8 @@ def _find(tree: Any) -> StepInfo:
     return info if isinstance(info, StepInfo) else StepInfo(**dict(info))
 
 
-def _on_this_host(name: str, value: Any) -> Any:
+def on_this_host(name: str, value: Any) -> Any:
+    """Return a copy of one array that this process may read by itself."""
     leaves = jax.tree.leaves(value)  # nnx wraps arrays in variables
     if len(leaves) != 1 or isinstance(leaves[0], str):
         raise ValueError(
