@@ -1,19 +1,22 @@
 """The benchmarks: what they share, and that each of them runs and goes on."""
 
+import dataclasses
 import importlib
 import importlib.util
 import math
 from pathlib import Path
 
-import controllers.run
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
 from common import journal
 from common.network import Network
 from common.statistics import reached, target_of, upper_bound
-from controllers import traces
+from controllers import fit, run, small, traces
+
+import gravac_jax as gravac
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
@@ -74,17 +77,74 @@ def test_a_target_is_reached_between_two_evaluations():
 
 
 def test_seconds_are_those_of_the_all_gather_that_is_run():
-    seconds = controllers.run.tables(replicas=4, entries=100_000, seed=0)
+    args = traces.Args(Path(), Path(), Path())
+    seconds = traces.table_of(args, 100_000, traces.CONTROLLERS["Fastest"])(0)
     assert (np.diff(seconds[1:]) < 0).all()
-    assert (seconds == controllers.run.tables(4, 100_000, 0)).all()
 
 
 def test_the_network_is_slower_in_the_second_third(tmp_path):
-    args = traces.Args(tmp_path, tmp_path, tmp_path, steps=9 * controllers.run.EVERY)
+    args = traces.Args(tmp_path, tmp_path, tmp_path, steps=9 * small.EVERY)
     table = traces.table_of(args, 30_000, traces.CONTROLLERS["Fastest"])
     dense = [float(table(i)[0]) for i in range(9)]
     assert dense[:3] == dense[6:]
     assert min(dense[3:6]) > 2 * max(dense[:3])
+
+
+WORTH = run.Worth(
+    progress=np.float32([[1, 1, 1, 0.95, 0.9]] * 3) * np.float32([[1], [0.9], [0.8]]),
+    shares=np.tile(np.float32([1, 0.99, 0.95, 0.7, 0.2]), (3, 5, 1)),
+    deviations=np.full((3, 5, 5), 0.02, np.float32),
+    gains=np.tile(np.float32([1, 0.99, 0.9, 0.6, 0.3]), (3, 5, 1)),
+    norms=np.ones(24, np.float32),
+    diloco=0.5,
+)
+
+
+def test_a_fixed_choice_in_closed_loop_takes_the_seconds_of_its_steps(monkeypatch):
+    args = run.Args(Path(), Path(), networks=6)
+    networks = run.drawn(args)
+    fixed = run.best_fixed(WORTH, networks, args.delay)
+    for name, controller, choice in (
+        ("Accordion", gravac.Fixed(16), (0, 3)),
+        ("Fastest, rounds", gravac.Every(4, gravac.Fixed(32)), (1, 4)),
+    ):
+        rung = run.LADDER.index(controller.ladder[0])
+        monkeypatch.setitem(run.CONTROLLERS, name, AtRung(controller, rung))
+        lines = run.measured(name, WORTH, networks, args)
+        taken = [x["over_dense"] for x in lines]
+        expected = fixed[:, *choice] / fixed[:, 0, 0]
+        np.testing.assert_allclose(taken, expected, rtol=1e-3)
+        worth = [x["progress"] for x in lines]
+        np.testing.assert_allclose(worth, WORTH.progress[choice], rtol=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtRung(gravac.Controller):
+    """A fixed controller's rounds, at a rung of the whole ladder."""
+
+    controller: gravac.Controller
+    rung: int
+    ladder: tuple[float, ...] = run.LADDER
+
+    def init(self):
+        return jnp.int32(self.rung), ()
+
+    def decide(self, evidence, state):
+        return jnp.int32(self.rung), state
+
+    def round_steps(self, step, state):
+        return self.controller.round_steps(step, state)
+
+
+def test_a_law_is_fitted_to_what_it_has_made():
+    waits = np.geomspace(0.01, 30, 20)
+    for cost in (0.05, 0.2):
+        worths = fit.law(cost, waits)
+        runs = [
+            fit.Run("a", "", True, wait, worth, (worth, worth))
+            for wait, worth in zip(waits, worths, strict=True)
+        ]
+        assert fit.fitted(runs) == pytest.approx(cost)
 
 
 @pytest.fixture
@@ -96,7 +156,7 @@ def text(tmp_path):
 # The smallest run of a benchmark, and how many lines it leaves.
 RUNS = {
     "selection_speed": ("--sizes 2e4 --factors 100 --steps 3", 7),
-    "controllers": ("--replicas 2 --networks 1 --steps 40 --seeds 1 --longest 2", 6),
+    "controllers.progress": ("--replicas 2 --steps 40 --seeds 1 --rounds 1", 30),
     "controllers.traces": ("--steps 60 --picture picture.png", 12),
     "accelerator": (
         "--methods dense --millions 1 --rows 1 --steps 1 --entries 1e4",

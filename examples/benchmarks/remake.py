@@ -14,6 +14,8 @@ from typing import Any
 
 import adaptivity.run
 import adaptivity.worker
+import controllers.fit
+import controllers.run
 import controllers.traces
 import end_to_end.report
 import paper.report
@@ -42,6 +44,14 @@ def _traces(path: Path) -> None:
     out = RECORDS / "2026-11-22_controllers/traces.jsonl"
     args = controllers.traces.Args(data_dir=Path(), out=out, picture=path)
     controllers.traces.draw(read(out)[1], args)
+
+
+def _law(path: Path) -> None:
+    controllers.fit.draw(RECORDS, path)
+
+
+def _networks(path: Path) -> None:
+    controllers.run.draw(read(RECORDS / _CLOSED_LOOP / "networks.jsonl")[1], path)
 
 
 def _live(path: Path) -> None:
@@ -89,6 +99,7 @@ def _programs(folder: str) -> dict[str, Make]:
     }
 
 
+_CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
 _LSTM = "2026-11-21_quality_lstm"
 _STEPS = "2026-11-24_steps"
@@ -107,6 +118,13 @@ MADE: dict[str, Make] = {
     "2026-11-25_rounds/adamw.png": _losses("2026-11-25_rounds/adamw.jsonl"),
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-25_live/live.png": _live,
+    "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
+    "2026-11-25_progress/law.png": _law,
+    f"{_CLOSED_LOOP}/networks.md": _text(
+        lambda path: controllers.run.table(read(path)[1]),
+        RECORDS / _CLOSED_LOOP / "networks.jsonl",
+    ),
+    f"{_CLOSED_LOOP}/networks.png": _networks,
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
     **_paper("2026-11-23_results"),

@@ -68,7 +68,7 @@ class Fastest(Controller):
     In plain words::
 
         waiting  = steps that an entry of the gradient waits before it is sent
-        progress = 1 / (1 + 0.15 sqrt(waiting)), what a step is worth in dense steps
+        progress = 1 / (1 + 0.11 sqrt(waiting)), what a step is worth in dense steps
         seconds  = compute + (selection + messages + bytes) / steps of a round,
                    each part fitted to the measured step times
         cost     = seconds / progress
@@ -109,6 +109,8 @@ class Fastest(Controller):
         `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
         with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
         `gravac.local_params` do): at the shared ones, local steps would lead nowhere.
+        Keep momentum before the exchange (`gravac.sgd`, `gravac.adamw`): after it, long
+        rounds make less progress than is predicted.
 
     Raises:
       TypeError: if `ladder` or `rounds` is not a tuple of numbers.

@@ -1,299 +1,368 @@
-"""Compare a controller with every fixed factor: a real model, a simulated clock.
+"""How close do controllers come to the best fixed choice, on networks drawn at random?
 
-A small network learns which byte of a text comes next, on simulated replicas, so that
-residuals are real; seconds are those of a cost model, with noise. On many networks
-drawn at random, the record has the time until a held-out loss is reached, over that of
-the best fixed factor known beforehand, and over that of dense steps. When a run reaches
-a loss is a matter of some luck, so times are means over seeds.
+What a step is worth at each rung and length of round, and what a controller sees there,
+is what `controllers.progress` has measured on a small network. Seconds are those of a
+cost model, with noise. So a run is a scan over decisions, and all networks are decided
+on at once. A run is done when it has made the progress of the dense steps to the
+target.
 
-    python examples/benchmarks controllers --data-dir DIR --out FILE.jsonl
+    python examples/benchmarks controllers --measured FILE.jsonl --out FILE.jsonl
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from common.figures import FAINT, INK, legend_below, picture
 from common.journal import Journal, Line, configuration
-from common.statistics import reached, target_of
-from common.training import averaged, size
-from rich.progress import track
-from tasks import cross_entropy
-from tasks.files import find
 
 import gravac_jax as gravac
+from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of
+from controllers.small import EVERY
 
-CONTEXT, EMBED, WIDTH = 8, 16, 64  # bytes, and entries of vectors
-ROWS = 16  # examples a replica and step
-CONTROLLERS = {"fastest": gravac.Fastest(), "gravac": gravac.GraVAC()}
-EVERY = 20  # steps from one evaluation to the next
+ROUNDS = (1, 4, 16)
+DENSE_STEPS = 480  # to the target
+SELECTION = 0.05  # of the computation, where a step is compressed
+CONTROLLERS: dict[str, gravac.Controller] = {
+    "Fastest": gravac.Fastest(),
+    "Fastest, rounds": gravac.Fastest(rounds=ROUNDS),
+    "Fastest, progress 0.9": gravac.Fastest(least_progress=0.9),
+    "GraVAC": gravac.GraVAC(ladder=LADDER),
+    "Accordion": gravac.Accordion(low=4, high=32, interval=50),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-    """How many networks, and how long.
+    """How many networks.
 
     Args:
-      data_dir: The folder with tiny-shakespeare's input.txt.
-      out: The record, JSONL; runs that are in it are not made again.
-      controller: The controller that is compared.
-      networks: Networks drawn at random, for each number of replicas in turn.
-      replicas: Numbers of simulated replicas.
-      steps: Steps of a dense run; the target is its loss after 80% of them.
-      longest: Others run at most this many times as long.
-      seeds: The number of seeds of the batches; a time is the mean over them.
-      noise: The standard deviation of the logarithm of a time.
-      learning_rate: The learning rate of all runs; momentum SGD.
+      measured: The record of `controllers.progress`.
+      out: The record, JSONL; controllers that are in it are not run again.
+      picture: The figure, PNG or SVG.
+      networks: Networks drawn at random.
+      entries: Entries of the model's gradient, all of them compressed.
+      noise: The standard deviation of the logarithm of a measured time.
+      delay: Whether a step takes the longer of computation and exchange, in place of
+        their sum.
     """
 
-    data_dir: Path
+    measured: Path
     out: Path
-    controller: Literal["fastest", "gravac"] = "fastest"
-    networks: int = 100
-    replicas: tuple[int, ...] = (2, 4, 8)
-    steps: int = 600
-    longest: float = 3.0
-    seeds: int = 3
+    picture: Path | None = None
+    networks: int = 200
+    entries: int = 10_000_000
     noise: float = 0.2
-    learning_rate: float = 0.05
+    delay: bool = False
 
 
-class Bench:
-    """The text, the model, and one compiled stretch of steps for each controller."""
+class Worth(NamedTuple):
+    """What was measured of choices: rung, and length of round.
 
-    def __init__(self, args: Args):
-        self.args = args
-        (path,) = find(args.data_dir, ["input.txt"], ["", "tinyshakespeare"])
-        text = np.frombuffer(path.read_bytes(), np.uint8)
-        cut = len(text) * 9 // 10
-        self.train, self.held_out = jnp.asarray(text[:cut]), jnp.asarray(text[cut:])
-        self.stretch = functools.cache(self._stretch)
+    Attributes:
+      progress: `[rounds, rungs]` float32, what a step is worth in dense steps.
+      shares: `[rounds, rungs, ladder]` float32, the share of one gradient's energy.
+      deviations: the same, how far the share of one step is from its mean.
+      gains: the same, the share of the energy of gradient and residual.
+      norms: `[stretches]` float32, the mean norm of gradients as dense steps go on.
+      diloco: what a step of DiLoCo at H = 30 is worth.
+    """
 
-    def params(self) -> dict[str, jax.Array]:
-        """Return initial params of a network with two hidden layers."""
-        keys = jax.random.split(jax.random.key(0), 4)
-        shapes = {"embed": (256, EMBED), "in": (CONTEXT * EMBED, WIDTH)}
-        shapes |= {"hidden": (WIDTH, WIDTH), "out": (WIDTH, 256)}
-        draw = lambda key, shape: jax.random.normal(key, shape) / shape[0] ** 0.5
-        return dict(zip(shapes, map(draw, keys, shapes.values()), strict=True))
+    progress: Any
+    shares: Any
+    deviations: Any
+    gains: Any
+    norms: Any
+    diloco: Any
 
-    def loss(self, params: Any, batch: jax.Array) -> jax.Array:
-        """Return the mean nats a byte of `[rows, CONTEXT + 1]` bytes."""
-        x = params["embed"][batch[:, :-1]] * 256**0.5
-        x = jax.nn.relu(x.reshape(len(x), -1) @ params["in"])
-        x = jax.nn.relu(x @ params["hidden"])
-        return cross_entropy(x @ params["out"], batch[:, -1])
 
-    def draw(self, text: jax.Array, key: jax.Array, rows: int) -> jax.Array:
-        """Return windows at random places."""
-        begin = jax.random.randint(key, (rows, 1), 0, text.size - CONTEXT - 1)
-        return text[begin + jnp.arange(CONTEXT + 1)[None]].astype(jnp.int32)
+def worth_of(lines: list[Line], optimizer: str) -> Worth:
+    """Return means over seeds of what was measured with an optimizer."""
+    ours = [x for x in lines if x["optimizer"] == optimizer]
 
-    def transform(self, controller: Any) -> Any:
-        """Return the transform with this controller, and the optimizer."""
-        return optax.chain(
-            gravac.transform(controller=controller, compress=True),
-            optax.clip_by_global_norm(1.0),
-            optax.sgd(self.args.learning_rate, momentum=0.9),
+    def mean(name: str, **key: Any) -> Any:
+        found = [x for x in ours if key.items() <= x.items()]
+        return np.mean([x[name] for x in found], axis=0)
+
+    def table(name: str) -> np.ndarray:
+        at = lambda f, h: mean(name, params="own", factor=f, steps=h)
+        return np.asarray([[at(f, h) for f in LADDER] for h in ROUNDS], np.float32)
+
+    return Worth(
+        progress=DENSE_STEPS / table("taken"),
+        shares=table("shares"),
+        deviations=table("deviations"),
+        gains=table("gains"),
+        norms=np.asarray(mean("norms", params="own", factor=1.0, steps=1), np.float32),
+        diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)),
+    )
+
+
+class Networks(NamedTuple):
+    """Networks drawn at random; `[networks]` each, parts `[networks, rungs, 4]`.
+
+    Attributes:
+      replicas: N.
+      ratio: r, the seconds of the bytes of a dense exchange over those of computation.
+      latency: seconds of a message.
+      parts: the true seconds of computation, selection, messages and bytes.
+      guessed: the same by `gravac.WireCost()`, which a controller begins with.
+    """
+
+    replicas: np.ndarray
+    ratio: np.ndarray
+    latency: np.ndarray
+    parts: np.ndarray
+    guessed: np.ndarray
+
+
+def drawn(args: Args) -> Networks:
+    """Draw the networks."""
+    rng = np.random.default_rng(0)
+    draw = lambda low, high: 10 ** rng.uniform(np.log10(low), np.log10(high))
+    found = []
+    for _ in range(args.networks):
+        replicas = int(rng.choice((2, 4, 8, 16, 32, 64)))
+        ratio, latency, compute = draw(0.05, 300), draw(1e-4, 0.1), draw(0.01, 1)
+        dense = gravac.DenseMean().traffic(args.entries, 1, replicas)
+        wire = gravac.WireCost(
+            bytes_per_second=dense.wire_bytes / (ratio * compute),
+            latency_seconds=latency,
+            compute_seconds=compute,
+            selection_seconds=SELECTION * compute,
         )
+        parts = lambda wire, n=replicas: _parts(wire, args.entries, n)
+        row = (replicas, ratio, latency, parts(wire), parts(gravac.WireCost()))
+        found.append(row)
+    return Networks(*(np.asarray(x, np.float32) for x in zip(*found, strict=True)))
 
-    def _stretch(self, controller: Any, replicas: int) -> Any:
-        """Compile a stretch of steps and an evaluation, given the time of each rung."""
-        tx = self.transform(controller)
 
-        def train_step(
-            params: Any, opt_state: Any, clock: Any, batch: Any, *, table: jax.Array
-        ) -> Any:
-            last, total, key, average = clock
-            _, grads = gravac.value_and_grad(self.loss)(params, batch)
-            rung = opt_state[0].rung
-            updates, opt_state = tx.update(grads, opt_state, step_seconds=last)
-            key, now = jax.random.split(key)
-            seconds = table[rung]
-            last = seconds * jnp.exp(self.args.noise * jax.random.normal(now))
-            params = optax.apply_updates(params, updates)
-            clock = last, total + seconds, key, averaged(average, params)
-            return params, opt_state, clock, rung
+def _parts(wire: gravac.WireCost, entries: int, replicas: int) -> np.ndarray:
+    """Return the seconds of the parts of a step at each rung, `[rungs, 4]`."""
+    agreed = gravac.DenseMean().traffic(20, 1, replicas)  # figures that all must know
+    rows = []
+    for factor in LADDER:
+        sent = gravac.QuantizedAllReduce().traffic(entries, factor, replicas)
+        both = sent.wire_bytes + agreed.wire_bytes, sent.messages + agreed.messages
+        rows.append(wire.parts(*both, is_dense=sent.entries == entries))
+    return np.asarray(rows, np.float32)
 
-        step = gravac.simulate(train_step, replicas)
-        held_out = self.draw(self.held_out, jax.random.key(7), 4096)
 
-        @jax.jit
-        def run(state: Any, key: jax.Array, table: jax.Array) -> Any:
-            def one(state: Any, key: jax.Array) -> Any:
-                batch = self.draw(self.train, key, ROWS * replicas)
-                *state, rung = step(*state, batch, table=table)
-                return tuple(state), rung
+def seconds_of(parts: Any, delay: bool) -> Any:
+    """Return the seconds of steps from their parts, `[..., 4]`."""
+    compute, network = parts[..., :2].sum(-1), parts[..., 2:].sum(-1)
+    return jnp.maximum(compute, network) if delay else compute + network
 
-            state, rungs = jax.lax.scan(one, state, jax.random.split(key, EVERY))
-            return state, self.loss(state[2][3], held_out), rungs
 
-        return run
+class Run(NamedTuple):
+    """The state of a run between two exchanges; `times` are those not yet told."""
 
-    def losses(
-        self,
-        controller: Any,
-        replicas: int,
-        table: Any,
-        steps: int,
-        noise: int = 0,
-        seed: int = 0,
-    ) -> Iterator[tuple[float, float, np.ndarray]]:
-        """Train, and yield what each stretch of steps brings.
+    rung: jax.Array
+    lengths: jax.Array
+    state: Any
+    key: jax.Array
+    told: jax.Array
+    told_local: jax.Array
+    told_rung: jax.Array
+    step: jax.Array
 
-        Args:
-          controller: The controller.
-          replicas: The number of simulated replicas.
-          table: The seconds of each rung, or a function from the stretch to them.
-          steps: Steps in all.
-          noise: The seed of the times.
-          seed: The seed of the batches.
 
-        Yields:
-          The held-out loss of averaged params, the seconds so far, and the rungs.
-        """
-        at = table if callable(table) else lambda _: table
-        tx, params = self.transform(controller), self.params()
-        # The loss is that of averaged params: that of params themselves fluctuates.
-        now = jnp.float32(jnp.nan), jnp.float32(0)
-        clock = (*now, jax.random.key(noise), jax.tree.map(jnp.copy, params))
-        params, opt_state = gravac.place((params, tx.init(params)), replicas)
-        state = params, opt_state, clock
-        for i in range(steps // EVERY):
-            key = jax.random.fold_in(jax.random.key(100 + seed), i)
-            state, loss, rungs = self.stretch(controller, replicas)(
-                state, key, jnp.asarray(at(i), jnp.float32)
+def simulated(
+    controller: gravac.Controller, worth: Worth, args: Args, exchanges: int
+) -> Callable[..., Any]:
+    """Return a function that runs the controller on networks, all at once.
+
+    It takes the true parts, the guessed ones, the replicas and a key of each network,
+    and returns, after each exchange, the steps, the seconds and the progress so far.
+    """
+    tables = Worth(*map(jnp.asarray, worth))
+
+    def one(parts: Any, guess: Any, key: Any) -> Any:
+        rung, state = controller.init()
+        seconds, local = seconds_of(parts, args.delay), parts[0, 0]
+        length = lambda step, state: jnp.int32(controller.round_steps(step, state))
+        first = length(jnp.int32(0), state)
+        nothing = jnp.float32(jnp.nan)
+
+        def exchange(run: Run, _: Any) -> Any:
+            key, now, seen, alone = jax.random.split(run.key, 4)
+            steps = run.lengths[0]
+            which = jnp.argmax(jnp.asarray(ROUNDS) == steps), run.rung
+            looks = controller.looks(run.step + steps - 1, steps - 1)
+            shares, deviations = tables.shares[which], tables.deviations[which]
+            shares += deviations * jax.random.normal(seen, shares.shape, jnp.float32)
+            shares = jnp.clip(shares, 0.01, 1).at[0].set(1)
+            dense_steps = run.step.astype(jnp.float32) * tables.progress[which]
+            stretch = jnp.int32(dense_steps / EVERY)
+            norm = tables.norms[jnp.minimum(stretch, tables.norms.size - 1)]
+            noise = lambda key: jnp.exp(args.noise * jax.random.normal(key))
+            is_told = jnp.arange(len(LADDER)) == run.told_rung
+            evidence = gravac.Evidence(
+                step=run.step + steps - 1,
+                replicas=4,
+                first_sparse=jnp.int32(1),
+                energies=tables.gains[which],
+                energy=jnp.float32(1),
+                gradient_energy=jnp.square(norm),
+                gradient_energies=jnp.where(looks, shares, 0.0),
+                predicted_parts=guess,
+                measured_seconds=jnp.where(is_told, run.told, jnp.nan),
+                local_seconds=run.told_local,
+                steps=steps,
             )
-            yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
+            after, state = controller.decide(evidence, run.state)
+            following = run.step + steps + run.lengths[1]
+            made = Run(
+                rung=after,
+                lengths=jnp.stack([run.lengths[1], length(following, state)]),
+                state=state,
+                key=key,
+                told=seconds[run.rung] * noise(now),
+                told_local=jnp.where(steps > 1, local * noise(alone), jnp.nan),
+                told_rung=run.rung,
+                step=run.step + steps,
+            )
+            count = steps.astype(jnp.float32)
+            spent = seconds[run.rung] + (count - 1) * local
+            return made, (count, spent, count * tables.progress[which])
+
+        begin = Run(
+            rung,
+            jnp.stack([first, length(first, state)]),
+            state,
+            key,
+            nothing,
+            nothing,
+            rung,
+            jnp.int32(0),
+        )
+        return jax.lax.scan(exchange, begin, length=exchanges)[1]
+
+    return jax.jit(jax.vmap(one))
 
 
-def tables(replicas: int, entries: int, seed: int) -> np.ndarray:
-    """Return `[rungs]` seconds of a step on a network that is drawn at random."""
-    rng = np.random.default_rng(seed)
-    draw = lambda low, high: float(10 ** rng.uniform(low, high))
-    compute = draw(-3, -1)
-    wire = gravac.WireCost(
-        bytes_per_second=draw(6, 9),
-        latency_seconds=draw(-6, -3.5),
-        compute_seconds=compute,
-        selection_seconds=0.05 * compute,
-    )
-    return seconds(wire, entries, gravac.Fastest().ladder, replicas)
+def best_fixed(worth: Worth, networks: Networks, delay: bool) -> np.ndarray:
+    """Return seconds to the target of fixed choices, `[networks, rounds, rungs]`."""
+    seconds = np.asarray(seconds_of(networks.parts, delay))[:, None]
+    local = networks.parts[:, :1, 0][:, None]
+    steps = np.asarray(ROUNDS, np.float32)[None, :, None]
+    mean = (seconds + (steps - 1) * local) / steps
+    return DENSE_STEPS / worth.progress[None] * mean
 
 
-def seconds(
-    wire: gravac.WireCost, entries: int, ladder: tuple[float, ...], replicas: int
-) -> np.ndarray:
-    """Return `[rungs]` seconds of a step with an all-gather."""
-    traffic = [gravac.AllGather().traffic(entries, f, replicas) for f in ladder]
-    parts = lambda x: wire.parts(x.wire_bytes, x.messages, x.entries == entries)
-    return np.array([sum(parts(x)) for x in traffic])
-
-
-def reference(bench: Bench, replicas: int, journal: Journal) -> list[Line]:
-    """Find the steps to the target at every fixed factor, once for all networks."""
-    args = bench.args
-    for seed, factor in itertools.product(range(args.seeds), gravac.Fastest().ladder):
-        run = {"kind": "fixed", "n": replicas, "seed": seed}
-        if journal.find(**run, factor=factor):
-            continue
-        dense = journal.find(**run, factor=1)
-        steps = args.steps if factor == 1 else round(args.longest * args.steps)
-        losses: list[float] = []
-        controller = gravac.Fixed(factor)
-        for loss, *_ in bench.losses(controller, replicas, [1.0], steps, seed=seed):
-            losses.append(loss)
-            if dense and loss <= dense[0]["target"]:
-                break
-        target = dense[0]["target"] if dense else target_of(losses)
-        at = [EVERY * (i + 1.0) for i in range(len(losses))]
-        taken = reached(losses, at, target)
-        journal.append({**run, "factor": factor, "target": target, "steps": taken})
-    return journal.find(kind="fixed", n=replicas)
-
-
-def mean_steps(fixed: list[Line], factor: float) -> float:
-    """Return the steps to the target at one factor; infinite if a seed missed it."""
-    return float(
-        np.mean([x["steps"] or np.inf for x in fixed if x["factor"] == factor])
-    )
-
-
-def compared(bench: Bench, network: int, replicas: int, fixed: list[Line]) -> Line:
-    """Compare the controller with the fixed factors on one network."""
-    table = tables(replicas, size(bench.params()), network)
-    steps = [mean_steps(fixed, factor) for factor in gravac.Fastest().ladder]
-    times, targets = np.array(steps) * table, {x["seed"]: x["target"] for x in fixed}
-    noise = 1000 + network  # of the clock; data and params are those of all runs
-    runs = [run(bench, replicas, table, noise, *x) for x in targets.items()]
-    taken = [seconds for seconds, _ in runs]
-    mean, best = np.mean([x or np.inf for x in taken]), int(np.argmin(times))
-    over = lambda other: round(float(mean) / other, 4) if all(taken) else None
-    return {
-        "n": replicas,
-        "seconds": table.round(6).tolist(),
-        "best": best,
-        "taken_seconds": taken,
-        "over_best": over(times[best]),
-        "over_dense": over(times[0]),
-        "taken": np.sum([counts for _, counts in runs], axis=0).tolist(),
-    }
-
-
-def run(
-    bench: Bench, replicas: int, table: np.ndarray, noise: int, seed: int, target: float
-) -> tuple[float | None, np.ndarray]:
-    """Return seconds to the target, None if it was missed, and steps at each rung."""
-    args, losses, clock, seen = bench.args, [], [], []
-    for loss, now, rungs in bench.losses(
-        CONTROLLERS[args.controller],
-        replicas,
-        table,
-        round(args.longest * args.steps),
-        noise,
-        seed,
-    ):
-        losses.append(loss)
-        clock.append(now)
-        seen += rungs.tolist()
-        if loss <= target:
-            break
-    return reached(losses, clock, target), np.bincount(seen, minlength=len(table))
-
-
-def summary(lines: list[Line]) -> list[str]:
-    """Return how much longer runs took than at the best fixed factor, and dense."""
-    found = [x for x in lines if x["kind"] == "network"]
-    column = lambda name: np.array([x[name] or np.inf for x in found])
-    over, dense = column("over_best"), column("over_dense")
-    texts = []
-    for n in dict.fromkeys(x["n"] for x in lines):
-        fixed = [x for x in lines if x["kind"] == "fixed" and x["n"] == n]
-        for factor in dict.fromkeys(x["factor"] for x in fixed):
-            steps = mean_steps(fixed, factor)
-            texts.append(f"N = {n}, factor {factor:g}: {steps:.0f} steps")
+def measured(name: str, worth: Worth, networks: Networks, args: Args) -> list[Line]:
+    """Return a line for each network: what reaching the target took there."""
+    fixed = best_fixed(worth, networks, args.delay)
+    if name == DILOCO:
+        local = networks.parts[:, 0, 0]
+        dense = np.asarray(seconds_of(networks.parts, args.delay))[:, 0]
+        taken = DENSE_STEPS / worth.diloco * (dense + 29 * local) / 30
+        worths = np.full(len(taken), worth.diloco)
+    else:
+        exchanges = int(1.3 * DENSE_STEPS / worth.progress.min())
+        run = simulated(CONTROLLERS[name], worth, args, exchanges)
+        keys = jax.random.split(jax.random.key(1), args.networks)
+        found = run(networks.parts, networks.guessed, keys)
+        steps, seconds, progress = (np.asarray(x, np.float64) for x in found)
+        made, clock, count = (np.cumsum(x, axis=1) for x in (progress, seconds, steps))
+        last = np.argmax(made >= DENSE_STEPS, axis=1)
+        at = lambda x: np.take_along_axis(x, last[:, None], axis=1)[:, 0]
+        # The last exchange counts for as much of it as was needed.
+        over = (at(made) - DENSE_STEPS) / at(progress)
+        taken = at(clock) - over * at(seconds)
+        worths = DENSE_STEPS / (at(count) - over * at(steps))
+    one = fixed[:, 0]
     return [
-        *texts,
-        f"{len(over)} networks: time to the loss over that of the best fixed factor:"
-        f" median {np.median(over):.3f}, 95% {np.quantile(over, 0.95):.3f},"
-        f" worst {over.max():.3f}; within 10% on {np.mean(over <= 1.1):.0%}",
-        f"over that of dense steps: median {np.median(dense):.3f}, worst"
-        f" {dense.max():.3f}; more than 5% longer on {np.mean(dense > 1.05):.0%}",
+        {
+            "network": i,
+            "replicas": int(networks.replicas[i]),
+            "r": round(float(networks.ratio[i]), 4),
+            "latency": round(float(networks.latency[i]), 6),
+            "compute": round(float(networks.parts[i, 0, 0]), 5),
+            "progress": round(float(worths[i]), 4),
+            "over_best": round(float(taken[i] / one[i].min()), 4),
+            "over_best_of_rounds": round(float(taken[i] / fixed[i].min()), 4),
+            "over_dense": round(float(taken[i] / one[i, 0]), 4),
+            "best": int(one[i].argmin()),
+            "best_of_rounds": int(fixed[i].argmin()),
+        }
+        for i in range(args.networks)
     ]
 
 
+def table(lines: list[Line]) -> str:
+    """Return the table of a record."""
+    rows = [
+        "| | optimizer | over the best fixed choice: median, 95%, worst | within 10% |"
+        " over dense: median, worst | more than 5% above dense | least progress |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for name in dict.fromkeys(x["controller"] for x in lines):
+        for optimizer, words in OPTIMIZERS.items():
+            over = over_best(lines, name, optimizer)
+            key = {"controller": name, "optimizer": optimizer}
+            found = [x for x in lines if key.items() <= x.items()]
+            dense = np.array([x["over_dense"] for x in found])
+            worth = min(x["progress"] for x in found)
+            rows.append(
+                f"| {name} | {words} | {np.median(over):.3f},"
+                f" {np.quantile(over, 0.95):.3f}, {over.max():.3f} |"
+                f" {np.mean(over <= 1.1):.1%} | {np.median(dense):.3f},"
+                f" {dense.max():.3f} | {np.sum(dense > 1.05)} | {worth:.2f} |"
+            )
+    return "\n".join(rows)
+
+
+def has_rounds(name: str) -> bool:
+    """Return whether a method is compared with fixed choices that have rounds."""
+    return name == DILOCO or CONTROLLERS[name].has_rounds
+
+
+def draw(lines: list[Line], path: Path) -> None:
+    """Draw how many networks are within which factor of the best fixed choice."""
+    names = list(dict.fromkeys(x["controller"] for x in lines))
+    with picture(path, (11, 4.5), columns=3) as (figure, axes):
+        for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
+            for name in names:
+                found = over_best(lines, name, optimizer)
+                share = (np.arange(len(found)) + 1) / len(found)
+                style = "--" if has_rounds(name) else "-"
+                axis.plot(100 * share, np.sort(found), style, label=name)
+            axis.axhline(1.1, color=INK, linewidth=0.8, linestyle=":")
+            axis.axhline(1.0, color=FAINT)
+            axis.set(yscale="log", ylim=(0.98, 12), title=words)
+            axis.set(xlabel="% of networks")
+            axis.set_yticks(
+                [1, 1.1, 1.3, 2, 5, 10], ["1", "1.1", "1.3", "2", "5", "10"]
+            )
+            axis.minorticks_off()
+        axes[0, 0].set(ylabel="seconds to the target over the best fixed choice")
+        legend_below(figure)
+
+
+def over_best(lines: list[Line], name: str, optimizer: str) -> np.ndarray:
+    """Return seconds over those of the best fixed choice that a method could take."""
+    against = "over_best_of_rounds" if has_rounds(name) else "over_best"
+    key = {"controller": name, "optimizer": optimizer}
+    return np.array([x[against] for x in lines if key.items() <= x.items()])
+
+
 def main(args: Args) -> None:
-    """Make the runs that are missing, and print how they compare."""
-    bench, journal = Bench(args), Journal(args.out, configuration(args))
-    fixed = {n: reference(bench, n, journal) for n in args.replicas}
-    cases = list(itertools.islice(itertools.cycle(args.replicas), args.networks))
-    for network, n in enumerate(track(cases, "networks", transient=True)):
-        make = functools.partial(compared, bench, network, n, fixed[n])
-        journal.once(make, kind="network", network=network)
-    print("\n".join(summary(journal.lines)))
+    """Run the controllers that are missing, print the table and draw."""
+    journal = Journal(args.out, configuration(args, "measured"))
+    lines = runs_of(args.measured)
+    networks = drawn(args)
+    for optimizer in OPTIMIZERS:
+        worth = worth_of(lines, optimizer)
+        for name in (*CONTROLLERS, DILOCO):
+            key = {"controller": name, "optimizer": optimizer}
+            if not journal.find(**key):
+                made = measured(name, worth, networks, args)
+                journal.append(*({**key, **x} for x in made))
+    print(table(journal.lines))
+    if args.picture:
+        draw(journal.lines, args.picture)
