@@ -3,7 +3,8 @@
     python -m gravac_jax plot runs/adaptive.jsonl runs/dense.jsonl --out runs/both.png
 
 The picture has panels for the losses, the factor, the gain of every rung of each run,
-the bytes sent beside those of dense steps, and the seconds of a step.
+what the controller of each run predicted of its choices, the bytes sent beside those of
+dense steps, and the seconds of a step.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gravac_jax.metrics import read_jsonl
+from gravac_jax.metrics._explain import HOME, PROGRESS, SECONDS
 
 __all__ = ["Run", "draw", "main"]
 
@@ -65,6 +67,18 @@ class Run:
         dense, sent = (self.figures(f"gravac/{x}wire_bytes") for x in ("dense_", ""))
         return dense / np.where(sent > 0, sent, np.nan)
 
+    def costs(self) -> dict[str, np.ndarray]:
+        """Return the predicted seconds for a dense step's progress, by choice.
+
+        `[steps]` float64 each, NaN where nothing was predicted yet.
+        """
+        costs = {}
+        for name in self.names(PROGRESS + ".*"):
+            choice, progress = name.removeprefix(PROGRESS), self.figures(name)
+            known = np.where(progress > 0, progress, np.nan)
+            costs[choice] = self.figures(SECONDS + choice) / known
+        return costs
+
     def bytes_so_far(self, name: str) -> np.ndarray:
         """Return `[steps]` float64: the sum of `wire` or `dense_wire` bytes."""
         total = np.nancumsum(self.figures(f"gravac/{name}_bytes"))
@@ -79,7 +93,8 @@ def draw(runs: Sequence[Run]) -> Figure:
 
     Returns:
       A figure with a panel for each loss, the factor, the gains of each run that has
-      several rungs, the bytes and the seconds.
+      several rungs, the predictions of each run that has any, the bytes and the
+      seconds.
 
     Raises:
       ValueError: If a run has no lines.
@@ -94,7 +109,8 @@ def draw(runs: Sequence[Run]) -> Figure:
         raise ValueError(f"{empty[0]} has no whole line yet; wait for the first steps")
     losses = dict.fromkeys(name for run in runs for name in run.names(".*loss"))
     with_rungs = [run for run in runs if len(run.names(_GAINS)) > 1]
-    panels = len(losses) + len(with_rungs) + 3
+    explained = [run for run in runs if run.costs()]
+    panels = len(losses) + len(with_rungs) + len(explained) + 3
     figure = Figure((8, 1 + 1.8 * panels), layout="constrained")
     axes = iter(figure.subplots(panels, sharex=True))
     for axis in figure.axes:
@@ -105,6 +121,8 @@ def draw(runs: Sequence[Run]) -> Figure:
     _draw_factors(next(axes), runs)
     for run in with_rungs:
         _draw_gains(next(axes), run)
+    for run in explained:
+        _draw_costs(next(axes), run)
     of_bytes = next(axes)
     _draw_bytes(of_bytes, runs)
     seconds = [run.seconds_per_step() for run in runs]
@@ -153,6 +171,24 @@ def _draw_gains(axis: Axes, run: Run) -> None:
     axis.set_title(f"{run.name}: gain of every rung", size="medium")
     axis.set_ylabel("rung\n(0: smallest factor)")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_costs(axis: Axes, run: Run) -> None:
+    """Draw the predicted cost of every choice, and which one was taken."""
+    steps, costs = run.figures("step"), run.costs()
+    for name, cost in costs.items():
+        axis.plot(steps, 1e3 * cost, lw=1, label=name)
+    table = 1e3 * np.array(list(costs.values()))
+    home = run.figures(HOME)
+    is_known = np.isfinite(home)
+    index = np.where(is_known, home, 0).astype(int)
+    taken = np.where(is_known, table[index, np.arange(len(steps))], np.nan)
+    axis.plot(steps, taken, "-", color="0.6", lw=4, alpha=0.5, zorder=0, label="taken")
+    axis.legend(fontsize="x-small", ncols=3)
+    axis.set_title(f"{run.name}: predicted by the controller", size="medium")
+    axis.set(yscale="log", ylabel="ms for a dense\nstep's progress")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
 
 
 def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:

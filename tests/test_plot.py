@@ -50,6 +50,28 @@ def test_a_picture_has_a_panel_for_each_loss_and_for_the_gains_of_each_run():
     assert panels_of([bare, run("a"), run("b")]) == [*PANELS[:3], *PANELS[2:]]
 
 
+def test_predictions_are_drawn_as_costs_with_the_one_taken():
+    lines = [line(i) for i in range(STEPS)]
+    for i, x in enumerate(lines[1:], 1):  # nothing is predicted before the first step
+        home = float(i > 20)
+        figures = {"seconds/dense": 0.05, "seconds/factor 16": 0.04}
+        figures |= {"progress/dense": 1.0, "progress/factor 16": 0.5 + 0.01 * i}
+        x |= {f"gravac/predicted_{k}": y for k, y in figures.items()}
+        x["gravac/choice"] = home
+    label = "ms for a dense"
+    assert panels_of([plot.Run("one", lines)]) == [*PANELS[:3], label, *PANELS[3:]]
+    axes = plot.draw([plot.Run("one", lines), run("without")]).axes
+    (axis,) = [x for x in axes if x.get_ylabel().startswith(label)]
+    drawn = {x.get_label(): np.asarray(x.get_ydata()) for x in axis.lines}
+    assert list(drawn) == ["dense", "factor 16", "taken"]
+    assert np.isnan([x[0] for x in drawn.values()]).all()
+    narrow = 40 / (0.5 + 0.01 * np.arange(1, STEPS))
+    np.testing.assert_allclose(drawn["dense"][1:], 50)
+    np.testing.assert_allclose(drawn["factor 16"][1:], narrow)
+    taken = np.where(np.arange(1, STEPS) > 20, narrow, 50)
+    np.testing.assert_allclose(drawn["taken"][1:], taken)
+
+
 def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
     lines = [{"step": i, "seconds": i, "loss": float(i % 10)} for i in range(1000)]
     lines[5]["loss"] = np.nan
