@@ -110,12 +110,11 @@ def test_a_fixed_choice_in_closed_loop_takes_the_seconds_of_its_steps(monkeypatc
     ):
         rung = run.LADDER.index(controller.ladder[0])
         monkeypatch.setitem(run.CONTROLLERS, name, AtRung(controller, rung))
-        lines = run.measured(name, WORTH, networks, args)
-        taken = [x["over_dense"] for x in lines]
+        line = run.measured(name, WORTH, networks, args)
         expected = fixed[:, *choice] / fixed[:, 0, 0]
-        np.testing.assert_allclose(taken, expected, rtol=1e-3)
-        worth = [x["progress"] for x in lines]
-        np.testing.assert_allclose(worth, WORTH.progress[choice], rtol=1e-3)
+        np.testing.assert_allclose(line["over_dense"], expected, rtol=1e-3)
+        worth = WORTH.progress[choice]
+        np.testing.assert_allclose(line["progress"], worth, rtol=1e-3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,10 +120,13 @@ MADE: dict[str, Make] = {
     "2026-11-25_live/live.png": _live,
     "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
     "2026-11-25_progress/law.png": _law,
-    f"{_CLOSED_LOOP}/networks.md": _text(
-        lambda path: controllers.run.table(read(path)[1]),
-        RECORDS / _CLOSED_LOOP / "networks.jsonl",
-    ),
+    **{
+        f"{_CLOSED_LOOP}/{name}.md": _text(
+            lambda path: controllers.run.table(read(path)[1]),
+            RECORDS / _CLOSED_LOOP / f"{name}.jsonl",
+        )
+        for name in ("networks", "delayed")
+    },
     f"{_CLOSED_LOOP}/networks.png": _networks,
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),

@@ -10,6 +10,7 @@ target.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,8 +255,8 @@ def best_fixed(worth: Worth, networks: Networks, delay: bool) -> np.ndarray:
     return DENSE_STEPS / worth.progress[None] * mean
 
 
-def measured(name: str, worth: Worth, networks: Networks, args: Args) -> list[Line]:
-    """Return a line for each network: what reaching the target took there."""
+def measured(name: str, worth: Worth, networks: Networks, args: Args) -> Line:
+    """Return what reaching the target took on each network."""
     fixed = best_fixed(worth, networks, args.delay)
     if name == DILOCO:
         local = networks.parts[:, 0, 0]
@@ -276,22 +277,13 @@ def measured(name: str, worth: Worth, networks: Networks, args: Args) -> list[Li
         taken = at(clock) - over * at(seconds)
         worths = DENSE_STEPS / (at(count) - over * at(steps))
     one = fixed[:, 0]
-    return [
-        {
-            "network": i,
-            "replicas": int(networks.replicas[i]),
-            "r": round(float(networks.ratio[i]), 4),
-            "latency": round(float(networks.latency[i]), 6),
-            "compute": round(float(networks.parts[i, 0, 0]), 5),
-            "progress": round(float(worths[i]), 4),
-            "over_best": round(float(taken[i] / one[i].min()), 4),
-            "over_best_of_rounds": round(float(taken[i] / fixed[i].min()), 4),
-            "over_dense": round(float(taken[i] / one[i, 0]), 4),
-            "best": int(one[i].argmin()),
-            "best_of_rounds": int(fixed[i].argmin()),
-        }
-        for i in range(args.networks)
-    ]
+    listed = lambda x: [round(float(y), 4) for y in x]
+    return {
+        "progress": listed(worths),
+        "over_best": listed(taken / one.min(axis=1)),
+        "over_best_of_rounds": listed(taken / fixed.min(axis=(1, 2))),
+        "over_dense": listed(taken / one[:, 0]),
+    }
 
 
 def table(lines: list[Line]) -> str:
@@ -301,13 +293,11 @@ def table(lines: list[Line]) -> str:
         " over dense: median, worst | more than 5% above dense | least progress |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
-    for name in dict.fromkeys(x["controller"] for x in lines):
+    for name in dict.fromkeys(x["controller"] for x in lines if "controller" in x):
         for optimizer, words in OPTIMIZERS.items():
             over = over_best(lines, name, optimizer)
-            key = {"controller": name, "optimizer": optimizer}
-            found = [x for x in lines if key.items() <= x.items()]
-            dense = np.array([x["over_dense"] for x in found])
-            worth = min(x["progress"] for x in found)
+            line = line_of(lines, name, optimizer)
+            dense, worth = np.array(line["over_dense"]), min(line["progress"])
             rows.append(
                 f"| {name} | {words} | {np.median(over):.3f},"
                 f" {np.quantile(over, 0.95):.3f}, {over.max():.3f} |"
@@ -324,7 +314,7 @@ def has_rounds(name: str) -> bool:
 
 def draw(lines: list[Line], path: Path) -> None:
     """Draw how many networks are within which factor of the best fixed choice."""
-    names = list(dict.fromkeys(x["controller"] for x in lines))
+    names = list(dict.fromkeys(x["controller"] for x in lines if "controller" in x))
     with picture(path, (11, 4.5), columns=3) as (figure, axes):
         for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
             for name in names:
@@ -347,8 +337,28 @@ def draw(lines: list[Line], path: Path) -> None:
 def over_best(lines: list[Line], name: str, optimizer: str) -> np.ndarray:
     """Return seconds over those of the best fixed choice that a method could take."""
     against = "over_best_of_rounds" if has_rounds(name) else "over_best"
+    return np.array(line_of(lines, name, optimizer)[against])
+
+
+def line_of(lines: list[Line], name: str, optimizer: str) -> Line:
+    """Return the line of a method and an optimizer."""
     key = {"controller": name, "optimizer": optimizer}
-    return np.array([x[against] for x in lines if key.items() <= x.items()])
+    (line,) = [x for x in lines if key.items() <= x.items()]
+    return line
+
+
+def described(networks: Networks, worth: Worth, args: Args) -> Line:
+    """Return what the networks are, and the best fixed choice on each."""
+    fixed = best_fixed(worth, networks, args.delay)
+    listed = lambda x: [float(f"{y:.4g}") for y in x]
+    return {
+        "replicas": [int(x) for x in networks.replicas],
+        "r": listed(networks.ratio),
+        "latency": listed(networks.latency),
+        "compute": listed(networks.parts[:, 0, 0]),
+        "best": fixed[:, 0].argmin(axis=1).tolist(),
+        "best_of_rounds": fixed.reshape(len(fixed), -1).argmin(axis=1).tolist(),
+    }
 
 
 def main(args: Args) -> None:
@@ -358,11 +368,11 @@ def main(args: Args) -> None:
     networks = drawn(args)
     for optimizer in OPTIMIZERS:
         worth = worth_of(lines, optimizer)
+        make = functools.partial(described, networks, worth, args)
+        journal.once(make, kind="networks", optimizer=optimizer)
         for name in (*CONTROLLERS, DILOCO):
-            key = {"controller": name, "optimizer": optimizer}
-            if not journal.find(**key):
-                made = measured(name, worth, networks, args)
-                journal.append(*({**key, **x} for x in made))
+            make = functools.partial(measured, name, worth, networks, args)
+            journal.once(make, controller=name, optimizer=optimizer)
     print(table(journal.lines))
     if args.picture:
         draw(journal.lines, args.picture)
