@@ -90,7 +90,9 @@ class Run:
         return optax.apply_updates(params, updates), opt_state, value
 
     def begin(self):
-        return gravac.place((PARAMS, self.tx.init(PARAMS)), self.where)
+        state = gravac.place((PARAMS, self.tx.init(PARAMS)), self.where)
+        # A restored state is committed to its device; jit compiles anew for another.
+        return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
     def train(self, state, first, last, checkpointer=None):
         """Return the state after these steps, saved at each."""
