@@ -81,6 +81,12 @@ class Slices:
         pairs = zip(leaves, self.specs, strict=True)
         return [cut(x.shape, spec, self.mesh, self.axes) for x, spec in pairs]
 
+    def check(self, params: Any) -> None:
+        """Raise if params lie otherwise on their mesh, as far as they tell."""
+        leaves = jax.tree.leaves(params)
+        if leaves:
+            _step_checks.meshes.lies_as_said(leaves, self.specs, self.mesh)
+
     def place(self, make: Callable[[], TransformState]) -> TransformState:
         """Return the state that `make` returns for one device, of all devices."""
         owners = (*axis_names(self.axis_name), *self.axes)
@@ -244,6 +250,7 @@ def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
     shardings = [getattr(x, "sharding", x) for x in leaves]
     spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
     mesh = _step_checks.meshes.one_mesh(shardings)
+    _step_checks.meshes.has_axes(mesh, axis_names(axis_name))
     slices = Slices(mesh, axis_name, tuple(map(spec, shardings)))
     names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
     _step_checks.meshes.sharded_inside(names, axis_names(axis_name))

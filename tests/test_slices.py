@@ -510,6 +510,22 @@ MISTAKES = {
         ),
         r"sharded over \['dcn'\]",
     ),
+    "the default axis": (
+        lambda params: gravac.transform(sharded=params),
+        r"has \('dcn', 'fsdp', 'tp'\), got \['data'\]",
+    ),
+    "another layout": (
+        lambda params: gravac.transform(
+            "dcn", sharded=put(params, three_axes(), {"up": P("tp")})
+        ),
+        r"by P\S*\('fsdp', 'tp'\).*told of P\S*\('tp',?\)",
+    ),
+    "another mesh": (
+        lambda params: gravac.transform(
+            "dcn", sharded=put(params, three_axes((2, 4, 1)), {"up": P("fsdp", "tp")})
+        ),
+        r"told of .*'fsdp': 4",
+    ),
     "not on a mesh": (
         lambda params: gravac.transform("dcn", sharded=PARAMS),
         r"as they lie on one mesh.*got 0 meshes",

@@ -81,8 +81,10 @@ class Components:
         _buckets.warn_if_wide(buckets)
         if self.compress is not False:
             _buckets.warn_if_empty(buckets)
-        initial = functools.partial(self.initial, buckets)
-        return initial() if self.slices is None else self.slices.place(initial)
+        if self.slices is None:
+            return self.initial(buckets)
+        self.slices.check(params)
+        return self.slices.place(functools.partial(self.initial, buckets))
 
     def plan(self, tree: Any) -> Buckets:
         """Decide which leaves are compressed; buckets hold what a device owns."""

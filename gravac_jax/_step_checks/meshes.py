@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import core
 
 from gravac_jax import _arrays
 
@@ -83,12 +84,22 @@ def one_mesh(shardings: Sequence[Any]) -> Any:
     return meshes.pop()
 
 
+def has_axes(mesh: Any, slow: Sequence[str]) -> None:
+    """Refuse an axis of replicas that the mesh of the params does not have."""
+    if missing := sorted(set(slow) - set(mesh.axis_names)):
+        raise ValueError(
+            f"`axis_name` must name axes of the mesh on which `sharded` lies, which has"
+            f" {mesh.axis_names}, got {missing}. Name the slow one, as in"
+            f" gravac.transform({mesh.axis_names[0]!r}, sharded=params)."
+        )
+
+
 def sharded_inside(used: set[str], slow: Sequence[str]) -> None:
     """Refuse params that are sharded over the slow axis."""
     if both := sorted(used & set(slow)):
         raise ValueError(
             f"the params are sharded over {both}, and a replica along `axis_name` needs"
-            f" all of the model: leave {both} out of their specs."
+            f" all of the model: name another axis, or leave {both} out of their specs."
         )
 
 
@@ -102,6 +113,21 @@ def sharded_alike(leaves: Sequence[Any], specs: Sequence[Any]) -> None:
             f" {_arrays.brief([x.shape for x in leaves])}. Give gravac.transform the"
             f" params that the optimizer sees: sharded=params."
         )
+
+
+def lies_as_said(leaves: Sequence[Any], specs: Sequence[Any], mesh: Any) -> None:
+    """Refuse params that lie otherwise than `sharded` told."""
+    for x, spec in zip(leaves, specs, strict=True):
+        lies = getattr(x, "sharding", None)
+        if isinstance(x, core.Tracer) or not isinstance(lies, jax.NamedSharding):
+            continue  # nothing tells
+        if not lies.is_equivalent_to(jax.NamedSharding(mesh, spec), len(x.shape)):
+            raise ValueError(
+                f"an array of shape {x.shape} is sharded by {lies.spec} over"
+                f" {dict(lies.mesh.shape)}, and `sharded` told of {spec} over"
+                f" {dict(mesh.shape)}. Give gravac.transform the params that the"
+                f" optimizer sees, as they lie: sharded=params."
+            )
 
 
 def is_auto(mesh: Any, axis_name: Any) -> None:
