@@ -22,7 +22,9 @@ import paper.report
 import programs.report
 import quality.report
 import quality.results
+from common import figures
 from common.journal import read
+from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 RECORDS = Path(__file__).with_name("records")
 BESIDE = ("runs", "torch", "live")  # what an end-to-end record may have besides steps
@@ -38,6 +40,32 @@ def _losses(*names: str) -> Make:
         quality.report.draw(runs, "wire_bytes", configuration["unit"], path)
 
     return make
+
+
+def _growth(path: Path) -> None:
+    """Draw bytes, and milliseconds at 1 Gbit/s, over the number of replicas."""
+    lines = read(RECORDS / "2026-11-21_growth/growth.jsonl")[1]
+    with figures.picture(path, (11, 4.6), columns=2) as (figure, (axes,)):
+        sent, taken = axes
+        for name in dict.fromkeys(x["exchange"] for x in lines):
+            mine = [x for x in lines if x["exchange"] == name]
+            timed = [x for x in mine if "step_seconds" in x]
+            seconds = [x["step_seconds"][1] + x["wire_bytes"] / 125e6 for x in timed]
+            replicas = [x["replicas"] for x in mine]
+            kilobytes = [x["wire_bytes"] / 1e3 for x in mine]
+            sent.plot(replicas, kilobytes, marker="o", ms=4, label=name)
+            at = replicas[: len(timed)]
+            taken.plot(at, [1e3 * x for x in seconds], marker="o", ms=4, label=name)
+        sent.set(ylabel="kilobytes that one replica sends in a step")
+        taken.set(
+            ylabel="milliseconds of one replica's work\nand of its bytes at 1 Gbit/s"
+        )
+        for axis in axes:
+            axis.set(xlabel="replicas", yscale="log")
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(ScalarFormatter())
+            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+        figures.legend_below(figure, columns=4)
 
 
 def _traces(path: Path) -> None:
@@ -116,6 +144,7 @@ MADE: dict[str, Make] = {
         for name in ("adamw", "lstm")
     },
     "2026-11-25_rounds/adamw.png": _losses("2026-11-25_rounds/adamw.jsonl"),
+    "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-25_live/live.png": _live,
     "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
