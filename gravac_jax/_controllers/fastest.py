@@ -68,7 +68,7 @@ class Fastest(Controller):
     In plain words::
 
         waiting  = steps that an entry of the gradient waits before it is sent
-        progress = 1 / (1 + 0.11 sqrt(waiting)), what a step is worth in dense steps
+        progress = 1 / (1 + 0.15 sqrt(waiting)), what a step is worth in dense steps
         seconds  = compute + (selection + messages + bytes) / steps of a round,
                    each part fitted to the measured step times
         cost     = seconds / progress

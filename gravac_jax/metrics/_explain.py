@@ -48,7 +48,7 @@ def explain(opt_state: Any, controller: Controller) -> str:
       choice     ms a step  progress  ms for a dense step's progress
       dense          161.9      1.00                           161.9
       factor 4        50.1      1.00                            50.2  visited, to ...
-      factor 16       21.9      0.96                            22.9  taken
+      factor 16       21.9      0.94                            23.2  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
     found = _predictions(opt_state, controller)
