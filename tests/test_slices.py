@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import os
 import pathlib
 import re
 import subprocess
@@ -388,7 +389,10 @@ for crosses, kind, shapes in here.lowered(here.two_bits, ["up"], (4, 8, 8)):
 def test_on_four_by_eight_by_eight_devices_payloads_alone_cross_the_slow_axis():
     tests = pathlib.Path(__file__).parent
     run = [sys.executable, "-c", MANY]
-    out = subprocess.run(run, cwd=tests, check=True, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run(
+        run, cwd=tests, env=env, check=True, capture_output=True, text=True
+    )
     assert sorted(set(out.stdout.splitlines())) == [
         "all-gather u32",
         "all-reduce f32",  # figures that all agree on
