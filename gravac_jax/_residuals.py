@@ -1,6 +1,6 @@
 """Use what is held back: deliver it to all replicas, or go on at own params.
 
-Both ask the transform for a *delivery* (`_step/remember.py`), which is no step: no
+Both ask the transform for a *delivery* (`_step/deliver.py`), which is no step: no
 gradient is exchanged, and nothing is decided or counted.
 """
 

@@ -5,16 +5,15 @@ import jax.numpy as jnp
 
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Axes
-from gravac_jax._error_feedback.base import Memory
 from gravac_jax._residuals import Delivery
 from gravac_jax._state import LocalState
+from gravac_jax._step.components import Components
 from gravac_jax._step.phases import held
 
 
 def deliver(
+    components: Components,
     delivery: Delivery,
-    memory: Memory,
-    waits: bool,
     local: LocalState,
     buckets: Buckets,
     axes: Axes,
@@ -22,15 +21,15 @@ def deliver(
     """Return what is held back of each part, and the state after the delivery.
 
     Args:
+      components: what the transform is made of.
       delivery: "mean" sends what is held back to all replicas and empties the memory.
         "own" returns this replica's part and "nothing" returns zeros; both leave the
         state as it is.
-      memory: holds it.
-      waits: whether dense leaves wait in the memory, too.
       local: this replica's state, in its local form.
       buckets: the leaves that it belongs to.
       axes: the other replicas.
     """
+    memory = components.memory
     parts = held(memory, local, buckets).parts
     if delivery == "own":
         parts = tuple(map(memory.ahead, local.memory, parts))
@@ -40,7 +39,7 @@ def deliver(
     ]
     # Dense leaves that wait do so on all devices of a replica alike.
     *flat, dense = parts
-    dense = axes.copies.mean(dense) if waits else jnp.zeros(dense.shape)
+    dense = axes.copies.mean(dense) if components.waits else jnp.zeros(dense.shape)
     if delivery == "mean":
         local = local._replace(memory=tuple(emptied))
         return (*axes.slow.mean(flat), axes.slow.mean(dense)), local

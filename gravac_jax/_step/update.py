@@ -71,9 +71,7 @@ def _update(
     is_asked = deliver is not None or receives
     axes, local = enter(components, buckets, updates, state, params, is_asked)
     if deliver is not None:
-        memory = components.memory
-        waits = components.waits
-        parts, local = deliver_held(deliver, memory, waits, local, buckets, axes)
+        parts, local = deliver_held(components, deliver, local, buckets, axes)
         # gravac.guard must not mistake a delivery for a bad step.
         info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
         local = _state.leave(local, state.local)

@@ -64,8 +64,8 @@ def step(
         *after(chosen, optax.scale_by_adam(), None),
         optax.scale_by_learning_rate(1e-3),
     )
-    apply = model(millions).apply
-    loss_fn = lambda params, tokens: mean_loss(apply(params, tokens), tokens)
+    module = model(millions)
+    loss_fn = lambda params, tokens: mean_loss(module.apply(params, tokens), tokens)
 
     def take(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         where = params
@@ -75,4 +75,4 @@ def step(
         updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    return Step(model(millions), tx, take)
+    return Step(module, tx, take)

@@ -175,9 +175,10 @@ def main(args: Args) -> None:
     devices, version = described(args.device, math.prod(shape))
     inner = {"inner": args.inner} if args.inner else {}
     journal = Journal(args.out, {"device": args.device, **inner, **version})
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
-    place = np.array(devices).reshape(shape) if args.inner else mesh
-    how = read_sliced if args.inner else read
+    place: Any = np.array(devices).reshape(shape)
+    how: Any = read_sliced
+    if not args.inner:
+        how, place = read, jax.sharding.Mesh(place, ("data",))
     for millions in args.millions:
         for name in args.methods:
             make = lambda name=name, n=millions: how(name, n, place, args.texts)
