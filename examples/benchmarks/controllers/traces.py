@@ -113,35 +113,30 @@ class Bench:
         self,
         controller: Any,
         replicas: int,
-        table: Any,
+        table: Callable[[int], np.ndarray],
         steps: int,
-        noise: int = 0,
-        seed: int = 0,
     ) -> Iterator[tuple[float, float, np.ndarray]]:
         """Train, and yield what each stretch of steps brings.
 
         Args:
           controller: The controller.
           replicas: The number of simulated replicas.
-          table: The seconds of each rung, or a function from the stretch to them.
+          table: A function from the stretch to the seconds of each rung.
           steps: Steps in all.
-          noise: The seed of the times.
-          seed: The seed of the batches.
 
         Yields:
           The held-out loss of averaged params, the seconds so far, and the rungs.
         """
-        at = table if callable(table) else lambda _: table
         tx, params = self.transform(controller), self.small.params()
         # The loss is that of averaged params: that of params themselves fluctuates.
         now = jnp.float32(jnp.nan), jnp.float32(0)
-        clock = (*now, jax.random.key(noise), jax.tree.map(jnp.copy, params))
+        clock = (*now, jax.random.key(1), jax.tree.map(jnp.copy, params))
         params, opt_state = gravac.place((params, tx.init(params)), replicas)
         state = params, opt_state, clock
         for i in range(steps // EVERY):
-            key = jax.random.fold_in(jax.random.key(100 + seed), i)
+            key = jax.random.fold_in(jax.random.key(100), i)
             state, loss, rungs = self.stretch(controller, replicas)(
-                state, key, jnp.asarray(at(i), jnp.float32)
+                state, key, jnp.asarray(table(i), jnp.float32)
             )
             yield float(loss), float(state[2][1]), np.asarray(rungs).astype(int)
 
@@ -178,7 +173,7 @@ def trace(bench: Bench, args: Args, name: str) -> list[Line]:
     table = table_of(args, size(bench.small.params()), controller)
     lines = []
     for loss, clock, rungs in bench.losses(
-        controller, args.replicas, table, args.steps, noise=1
+        controller, args.replicas, table, args.steps
     ):
         factors = [controller.ladder[rung] for rung in rungs]
         line = {"controller": name, "loss": loss, "clock": clock, "factors": factors}
