@@ -654,10 +654,8 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """Yield the rung of least seconds per progress, and visits to other rungs."""
     rungs = len(controller.ladder)
     choices = [(h, r) for h in controller.rounds for r in range(rungs)]
-    home, now = rungs - 1, min(1, rungs - 1)
-    dwelt = rested = known = 0
-    sent, total = np.zeros(rungs), 0.0
-    filtered = SecondsFilter()
+    home, now, dwelt, rested, known = rungs - 1, min(1, rungs - 1), 0, 0, 0
+    sent, total, filtered = np.zeros(rungs), 0.0, SecondsFilter()
     for e in evidence:
         weight = 0.1 * bool(e.gradient_energies[0] > 0)
         sent = sent + weight * (e.gradient_energies - sent)
@@ -677,23 +675,44 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         may_move = dwelt >= 3 and (now in (home, best) or filtered.last is None)
         new_home = best if may_move and cost[best] < 0.97 else home
         margins = [abs(cost[best] - 0.97), *np.delete(cost - cost[best], best)]
-        worth = dict.fromkeys(range(rungs), -math.inf)
-        steps, at = choices[new_home]
-        for v in {*range(rungs)} - {at}:
-            gain = visit_gain(filtered, guess, kinds[v], progress, cost, new_home)
-            there = choices.index((steps, v))
-            price = 3 * steps * max(cost[there] - cost[new_home], 0)
-            worth[v] = 500 * gain - price - 0.5
+        is_settled = dwelt >= 3 and now == home == new_home
+        may_leave = is_settled and rested >= known / 8
+        if may_leave:
+            new_home, close = safest(cost, progress, home)
+            margins += close
+        gain = functools.partial(visit_gain, filtered, guess, progress, cost, new_home)
+        worth = worth_of_visits(gain, kinds, cost, choices, new_home)
         new = new_home if dwelt >= 3 else now
-        if dwelt >= 3 and now == home == new_home and rested >= known / 8:
+        if may_leave and new_home != home:
+            rested = 0
+        elif may_leave:
             *_, second, first = sorted(worth, key=lambda r: worth[r])
             margins.append(abs(worth[first]))
             if worth[first] > 0:
                 margins.append(worth[first] - worth[second])
-                new, rested = choices.index((steps, first)), 0
-        dwelt = dwelt if new == now else 0
-        home, now = new_home, new
+                new, rested = new_home - new_home % rungs + first, 0
+        dwelt, home, now = dwelt if new == now else 0, new_home, new
         yield Decision(now % rungs, (home, now), float(min(margins)))
+
+
+def worth_of_visits(
+    gain: Any, kinds: Any, cost: Any, choices: list[tuple[int, int]], home: int
+) -> dict[int, float]:
+    """Return what it is worth to visit each rung, in steps at home."""
+    worth = dict.fromkeys(range(len(kinds) - 1), -math.inf)
+    steps, at = choices[home]
+    for v in worth.keys() - {at}:
+        price = 3 * steps * max(cost[choices.index((steps, v))] - cost[home], 0)
+        worth[v] = 500 * gain(kinds[v]) - price - 0.5
+    return worth
+
+
+def safest(cost: Any, progress: Any, home: int) -> tuple[int, list[float]]:
+    """Return the choice of most progress that costs no more, and how close it was."""
+    wider = [c for c in range(len(cost)) if progress[c] > progress[home]]
+    margins = [abs(cost[c] - 1) for c in wider]
+    cheap = [c for c in wider if cost[c] <= 1]
+    return max(cheap, key=lambda c: progress[c], default=home), margins
 
 
 def progress_of_choices(
@@ -781,10 +800,10 @@ class SecondsFilter:
 def visit_gain(
     filtered: SecondsFilter,
     guess: Any,
-    visited: Any,
     progress: np.ndarray,
     cost: np.ndarray,
     home: int,
+    visited: Any,
 ) -> float:
     """Return how much less a step is likely to cost after three times of one kind."""
     unit = filtered.seconds(guess[home]) / progress[home]

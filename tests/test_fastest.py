@@ -225,6 +225,19 @@ def test_it_does_not_run_in_circles():
     assert np.mean([len(set(x.tolist())) > 6 for x in homes]) < 0.1
 
 
+def test_of_choices_that_cost_alike_it_takes_the_one_of_most_progress():
+    controller = gravac.Fastest((1, 8, 16))
+    shares = jnp.array([1, 0.9, 0.4])
+    cost = jnp.array([3, 1, 1.02])  # closer than the margin: it begins at the last
+    parts = (cost * progress(shares))[:, None] * jnp.eye(1, 4, 3)
+    evidence = _examples.evidence(3, seed=0, steps=20)
+    spread = lambda x: np.tile(np.float32(x), (20, *[1] * np.ndim(x)))
+    alike = evidence._replace(
+        gradient_energies=spread(shares), predicted_parts=spread(parts)
+    )
+    assert _laws.decided(controller, alike)[0][-1] == 1  # without times
+
+
 def test_without_times_it_believes_the_wire_and_stays():
     rungs = on_networks_that_stay()[0][-UNTIMED:]
     networks = NETWORKS[:UNTIMED]

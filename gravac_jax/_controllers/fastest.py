@@ -74,8 +74,10 @@ class Fastest(Controller):
         cost     = seconds / progress
 
         if another choice costs 3% less than this one: take it
-        if three exchanges at another rung would teach something about the costs that is
-        likely to save more in the next 500 steps than they cost: visit it
+        if it is time for a visit
+            if a choice of more progress costs no more than this one: take it
+            if three exchanges at another rung would teach something about the costs
+            that is likely to save more in the next 500 steps than they cost: visit it
 
     How long an entry waits follows from the share that a rung would send of one
     gradient of the whole model, without the residual, and from the length of a round.
@@ -216,6 +218,14 @@ class Fastest(Controller):
         may_move = is_free & (is_at_home | (state.current == best))
         home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
 
+        # To take another choice that costs alike stands in place of a visit, so that
+        # noise does not move it to and fro.
+        is_settled = (state.current == state.home) & (home == state.home)
+        is_rested = rested * HASTE >= known
+        may_leave = is_free & is_settled & is_rested
+        home = jnp.where(may_leave, _safest(cost, progress, home), home)
+        is_tie = may_leave & (home != state.home)
+
         # A visit is to another rung, in rounds as long as those of home.
         rungs = len(self.ladder)
         told = _told_by_a_visit(kinds, rounds, timing.noise)[:, :rungs]
@@ -227,9 +237,7 @@ class Fastest(Controller):
             jnp.asarray(self.rounds, jnp.float32)[home // rungs],
         )
         visited = home - home % rungs + jnp.argmax(worth).astype(jnp.int32)
-        is_settled = (state.current == state.home) & (home == state.home)
-        is_rested = rested * HASTE >= known
-        is_visit = is_free & is_settled & is_rested & (jnp.max(worth) > 0)
+        is_visit = may_leave & ~is_tie & (jnp.max(worth) > 0)
 
         choice = jnp.where(is_free, home, state.current)
         choice = jnp.where(is_visit, visited, choice)
@@ -237,7 +245,7 @@ class Fastest(Controller):
             home=home,
             current=choice,
             dwelt=jnp.where(choice == state.current, dwelt, 0),
-            rested=jnp.where(is_visit, 0, rested),
+            rested=jnp.where(is_visit | is_tie, 0, rested),
             known=known,
             averages=averages,
             timing=timing,
@@ -307,6 +315,13 @@ def _timed(
         timing = _arrays.where(timing.times > 0, newer, timing)
     rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
     return step_time_filter.observe(timing, guess, rung, seconds[rung])
+
+
+def _safest(cost: jax.Array, progress: jax.Array, home: jax.Array) -> jax.Array:
+    """Return the choice of most progress, which keeps most quality, at no more cost."""
+    is_home = jnp.arange(cost.size) == home  # its cost may round to above 1
+    is_cheap = is_home | (cost <= 1)
+    return jnp.argmax(jnp.where(is_cheap, progress, 0)).astype(jnp.int32)
 
 
 def _told_by_a_visit(
