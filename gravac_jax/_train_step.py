@@ -248,6 +248,7 @@ class TrainStep:
         """Take a step; `params` and `opt_state` are donated."""
         if self._rounds is None:
             state = _chain.the_transform(opt_state, "gravac.train_step")
+            _chain.warn_of_late_momentum(opt_state)
             self._rounds = Rounds(state)
             self._clock = StepClock(int(state.steps)) if self._is_timed else None
         is_due = self._rounds.is_due()

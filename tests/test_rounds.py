@@ -1,6 +1,7 @@
 """With rounds, local steps send nothing, and an exchange averages what has gathered."""
 
 import functools
+import warnings
 
 import _examples
 import _harness
@@ -341,6 +342,40 @@ def test_a_controller_of_ones_own_brings_its_rounds(recipe):
     assert (found[1] != 0.125).all()
     assert (found[2] == found[1]).all()
     assert (found[3] != found[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("warns", "tx"),
+    [
+        (
+            True,
+            lambda rounds: (
+                gravac.transform(controller=rounds),
+                optax.sgd(RATE, momentum=0.9),
+            ),
+        ),
+        (False, lambda rounds: (gravac.transform(controller=rounds), optax.sgd(RATE))),
+        (False, lambda rounds: (gravac.sgd(RATE, controller=rounds),)),
+        (
+            False,
+            lambda _: (
+                gravac.transform(controller=gravac.Fixed(16)),
+                optax.sgd(RATE, momentum=0.9),
+            ),
+        ),
+    ],
+)
+def test_momentum_after_rounds_is_warned_of_once(warns, tx):
+    chain = optax.chain(*tx(gravac.Every(H, gravac.Fixed(16))))
+    step = gravac.train_step(loss_of, chain, N)
+    state = step.init({"w": jnp.ones((DIMENSION, 8))})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for i in range(2):
+            *state, _ = step(*state, batch(i))
+    told = [str(x.message) for x in found if "momentum comes after" in str(x.message)]
+    assert len(told) == warns
+    assert all("gravac.sgd" in x and "gravac.Steps" in x for x in told)
 
 
 def test_a_train_step_returns_each_replicas_own_loss():
