@@ -37,6 +37,7 @@ NAMES = {x: f"small net, {y}" for x, y in OPTIMIZERS.items()}
 BITS = {4.0: "8 bits", 8.0: "4 bits", 16.0: "2 bits", 32.0: "1 bits"}
 METHOD = re.compile(r"(?:local|every(\d+))allreduced(?:adam)?(\d+)")
 SHARED = re.compile(r"allreduced(\d+)")
+LEAST = 0.9  # progress, asked of Fastest
 PAST_PLATEAU = 300  # steps, before which curves of the quality records say little
 
 
@@ -174,6 +175,7 @@ def text(records: Path) -> str:
             f"| {name} | {alone:.3f} | {cost:.3f} | {len(own)} | {errors[0]} |"
             f" {errors[1]} |"
         )
+    rows += ["", *_least_progress(runs)]
     rows += [
         "",
         f"| workload | sent | params | waiting steps | worth (seeds) | law, c ="
@@ -189,6 +191,28 @@ def text(records: Path) -> str:
             f" {x.worth:.2f} ({low:.2f} to {high:.2f}) | {predicted:.2f} |"
         )
     return "\n".join(rows)
+
+
+def _least_progress(runs: list[Run]) -> list[str]:
+    """Return what the narrowest allowed rung of each workload predicts and realised."""
+    rows = [
+        f"| workload | the narrowest rung that `least_progress={LEAST:g}` allows |"
+        " predicted | realised: mean (seeds) |",
+        "|---|---|--:|--:|",
+    ]
+    every_step = [x for x in runs if x.is_own and "every" not in x.choice]
+    for name in dict.fromkeys(x.workload for x in every_step):
+        predicted = lambda x: law(WAITING_COST, x.waiting)
+        allowed = [
+            x for x in every_step if x.workload == name and predicted(x) >= LEAST
+        ]
+        taken = min(allowed, key=predicted)
+        low, high = taken.spread
+        rows.append(
+            f"| {name} | {taken.choice} | {predicted(taken):.2f} |"
+            f" {taken.worth:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    return rows
 
 
 def _errors(runs: list[Run], cost: float) -> str:

@@ -27,6 +27,7 @@ from controllers.small import EVERY
 
 ROUNDS = (1, 4, 16)
 DENSE_STEPS = 480  # to the target
+FAST = 0.3  # r up to which a network is fast
 SELECTION = 0.05  # of the computation, where a step is compressed
 CONTROLLERS: dict[str, gravac.Controller] = {
     "Fastest": gravac.Fastest(),
@@ -304,7 +305,26 @@ def table(lines: list[Line]) -> str:
                 f" {np.mean(over <= 1.1):.1%} | {np.median(dense):.3f},"
                 f" {dense.max():.3f} | {np.sum(dense > 1.05)} | {worth:.2f} |"
             )
-    return "\n".join(rows)
+    return "\n".join([*rows, "", *_fast_networks(lines)])
+
+
+def _fast_networks(lines: list[Line]) -> list[str]:
+    """Return rows of the default on networks where there is nothing to win."""
+    rows = [
+        f"| `Fastest`, r up to {FAST:g} | networks | over dense: median, worst |"
+        " within 2% of dense |",
+        "|---|--:|--:|--:|",
+    ]
+    for optimizer, words in OPTIMIZERS.items():
+        key = {"kind": "networks", "optimizer": optimizer}
+        (drawn_ones,) = [x for x in lines if key.items() <= x.items()]
+        line = line_of(lines, "Fastest", optimizer)
+        dense = np.array(line["over_dense"])[np.array(drawn_ones["r"]) <= FAST]
+        rows.append(
+            f"| {words} | {dense.size} | {np.median(dense):.3f}, {dense.max():.3f} |"
+            f" {np.mean(dense <= 1.02):.0%} |"
+        )
+    return rows
 
 
 def has_rounds(name: str) -> bool:
