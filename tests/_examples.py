@@ -90,6 +90,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"ladder": (1, 4, 16, 64)},
         {"ladder": (1, 4, 16, 64), "least_progress": 0.8},
         {"ladder": (1, 4, 16, 64), "rounds": (1, 3, 8)},
+        {"ladder": (1, 4, 16, 64), "rounds": (1, 3), "most_bytes": 100.0},
+        {"ladder": (1, 4, 16, 64), "most_bytes": 1.0},
     ],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
@@ -196,5 +198,6 @@ def evidence(
         "measured_seconds": to_float32(measured),
         "local_seconds": to_float32(local),
         "steps": np.ones(steps, np.int32),
+        "wire_bytes": np.tile(np.float32(1024) / 4 ** np.arange(rungs), (steps, 1)),
     }
     return Evidence(**fields)

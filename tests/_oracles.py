@@ -661,7 +661,9 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         sent = sent + weight * (e.gradient_energies - sent)
         total = total + weight * (e.gradient_energies[0] - total)
         shares = np.minimum(sent / total, 1)
-        progress = progress_of_choices(controller, choices, shares, home)
+        progress = within_bytes(controller, choices, e) * progress_of_choices(
+            controller, choices, shares, home
+        )
         local = np.array([e.predicted_parts[0][0], 0, 0, 0])
         kinds = np.array([*e.predicted_parts, local], np.float64)
         has_changed = learned(filtered, kinds, e)
@@ -693,6 +695,13 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
                 new, rested = new_home - new_home % rungs + first, 0
         dwelt, home, now = dwelt if new == now else 0, new_home, new
         yield Decision(now % rungs, (home, now), float(min(margins)))
+
+
+def within_bytes(controller: Any, choices: list[tuple[int, int]], e: Any) -> Any:
+    """Return 1 for choices that send few enough bytes, else next to nothing."""
+    mean = np.array([e.wire_bytes[r] / h for h, r in choices])
+    most = controller.most_bytes or math.inf
+    return np.where(mean <= max(most, mean.min()), 1, 1e-6)
 
 
 def worth_of_visits(

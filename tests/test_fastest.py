@@ -12,6 +12,7 @@ import pytest
 from _harness import trajectory
 
 import gravac_jax as gravac
+from gravac_jax import metrics
 from gravac_jax._controllers import fastest
 from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
 
@@ -236,6 +237,29 @@ def test_of_choices_that_cost_alike_it_takes_the_one_of_most_progress():
         gradient_energies=spread(shares), predicted_parts=spread(parts)
     )
     assert _laws.decided(controller, alike)[0][-1] == 1  # without times
+
+
+@pytest.mark.parametrize(
+    ("most", "rounds", "taken"),
+    [(2_000, (1,), {16}), (500, (1, 4), {16}), (10, (1, 4), {16}), (None, (1,), {1})],
+)
+def test_bytes_stay_within_the_budget(most, rounds, taken):
+    wire = gravac.WireCost(1e12, latency_seconds=1e-9)  # dense steps are fastest
+    controller = gravac.Fastest((1, 4, 16), rounds=rounds, most_bytes=most)
+    tx = gravac.sgd(1e-3, controller=controller, wire=wire, compress=True)
+    loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    step = gravac.train_step(loss, tx, 4)
+    state, found = step.init({"w": jnp.ones((64, 64))}), []
+    for _ in range(40):
+        *state, _ = step(*state, np.ones((4, 64), np.float32))
+        found.append(jax.tree.map(np.array, state[1][0].info))
+    exchanges = [x for x in found[28:] if np.isfinite(x.factor)]
+    assert {round(float(x.factor)) for x in exchanges} == taken
+    words = metrics.explain(state[1], controller)
+    assert ("too many bytes" in words) == (most is not None)
+    assert ("taken, more than most_bytes" in words) == (most == 10)
+    if most and most > 10:
+        assert all(x.mean_wire_bytes <= most for x in exchanges)
 
 
 def test_without_times_it_believes_the_wire_and_stays():

@@ -42,6 +42,8 @@ class Evidence(NamedTuple):
       local_seconds: `[]` float32, the same of local steps: how long a step takes that
         exchanges nothing. NaN if unknown; None without rounds.
       steps: steps since the last decision: 1, unless some are local.
+      wire_bytes: `[rungs]` float32, the bytes that one replica sends in a step at each
+        rung; None if unknown.
 
     Example:
       See `gravac.Controller`.
@@ -58,6 +60,7 @@ class Evidence(NamedTuple):
     measured_seconds: jax.Array
     local_seconds: jax.Array | None = None
     steps: Any = 1
+    wire_bytes: jax.Array | None = None
 
     @property
     def predicted_seconds(self) -> jax.Array:
@@ -75,6 +78,7 @@ class Predictions(NamedTuple):
       progress: `[choices]` float32, what a step is worth, in dense steps; zeros before
         the first decision.
       is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
+      fits: `[choices]` bool, whether its bytes are within the budget.
       home: `[]` int32, the choice believed to be fastest.
       current: `[]` int32, the choice of the next exchange; another one than home is
         visited to measure it.
@@ -90,6 +94,7 @@ class Predictions(NamedTuple):
     seconds: jax.Array
     progress: jax.Array
     is_allowed: jax.Array
+    fits: jax.Array
     home: jax.Array
     current: jax.Array
     times: jax.Array

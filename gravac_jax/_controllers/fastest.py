@@ -39,6 +39,7 @@ class FastestState(NamedTuple):
       seconds: `[choices]` float32, the mean seconds of a step, as the last decision
         predicted them.
       progress: `[choices]` float32, the same of what a step is worth.
+      fits: `[choices]` bool, whether the bytes of a choice are within the budget.
     """
 
     home: jax.Array
@@ -50,6 +51,7 @@ class FastestState(NamedTuple):
     timing: step_time_filter.Timing
     seconds: jax.Array
     progress: jax.Array
+    fits: jax.Array
 
     def moved(self, fresh: "FastestState") -> "FastestState":
         """Forget step times: on other devices they are not known yet."""
@@ -58,6 +60,7 @@ class FastestState(NamedTuple):
             timing=fresh.timing,
             seconds=fresh.seconds,
             progress=fresh.progress,
+            fits=fresh.fits,
         )
 
 
@@ -113,11 +116,15 @@ class Fastest(Controller):
         `gravac.local_params` do): at the shared ones, local steps would lead nowhere.
         Keep momentum before the exchange (`gravac.sgd`, `gravac.adamw`): after it, long
         rounds make less progress than is predicted.
+      most_bytes: the most bytes that one replica may send in a step, in the mean over a
+        round; None for any number. Dense leaves count. If every choice sends more, the
+        one that sends least is taken, and `metrics.explain` says so. The first six
+        exchanges, from which it learns, are not bound by it.
 
     Raises:
       TypeError: if `ladder` or `rounds` is not a tuple of numbers.
       ValueError: if one of the two is out of order or does not begin with 1, or
-        `least_progress` is outside its bounds.
+        `least_progress` is outside its bounds, or `most_bytes` is not above 0.
 
     Example:
       >>> import gravac_jax as gravac
@@ -135,6 +142,7 @@ class Fastest(Controller):
     ladder: tuple[float, ...] = (1.0, 4.0, 8.0, 16.0, 32.0)
     least_progress: float = 0.0
     rounds: tuple[int, ...] = (1,)
+    most_bytes: float | None = None
 
     def __post_init__(self) -> None:
         _checks.ladder(self.ladder)
@@ -142,6 +150,9 @@ class Fastest(Controller):
         _checks.within(self.least_progress, "least_progress", 0, 1, why)
         _checks.dense_first(self.ladder, "Fastest")
         _checks.lengths_of_rounds(self.rounds)
+        if self.most_bytes is not None:
+            why = "It is the most bytes that a replica may send in a step."
+            _checks.above_zero(self.most_bytes, "most_bytes", why)
 
     @property
     def has_rounds(self) -> bool:
@@ -187,6 +198,7 @@ class Fastest(Controller):
             timing=step_time_filter.no_times(),
             seconds=jnp.zeros(choices, jnp.float32),
             progress=jnp.zeros(choices, jnp.float32),
+            fits=jnp.ones(choices, bool),
         )
 
     def decide(
@@ -197,7 +209,10 @@ class Fastest(Controller):
         expected = self._progress(averages)
         # A choice without progress is never the fastest.
         progress = jnp.where(self._is_allowed(expected, state.home), expected, 0)
-        progress = jnp.maximum(progress, 1e-6)
+        mean_bytes = self._mean_bytes(evidence)
+        fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
+        is_within = fits | (mean_bytes <= jnp.min(mean_bytes))
+        progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-6)
         timing, has_changed = _timed(evidence, state.timing)
         kinds = step_time_filter.predict(timing, _kinds(evidence))
         rounds = step_time_filter.mixed(kinds, self._shares_of_kinds())
@@ -251,6 +266,7 @@ class Fastest(Controller):
             timing=timing,
             seconds=rounds.seconds,
             progress=expected,
+            fits=fits,
         )
 
     def predictions(self, state: FastestState) -> Predictions:
@@ -261,6 +277,7 @@ class Fastest(Controller):
             seconds=state.seconds,
             progress=state.progress,
             is_allowed=self._is_allowed(state.progress, state.home),
+            fits=state.fits,
             home=state.home,
             current=state.current,
             times=state.timing.times,
@@ -272,6 +289,13 @@ class Fastest(Controller):
         is_home = jnp.arange(progress.size) == home
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
         return progress >= least
+
+    def _mean_bytes(self, evidence: Evidence) -> jax.Array:
+        """Return the bytes of a step of each choice, in the mean: `[choices]`."""
+        steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
+        sent = evidence.wire_bytes
+        sent = jnp.zeros(len(self.ladder)) if sent is None else sent
+        return (sent[None] / steps).ravel()
 
     def _progress(self, averages: compression_gain.Averages) -> jax.Array:
         """Return what a step of each choice is worth, `[choices]` float32."""

@@ -232,6 +232,7 @@ def decide(gradient: Gradient, arrived: Arrived, setting: Setting) -> Decision:
         measured_seconds=times[: len(controller.ladder)],
         local_seconds=times[-1] if controller.has_rounds else None,
         steps=state.info.local_steps + 1,
+        wire_bytes=jnp.asarray(tables.wire_bytes[: len(controller.ladder)]),
     )
     rung, decided = controller.decide(evidence, state.controller)
     now = compression_gain.gain(evidence.energies, evidence.energy)

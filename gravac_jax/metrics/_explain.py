@@ -122,9 +122,11 @@ def _name(factor: float, steps: int) -> str:
 def _verdict(found: Predictions, choice: int) -> str:
     """Return what was done with a choice."""
     if choice == found.home:
-        return "taken"
+        return "taken" if found.fits[choice] else "taken, more than most_bytes"
     if choice == found.current:
         return "visited, to measure it"
+    if not found.fits[choice]:
+        return "too many bytes"
     return "" if found.is_allowed[choice] else "too little progress"
 
 
