@@ -16,7 +16,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib.ticker
 import numpy as np
 import tyro
 from common import hosts
@@ -99,9 +98,6 @@ def draw(lines: list[Line], setting: Setting, path: Path) -> None:
             axis.set(yscale="log", xlabel="step (gray: slow network)", xlim=(0, None))
         above.set(ylabel="factor of the\ncompressed leaves")
         middle.set(ylabel="milliseconds a step")
-        middle.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        middle.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        middle.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         bytes_sent.set(ylabel="megabytes sent a step")
         below.set(xlabel="seconds of the method's own steps")
         below.set(ylabel="held-out loss, nats", xlim=(0, None))

@@ -5,6 +5,7 @@ dark one.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cycler import cycler
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, NullFormatter
 
 PAPER, INK, FAINT = "#f2f1ee", "#222222", "#b8b6b0"
 # Okabe and Ito's colours, which colour-blind readers can tell apart, then two grays.
@@ -51,9 +53,23 @@ def picture(
             rows, columns, figsize=size, layout="constrained", squeeze=False
         )
         yield figure, axes
+        for axis in axes.flat:
+            _plain_numbers(axis.xaxis)
+            _plain_numbers(axis.yaxis)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140)
         plt.close(figure)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Write 100 where a logarithmic axis would have a power of ten, or no number."""
+    if not isinstance(axis.get_major_formatter(), LogFormatter):
+        return
+    low, high = axis.get_view_interval()
+    between = (1,) if math.log10(high / low) > 2 else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=between))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.12g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend_below(figure: Any, columns: int = 3, **options: Any) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from pathlib import Path
 
-import matplotlib.ticker
 import numpy as np
 from common.figures import legend_below, picture
 from common.journal import Line, read
@@ -238,10 +237,6 @@ def draw(timed: Timed, runs: list[Line], path: Path) -> None:
             xlabel="time of a dense exchange over time of computation",
             ylabel="times as fast to the same loss\nas the better dense baseline",
         )
-        for ticks in (axis.xaxis, axis.yaxis):
-            ticks.set_major_locator(matplotlib.ticker.LogLocator(base=2))
-            ticks.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-            ticks.set_minor_formatter(matplotlib.ticker.NullFormatter())
         legend_below(figure)
 
 
