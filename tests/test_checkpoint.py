@@ -29,6 +29,7 @@ PARAMS = {
     "w": RNG.normal(size=(24, 16)).astype(np.float32),
 }
 LADDER = (1, 4)
+FIXED = {"controller": gravac.Fixed(4)}
 
 
 def one_of(kind):
@@ -51,9 +52,12 @@ RECIPES = {
         "memory": gravac.Momentum(0.5),
         "controller": gravac.Every(2, gravac.Fixed(4)),
     },
-    "momentum": {"memory": gravac.Momentum(0.5), "controller": gravac.Fixed(4)},
-    **{kind.__name__: {"memory": one_of(kind)} for kind in MEMORIES},
-    **{kind.__name__: {"exchange": one_of(kind)} for kind in EXCHANGES},
+    # A controller's state is kept apart from that of memory and exchange, and a choice
+    # of rungs doubles the time to compile: these have none, but for one of each.
+    **{kind.__name__: {"memory": one_of(kind), **FIXED} for kind in MEMORIES},
+    **{kind.__name__: {"exchange": one_of(kind), **FIXED} for kind in EXCHANGES},
+    "Steps": {"memory": one_of(gravac.Steps)},
+    "Quantized": {"exchange": one_of(gravac.Quantized)},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
 
@@ -110,7 +114,7 @@ def run_of(recipe="default", where=N):
 
 
 @functools.cache
-def after_three_steps(recipe="momentum"):
+def after_three_steps(recipe="Momentum"):
     """A run on a mesh of 4, and its state; not to be donated."""
     run = run_of(recipe, make_mesh())
     return run, run.train(run.begin(), 0, 3)
@@ -158,7 +162,7 @@ def test_a_run_cut_at_any_step_goes_on_bit_for_bit(tmp_path, monkeypatch, recipe
 
 @pytest.mark.parametrize("axis_type", choices(AXIS_TYPES, lambda x: x == AXIS_TYPES[0]))
 def test_on_a_mesh_too(tmp_path, axis_type):
-    run = run_of("momentum", make_mesh(axis_type=axis_type))
+    run = run_of("Momentum", make_mesh(axis_type=axis_type))
     with saving(tmp_path) as checkpointer:
         state = run.train(run.begin(), 0, 3, checkpointer)
         state = run.train(state, 3, STEPS)
@@ -265,12 +269,12 @@ WHERES = {
     "mesh of 2": make_mesh((2,)),
     "mesh of 8": make_mesh((8,), axis_type=AXIS_TYPES[1]),
 }
-MOVES = [("momentum", where) for where in WHERES]
+MOVES = [("Momentum", where) for where in WHERES]
 MOVES += [(recipe, "mesh of 8") for recipe in ("Steps", "LowRank", "rounds")]
 
 
 @pytest.mark.parametrize(
-    "move", choices(MOVES, lambda x: x == ("momentum", "mesh of 8"), "-".join)
+    "move", choices(MOVES, lambda x: x == ("Momentum", "mesh of 8"), "-".join)
 )
 def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, move):
     recipe, where = move
@@ -291,7 +295,7 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
 
 def test_there_and_back_nothing_has_changed(tmp_path):
     run, state = after_three_steps()
-    eight = moved(tmp_path / "there", state, run_of("momentum", 8))
+    eight = moved(tmp_path / "there", state, run_of("Momentum", 8))
     back = moved(tmp_path / "back", eight, run)
     assert_same(on_host(local(back).memory), on_host(local(state).memory))
 

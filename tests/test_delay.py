@@ -56,11 +56,26 @@ def assert_one_step_later(pair, how):
         np.testing.assert_allclose(y[1:], x[:-1], rtol=0, atol=2.0**-18)
 
 
+def is_quick(pair):
+    return pair[0] is MEMBERS[-1]
+
+
+# One memory with every exchange; then every memory, and each kind of memory with each
+# kind of exchange. Options change what a memory makes and what an exchange sends; a
+# delay hands both on, whatever they are.
+COMPARED = [x for x in PAIRS if not isinstance(x[1], CHOOSE_ALIKE)]
+MORE = _harness.covering(
+    [x for x in COMPARED if not is_quick(x)],
+    lambda x: (x[0], x[1], tuple(map(type, x))),
+    1,
+)
+
+
 @pytest.mark.parametrize(
     "pair",
     _harness.choices(
-        [x for x in PAIRS if not isinstance(x[1], CHOOSE_ALIKE)],
-        lambda x: x[0] == MEMBERS[-1] or x[1] == EXCHANGED[-1],
+        [*filter(is_quick, COMPARED), *MORE],
+        is_quick,
         lambda x: f"{x[0]!r}-{x[1]!r}",
     ),
 )
