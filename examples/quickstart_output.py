@@ -21,8 +21,8 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 COLUMNS = (
-    "run|held-out\nloss|gap|kB sent\na step|times\nfewer|network\nms/step|here\nms/step"
-    "|steps"
+    "run|held-out\nloss|gap|kB sent\na step|times\nfewer|network\nms/step|steps"
+    "|here\nms/step"
 )
 
 
@@ -99,8 +99,8 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
             f"{np.mean(run.figures['wire_bytes']) / 1e3:,.0f}",
             f"{run.smaller('wire'):.1f}",
             f"{1e3 * np.mean(run.figures['network_seconds']):.0f}",
-            f"{1e3 * run.step_seconds:.0f}",
             f"{len(run.loss)}",
+            f"{1e3 * run.step_seconds:.0f}",
         )
     return table
 

@@ -1,5 +1,6 @@
 """What goes wrong with checkpoints: states that do not fit, files, disks, signals."""
 
+import functools
 import gc
 import re
 import resource
@@ -375,10 +376,19 @@ def ends(process):
     return sorted(re.findall(r"end .*", output))
 
 
+@pytest.fixture(scope="module")
+def whole_of(tmp_path_factory):
+    """How a run of 20 steps ends that nobody stops, by its number of processes."""
+    folder = lambda: tmp_path_factory.mktemp("whole")
+    return functools.cache(lambda n: ends(start(folder(), 20, processes=n)))
+
+
+@pytest.mark.xdist_group("whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, processes):
-    whole = ends(start(tmp_path / "whole", 20, processes=processes))
+def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(
+    tmp_path, processes, whole_of
+):
     run = start(tmp_path / "cut", 20, 0.3, processes=processes)
     try:
         lines_until(run, "step 4$")
@@ -391,7 +401,7 @@ def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, proces
     assert 4 <= int(stopped) < 20
     again = start(tmp_path / "cut", 20, processes=processes)
     assert lines_until(again, "restored")[-1] == f"restored {stopped}"
-    assert ends(again) == whole
+    assert ends(again) == whole_of(processes)
 
 
 @pytest.mark.slow
@@ -418,12 +428,12 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
     assert not unfinished(), "else killed runs fill the disk"
 
 
+@pytest.mark.xdist_group("whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_of_several_killed_while_all_save_does_no_harm(tmp_path, victim):
-    whole = ends(start(tmp_path / "whole", 14, processes=2))
+def test_one_of_several_killed_while_all_save_does_no_harm(tmp_path, victim, whole_of):
     for pause in (0.0, 0.1):
-        run = start(tmp_path / "cut", 14, 0.2, processes=2)
+        run = start(tmp_path / "cut", 20, 0.2, processes=2)
         try:
             lines_until(run, "step (3|9)$")
             time.sleep(pause)
@@ -439,8 +449,8 @@ def test_one_of_several_killed_while_all_save_does_no_harm(tmp_path, victim):
         finally:
             run.kill()
         assert run.returncode == 1
-    again = start(tmp_path / "cut", 14, processes=2)
-    assert ends(again) == whole
+    again = start(tmp_path / "cut", 20, processes=2)
+    assert ends(again) == whole_of(2)
 
 
 @pytest.mark.slow

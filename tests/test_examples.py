@@ -47,7 +47,7 @@ def test_the_quickstart_compares_adaptive_with_dense_and_draws(tmp_path, text):
 
 @pytest.mark.slow
 def test_the_quickstart_finds_the_same_in_two_processes(tmp_path, text):
-    options = (*TOY, "--data", text, "--ladder", "1", "10", "100")
+    options = (*TOY, "--data", text, "--ladder", "1", "100")
     alone = run(*options, "--replicas", "2", "--out", "alone.png", cwd=tmp_path)
     launch = ("-m", "gravac_jax.launch", "-n", "2")
     written = ("--out", "launched.png", "--metrics", "lines")
