@@ -18,7 +18,7 @@ import gravac_jax as gravac
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 COLUMNS = (
     "run|held-out\nloss|gap|kB sent\na step|times\nfewer|network\nms/step|steps"
@@ -144,7 +144,7 @@ def draw_picture(runs: list[Run], bandwidth_mbit: float, path: Path) -> None:
     axes[0].legend()
     axes[1].set(ylabel="times fewer bytes\nthan a dense step", yscale="log")
     axes[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[1].yaxis.set_major_formatter(ScalarFormatter())
+    axes[1].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes[1].yaxis.set_minor_formatter(NullFormatter())
     axes[1].tick_params(labelbottom=False)
     axes[2].set(ylabel="gain\n(share of energy sent)", xlabel="step", ylim=(0, 1.05))
