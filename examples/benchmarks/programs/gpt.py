@@ -44,7 +44,7 @@ def mean_loss(logits: Any, tokens: jax.Array) -> jax.Array:
 def step(
     method: str,
     millions: int,
-    is_due: bool | None = None,
+    known: Any = None,
     axis_name: str = "data",
     sharded: Any = False,
 ) -> Step:
@@ -53,11 +53,10 @@ def step(
     Args:
       method: Its name; Adam follows if the memory has no optimizer.
       millions: Of `SIZES`.
-      is_due: With rounds, whether this step exchanges; None if the program decides.
+      known: What is known of the step when it is compiled: `is_due`, `rung`.
       axis_name: The axis of the replicas.
       sharded: As for `gravac.transform`.
     """
-    told = {} if is_due is None else {"is_due": is_due}
     chosen = arguments(method)
     tx = optax.chain(
         gravac.transform(axis_name, sharded=sharded, **chosen),
@@ -72,7 +71,7 @@ def step(
         if is_local(method):
             where = gravac.local_params(tx, params, opt_state)
         loss, grads = gravac.value_and_grad(loss_fn, axis_name)(where, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        updates, opt_state = tx.update(grads, opt_state, params, **(known or {}))
         return optax.apply_updates(params, updates), opt_state, loss
 
     return Step(module, tx, take)

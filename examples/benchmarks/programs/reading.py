@@ -30,7 +30,9 @@ FREE = {
 }
 SCALAR = {"add", "and", "compare", "convert", "divide", "multiply", "select"}
 VIEWS = {"bitcast", "get-tuple-element"}
+JOINS = {"concatenate", "pad"}  # of which a part may be read
 PARTS = {"slice", "dynamic-slice", "gather"}
+CHANGES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is put in
 GROUPS = re.compile(
     r"replica_groups=(?:(\{\{[\d,{}]*\}\})|\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     r"|mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\})"
@@ -204,7 +206,7 @@ class Program:
         sizes = [there[name].bytes for name in x.operands if name in there]
         if x.kind in PARTS:
             return 2 * x.bytes
-        if x.kind in {"dynamic-update-slice", "scatter"}:
+        if x.kind in CHANGES:
             return 2 * sum(sizes[1:])
         inner = self.computations.get(_named(x.rest, "calls")) if x.rest else None
         if x.kind != "fusion" or inner is None:
@@ -351,29 +353,42 @@ def _turns(x: Operation) -> int | None:
     return int(match[1]) if match else None
 
 
-def _users(name: str, inner: dict[str, Operation]) -> list[Operation]:
-    """Return who reads a value, beyond views of it."""
+def _users(name: str, inner: dict[str, Operation], beyond: set[str]) -> list[Operation]:
+    """Return who reads a value, beyond operations of some kinds."""
     users = [x for x in inner.values() if name in x.operands]
-    views = [x for x in users if x.kind in VIEWS]
-    others = [x for x in users if x.kind not in VIEWS]
-    return others + [y for x in views for y in _users(x.name, inner)]
+    passed = [x for x in users if x.kind in beyond]
+    others = [x for x in users if x.kind not in beyond]
+    return others + [y for x in passed for y in _users(x.name, inner, beyond)]
+
+
+def _seen(x: Operation, inner: dict[str, Operation]) -> Operation:
+    """Return what a view is of."""
+    while x.kind in VIEWS:
+        x = inner[x.operands[0]]
+    return x
+
+
+def _changed(x: Operation, inner: dict[str, Operation]) -> Operation | None:
+    """Return the parameter that an operation changes in place, if it does."""
+    if x.kind not in CHANGES:
+        return None
+    whole = _seen(inner[x.operands[0]], inner)
+    return whole if whole.kind == "parameter" else None
 
 
 def _read(parameter: Operation, inner: dict[str, Operation]) -> int:
-    users = _users(parameter.name, inner)
+    users = _users(parameter.name, inner, VIEWS | JOINS)
     if users and all(x.kind in PARTS for x in users):
         return min(parameter.bytes, sum(x.bytes for x in users))
-    is_changed = [
-        x.kind == "dynamic-update-slice" and x.bytes == parameter.bytes for x in users
-    ]
+    users = _users(parameter.name, inner, VIEWS)
+    is_changed = [_changed(x, inner) is parameter for x in users]
     return 0 if users and all(is_changed) else parameter.bytes
 
 
 def _written(x: Operation, inner: dict[str, Operation]) -> int:
-    while x.kind in VIEWS:
-        x = inner[x.operands[0]]
-    if x.kind == "dynamic-update-slice":
-        return inner[x.operands[1]].bytes
+    x = _seen(x, inner)
+    if _changed(x, inner):
+        return inner[x.operands[CHANGES[x.kind]]].bytes
     return x.bytes
 
 

@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +59,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 ROWS = 1  # windows of a replica: few activations, so that temporaries are buckets
-LOCAL_STEP = "between"  # of every8...: the program of a step that exchanges nothing
+# Of every8...: the program of a step that exchanges nothing. Of a ladder: the program
+# of one rung, as gravac.train_step compiles it for an accelerator.
+LOCAL_STEP, ONE_RUNG = "between", re.compile(r"rung(\d)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Args:
     Args:
       out: The record, JSONL; what is in it is not compiled again.
       methods: Names as in training/methods.py; Adam follows if the memory has none.
-        "between" before an every...: a step of its rounds that exchanges nothing.
+        "between" before an every...: a step of its rounds that exchanges nothing;
+        "rung3" before one with a ladder: the program of its fourth rung.
       device: What to compile for: four of them, or those of two replicas.
       millions: Entries of the model, in millions: 1, 25 or 100.
       texts: A folder for the programs themselves.
@@ -86,8 +90,11 @@ class Args:
 
 def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
     """Return a method's step, lowered for the devices of `mesh`, and its params."""
-    method = name.removeprefix(LOCAL_STEP)
-    step = gpt.step(method, millions, None if method == name else False)
+    known: dict[str, Any] = {"is_due": False} if name.startswith(LOCAL_STEP) else {}
+    if rung := ONE_RUNG.match(name):
+        known = {"rung": int(rung[1])}
+    method = ONE_RUNG.sub("", name, count=1).removeprefix(LOCAL_STEP)
+    step = gpt.step(method, millions, known)
     tokens = jax.ShapeDtypeStruct((ROWS, gpt.LENGTH), jnp.int32)
     params = jax.eval_shape(step.model.init, jax.random.key(0), tokens)
     opt_state = jax.eval_shape(step.tx.init, params)
