@@ -169,6 +169,19 @@ def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
     return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
 
 
+def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any) -> Any:
+    """Return `make()` if `predicate` (`[]` bool, or static) holds, else `otherwise`.
+
+    Both must vary over the same axes. Only CPUs have a branch: where `make` is cheap, a
+    GPU's host would read the predicate for longer.
+    """
+    if isinstance(predicate, bool):
+        return make() if predicate else otherwise
+    branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
+    always = lambda: where(predicate, make(), otherwise)
+    return jax.lax.platform_dependent(cpu=branch, default=always)
+
+
 def kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
     """Return `make()`, which CPUs compute in a kernel of its own.
 

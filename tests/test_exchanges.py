@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import HARNESSES, agreed, choices, covering, make_mesh
+from _harness import HARNESSES, agreed, assert_same, choices, covering, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import Comm
@@ -94,6 +94,41 @@ def alone(exchange, bucket, state, rung, ladder=(1.0, 4.0)):
         exchange.exchange, ladder=ladder, key=jax.random.key(0), comm=Comm(None)
     )
     return jax.jit(step)(bucket, state, np.int32(rung))
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [gravac.AllGather(), gravac.AllGather(gravac.TopK()), gravac.QuantizedTopK()],
+    ids=repr,
+)
+def test_accelerators_exchange_what_cpus_do(exchange, monkeypatch):
+    rng = np.random.default_rng(5)
+    buckets = rng.standard_t(3, (3, 5000)).astype(np.float32)
+    ladder = (1.0, 8.0, 64.0)
+
+    def of_all(rung):
+        step = lambda bucket: exchange.exchange(
+            bucket,
+            exchange.init(bucket.size, ladder),
+            rung,
+            ladder=ladder,
+            key=jax.random.key(0),
+            comm=Comm("data"),
+            looks=jnp.bool_(True),
+        )[0]
+        return jax.jit(jax.vmap(step, axis_name="data"))(buckets)
+
+    rungs = (jnp.int32(0), np.int32(1), jnp.int32(2))
+    on_cpu = list(map(of_all, rungs))
+    elsewhere = lambda *args, default, **_: default(*args)
+    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    for rung, expected in zip(rungs, on_cpu, strict=True):
+        received = of_all(rung)
+        assert_same(received.residual, expected.residual)
+        assert_same(received.mean, expected.mean)
+        np.testing.assert_allclose(
+            received.mean_energies, expected.mean_energies, rtol=1e-4
+        )
 
 
 def test_a_leader_that_did_not_suit_is_forgotten_in_dense_steps():

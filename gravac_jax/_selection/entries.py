@@ -19,6 +19,8 @@ WORD_BITS = 32
 # bucket, never repeated, and within int32.
 MAX_ENTRIES = PAD = 2**30
 
+MAX_UNROLLED = 16  # payloads; arbitrary
+
 
 class Marks(NamedTuple):
     """The marked entries of a vector.
@@ -216,7 +218,7 @@ def mean_of_payloads(
     """
     replicas = buffers.shape[0]
 
-    def add(replica: jax.Array, total: jax.Array) -> jax.Array:
+    def add(replica: jax.Array | int, total: jax.Array) -> jax.Array:
         buffer = jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False)
         payload = decode(buffer)
         return total.at[payload.indices].add(
@@ -226,4 +228,14 @@ def mean_of_payloads(
             indices_are_sorted=indices_are_sorted,
         )
 
-    return jax.lax.fori_loop(0, replicas, add, zeros)
+    looped = lambda zeros: jax.lax.fori_loop(0, replicas, add, zeros)
+
+    def unrolled(total: jax.Array) -> jax.Array:
+        # A GPU would copy the total into a loop.
+        for replica in range(replicas):
+            total = add(replica, total)
+        return total
+
+    if replicas > MAX_UNROLLED:
+        return looped(zeros)
+    return jax.lax.platform_dependent(zeros, cpu=looped, default=unrolled)

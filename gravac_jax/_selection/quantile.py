@@ -191,15 +191,20 @@ def _reached_if(
 ) -> jax.Array:
     """Return magnitude bits that `ranks` of `bits` reach; `BEYOND` if not used."""
 
+    def searched(bits: jax.Array, k: jax.Array) -> jax.Array:
+        return kth(bits, k).bits
+
+    def at_ranks(bits: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.maximum(jnp.sort(bits)[bits.size - k], SMALLEST)
+
     def reached() -> jax.Array:
-        found = kth(bits, jnp.clip(ranks, 1, bits.size)).bits
+        k = jnp.clip(ranks, 1, bits.size)
+        # A sort takes an accelerator less time than its host to read how a search goes.
+        found = jax.lax.platform_dependent(bits, k, cpu=searched, default=at_ranks)
         return jnp.where(ranks > bits.size, SMALLEST, found)
 
     # A constant would not be marked as varying over the replicas; bits are.
-    beyond = jnp.full(ranks.size, BEYOND) + 0 * bits[0]
-    if isinstance(is_used, bool):
-        return reached() if is_used else beyond
-    return jax.lax.cond(is_used, reached, lambda: beyond)
+    return _arrays.chosen(is_used, reached, jnp.full(ranks.size, BEYOND) + 0 * bits[0])
 
 
 def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays
 from gravac_jax._selection import entries, quantile
@@ -32,7 +33,8 @@ class Rungs:
       counts: static, entries that each rung sends; `n` for a dense rung.
       n: static, entries of the bucket.
       taken: `[]` int32, the rung of this step, the same on every replica. A rung beyond
-        the ladder is silent: it sends nothing of the bucket.
+        the ladder is silent: it sends nothing of the bucket. An `np.int32` if it is
+        known when the step is compiled.
       looks: whether the step estimates what other rungs would send, `[]` bool, the same
         on every replica; static True if all steps do.
 
@@ -46,7 +48,7 @@ class Rungs:
 
     counts: tuple[int, ...]
     n: int
-    taken: jax.Array
+    taken: jax.Array | np.int32
     looks: jax.Array | bool = True
 
     @property
@@ -235,20 +237,25 @@ def _excess_if(
     predicate: jax.Array | bool, x: jax.Array, thresholds: jax.Array
 ) -> jax.Array:
     """Return `_excess` if `predicate` (`[]` bool, or static) holds, else zeros."""
-    some = lambda: _excess(x, thresholds)
     # Made from both, the zeros are marked as varying over the replicas if these are.
-    none = lambda: jnp.where(x[0] < 0, thresholds, 0.0)
-    if isinstance(predicate, bool):
-        return some() if predicate else none()
-    return jax.lax.cond(predicate, some, none)
+    none = jnp.where(x[0] < 0, thresholds, 0.0)
+    return _arrays.chosen(predicate, lambda: _excess(x, thresholds), none)
 
 
 def _excess(x: jax.Array, thresholds: jax.Array) -> jax.Array:
     """Return the sum of what `x` (`[m]`) exceeds each threshold by: `[rungs]`."""
-    # Row by row, into as many sums as a row has entries. A plain sum adds one entry
-    # after the other on a CPU, which takes ten times as long and rounds more.
-    rows = jnp.pad(x, (0, -x.size % _ROW_ENTRIES)).reshape(-1, _ROW_ENTRIES)
-    above = lambda row: jnp.maximum(row[None] - thresholds[:, None], 0)
-    add = lambda total, row: (total + above(row), None)
-    # Begun from the first row, not from zeros, it is marked as varying if rows are.
-    return jnp.sum(jax.lax.scan(add, above(rows[0]), rows[1:])[0], axis=1)
+    above = lambda x, thresholds: jnp.maximum(x[None] - thresholds[:, None], 0)
+
+    def row_by_row(x: jax.Array, thresholds: jax.Array) -> jax.Array:
+        # Into as many sums as a row has entries. A plain sum adds one entry after the
+        # other on a CPU, which takes ten times as long and rounds more.
+        rows = jnp.pad(x, (0, -x.size % _ROW_ENTRIES)).reshape(-1, _ROW_ENTRIES)
+        add = lambda total, row: (total + above(row, thresholds), None)
+        # Begun from the first row, not from zeros, it is marked as varying if rows are.
+        total, _ = jax.lax.scan(add, above(rows[0], thresholds), rows[1:])
+        return jnp.sum(total, axis=1)
+
+    def at_once(x: jax.Array, thresholds: jax.Array) -> jax.Array:
+        return jnp.sum(above(x, thresholds), axis=1)
+
+    return jax.lax.platform_dependent(x, thresholds, cpu=row_by_row, default=at_once)

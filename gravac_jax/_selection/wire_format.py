@@ -7,6 +7,7 @@ XLA's CPU backend would turn bfloat16 into float32.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +68,13 @@ def _encode_uint16(indices: jax.Array, n: int) -> tuple[jax.Array, ...]:
     sum over k slots.
     """
     ends = jnp.minimum(jnp.arange(1, -(-n // BLOCK) + 1) * BLOCK, n)
-    reached = jnp.searchsorted(indices, ends.astype(jnp.int32), method="scan")
+    search = lambda method: functools.partial(jnp.searchsorted, method=method)
+    reached = jax.lax.platform_dependent(
+        indices,
+        ends.astype(jnp.int32),
+        cpu=search("scan"),
+        default=search("scan_unrolled"),
+    )
     return (indices & (BLOCK - 1)).astype(jnp.uint16), reached.astype(jnp.int32)
 
 
