@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gravac_jax import _step_checks
 from gravac_jax._collectives import Comm
-from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.base import Controller, kinds_of_steps
 from gravac_jax._info import StepInfo
 
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
@@ -20,6 +20,8 @@ class Told(NamedTuple):
     Attributes:
       bad: `[]` float32, 1 if nothing can be learned from it.
       gradient_energy: `[]` float32, the energy of its buckets.
+      gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
+        never asks.
       seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
         Kinds are the rungs, and with rounds silent and local steps.
       timed: `[kinds]` float32, 1 where a time was measured.
@@ -27,15 +29,17 @@ class Told(NamedTuple):
 
     bad: jax.Array
     gradient_energy: jax.Array
+    gradient_energies: Any
     seconds: jax.Array
     timed: jax.Array
 
 
-def nothing_told(kinds: int) -> Told:
+def nothing_told(controller: Controller) -> Told:
     """Return what is told before the first step: nothing."""
-    number = lambda: jnp.zeros((), jnp.float32)
-    each = lambda: jnp.zeros(kinds, jnp.float32)
-    return Told(number(), number(), each(), each())
+    kinds = kinds_of_steps(controller)
+    zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+    sampled = zeros(len(controller.ladder)) if controller.samples_gradient else ()
+    return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds))
 
 
 class Round(NamedTuple):
@@ -88,6 +92,9 @@ class TransformState(NamedTuple):
         with another number of pieces.
       local: what differs between replicas.
       rung: `[]` int32, the rung of the next step.
+      ahead: `[2]` int32, for a host that has a program for each rung: the rungs of the
+        next two exchanges, as all replicas have agreed. They are decisions of the two
+        exchanges before the last one.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent, and one more if it was local.
@@ -102,6 +109,7 @@ class TransformState(NamedTuple):
     layout: jax.Array
     local: LocalState
     rung: jax.Array
+    ahead: jax.Array
     controller: Any
     past_rungs: jax.Array
     round: Any

@@ -56,11 +56,13 @@ def transform(
     `axis_name`, with gradients from `gravac.value_and_grad`.
 
     `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
-    is_due=None, deliver=None)` ignores every other argument. `step_seconds` is how long
-    a step took, `[]` float32, NaN if unknown. `measured_step`, `[]` int32, says which
-    step that was, counted from 0; by default the previous one. `is_due`, static, is for
-    who knows whether this step exchanges (`gravac.Every`) and compiles two programs
-    without a branch. `deliver` is for `gravac.flush` and `gravac.local_params`.
+    is_due=None, rung=None, deliver=None)` ignores every other argument. `step_seconds`
+    is how long a step took, `[]` float32, NaN if unknown. `measured_step`, `[]` int32,
+    says which step that was, counted from 0; by default the previous one. `is_due`,
+    static, is for who knows whether this step exchanges (`gravac.Every`) and compiles
+    two programs without a branch; `rung`, static, for who compiles one for each rung,
+    and knows that all replicas take it. `deliver` is for `gravac.flush` and
+    `gravac.local_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one

@@ -1,5 +1,7 @@
 """Quantized: levels, scales, packed words, and widths along a ladder."""
 
+import functools
+
 import _harness
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,27 @@ def exchanged(bucket, rung, exchange=None):
         )[0]
     )
     return run(bucket, rung)
+
+
+def test_a_look_at_some_rows_tells_what_all_of_them_would_send():
+    exchange = gravac.Quantized(row_entries=32)
+    rows = RNG.standard_t(4, (2048, 32)) * 4.0 ** RNG.integers(-2, 3, (16, 1)).repeat(
+        128, axis=0
+    )
+    bucket = rows.astype(np.float32).ravel()
+    exact = [exchanged(bucket, i, exchange).energies[i] for i in range(len(LADDER))]
+    exact = np.asarray(exact) / exact[0]
+    whole = functools.partial(exchange.shares, jnp.asarray(bucket), LADDER)
+    keys = jax.random.split(jax.random.key(0), 8)
+    found = [whole(key, Comm(None)) for key in keys]
+    assert len({float(x[-1]) for x in found}) > 1  # other rows each time
+    error = np.std(found, 0) / np.sqrt(len(found))
+    assert (np.abs(np.mean(found, 0) - exact) <= 3 * error + 1e-6).all()
+    assert (error < 0.02 * exact).all()
+    few = jnp.asarray(bucket[: 511 * 32])
+    seen = exchange.shares(few, LADDER, jax.random.key(0), Comm(None))
+    taken = exchanged(few, 4, exchange)
+    np.testing.assert_allclose(seen[4], taken.energies[4] / taken.energy, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])

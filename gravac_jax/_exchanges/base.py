@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
@@ -222,7 +223,7 @@ class Exchange(abc.ABC):
         self,
         bucket: jax.Array,
         state: Any,
-        rung: jax.Array,
+        rung: jax.Array | np.int32,
         *,
         ladder: tuple[float, ...],
         key: jax.Array,
@@ -235,6 +236,7 @@ class Exchange(abc.ABC):
           bucket: `[n]` float32, the compensated gradient of this replica.
           state: from `init` or the last step.
           rung: `[]` int32, the same on every replica; `len(ladder)` for a silent step.
+            An `np.int32` if it is known when the step is compiled.
           ladder: static factors, rising.
           key: a random key, the same on every replica, new at every step.
           comm: the other replicas.
@@ -259,7 +261,10 @@ class Exchange(abc.ABC):
 
         sparse = lambda k: functools.partial(self.send, bucket, local, k, comm)
         branches = [dense if k == rungs.n else sparse(k) for k in rungs.counts]
-        mean, told = jax.lax.switch(rung, [*branches, silent])
+        if isinstance(rung, np.integer):
+            mean, told = branches[rung]()
+        else:
+            mean, told = jax.lax.switch(rung, [*branches, silent])
 
         kept, after = self.conclude(bucket, state, local, told, rungs)
         exchanged = Exchanged(

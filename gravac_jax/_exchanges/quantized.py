@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
@@ -103,9 +102,6 @@ class Quantized(RoundingExchange):
         lengths = range(longest, max(shortest, WORD_BITS) - 1, -WORD_BITS)
         return next((x for x in lengths if n % x == 0), longest)
 
-    def _rows(self, n: int) -> int:
-        return -(-n // self._row(n))
-
     def bits(self, factor: float) -> int:
         """Return the bits of an entry at `factor`: as many as it allows, at least 1."""
         return next((b for b in WIDTHS if b * factor <= WORD_BITS), min(WIDTHS))
@@ -123,31 +119,16 @@ class Quantized(RoundingExchange):
         traffic = _collectives.all_gather_traffic(words, payload_bytes, replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
-    def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the bucket in rows, padded by zeros, and the entries of each row."""
-        n, rows, length = bucket.size, self._rows(bucket.size), self._row(bucket.size)
-        padded = jnp.pad(bucket, (0, rows * length - n)).reshape(rows, length)
-        # XLA would move the reshape into a sum, which its CPU backend then does slowly.
-        padded = jax.lax.platform_dependent(
-            padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
-        )
-        entries = np.minimum(n - length * np.arange(rows), length)
-        return padded, jnp.asarray(entries, jnp.float32)
-
     def _energies(
-        self, bucket: jax.Array, counts: Sequence[int], energy: jax.Array
-    ) -> jax.Array:
-        """Return the energy of `bucket` that each rung would send, `[rungs]`."""
-        plane_words = self._plane_words(bucket.size)
-        widths = {k: k // plane_words for k in counts if k < bucket.size}
-        rows, entries = self._in_rows(bucket)
+        self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return the energy of some rows that rungs would send."""
+        widths = [words * WORD_BITS // rows.shape[1] for words in each]
 
-        def look(rows: jax.Array) -> dict[int, jax.Array]:
-            levels = lambda bits: quantizer.fit(rows, entries, bits)
-            return {k: jnp.sum(levels(bits).sent) for k, bits in widths.items()}
+        def look(rows: jax.Array) -> list[jax.Array]:
+            return [jnp.sum(quantizer.fit(rows, entries, x).sent) for x in widths]
 
-        sent = quantizer.by_blocks(look, rows)
-        return jnp.stack([sent.get(k, energy) for k in counts])
+        return quantizer.by_blocks(look, rows)
 
     def _round(
         self, bucket: jax.Array, bits: int

@@ -90,9 +90,6 @@ class QuantizedTopK(RoundingExchange):
         lengths = range(longest, self.row_entries // 2, -GROUP_ENTRIES)
         return next((x for x in lengths if n % x == 0), self.row_entries)
 
-    def _rows(self, n: int) -> int:
-        return -(-n // self._row(n))
-
     def _width(self, n: int) -> int:
         """Return the bits of an entry."""
         return row_codes.place_bits(self._row(n)) + self.bits
@@ -108,18 +105,13 @@ class QuantizedTopK(RoundingExchange):
         return dense_if_cheaper(traffic, n, replicas)
 
     def _energies(
-        self, bucket: jax.Array, counts: Sequence[int], energy: jax.Array
-    ) -> jax.Array:
-        """Return the energy of `bucket` that each rung would send, `[rungs]`."""
-        n, rows = bucket.size, self._rows(bucket.size)
-        each = {k: k // rows for k in counts if k < n}
-        if not each:
-            return jnp.broadcast_to(energy, (len(counts),))
+        self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return the energy of some rows that rungs would send."""
         # The largest entries of a row are the first of more of them.
-        values = row_top_k(bucket, self._row(n), max(each.values())).values
+        values = row_top_k(rows.reshape(-1), rows.shape[1], max(each)).values
         levels = lambda m: row_codes.fit(values[:, :m], self.bits)
-        sent = {k: jnp.sum(levels(m).sent) for k, m in each.items()}
-        return jnp.stack([sent.get(k, energy) for k in counts])
+        return [jnp.sum(levels(m).sent) for m in each]
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm

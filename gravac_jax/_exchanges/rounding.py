@@ -1,4 +1,8 @@
-"""What exchanges share that round entries to a few values and know what that drops."""
+"""What exchanges share that round rows of entries to a few values.
+
+They know what each rung would send of the rows that they look at. These are all rows of
+a bucket, or of a large one 256 to 511, at equal distances, so that a look costs little.
+"""
 
 import abc
 from collections.abc import Sequence
@@ -6,11 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays
 from gravac_jax._collectives import Comm
 from gravac_jax._exchanges.base import GatheringExchange
 from gravac_jax._selection.rungs import Rungs
+
+LOOKED_AT_ROWS = 256  # at least, of a bucket that has as many; arbitrary
 
 
 class Local(NamedTuple):
@@ -32,22 +39,80 @@ class Local(NamedTuple):
 
 
 class RoundingExchange(GatheringExchange):
-    """An exchange that computes exactly what each rung would send of a bucket."""
+    """An exchange of rows, of which it knows what each rung would send."""
+
+    @abc.abstractmethod
+    def _row(self, n: int) -> int:
+        """Return the entries of a row of a bucket of `n`."""
+
+    def _rows(self, n: int) -> int:
+        return -(-n // self._row(n))
 
     @abc.abstractmethod
     def _energies(
-        self, bucket: jax.Array, counts: Sequence[int], energy: jax.Array
+        self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return the energy of some rows that rungs would send.
+
+        Args:
+          rows: `[rows, entries]` float32, 0 in padding at their ends.
+          entries: `[rows]` float32, the entries of each row without padding.
+          each: what each rung sends of a row, in what its count is of: entries of a
+            payload, or words.
+        """
+
+    def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the bucket in rows, padded by zeros, and the entries of each row."""
+        n, rows, length = bucket.size, self._rows(bucket.size), self._row(bucket.size)
+        padded = jnp.pad(bucket, (0, rows * length - n)).reshape(rows, length)
+        # XLA would move the reshape into a sum, which its CPU backend then does slowly.
+        padded = jax.lax.platform_dependent(
+            padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
+        )
+        entries = np.minimum(n - length * np.arange(rows), length)
+        return padded, jnp.asarray(entries, jnp.float32)
+
+    def _looked_at(
+        self, bucket: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return all rows of a bucket, or some of many, and the entries of each."""
+        length = self._row(bucket.size)
+        whole = bucket.size // length
+        apart = whole // LOOKED_AT_ROWS
+        if apart < 2:
+            return self._in_rows(bucket)
+        rows = whole // apart
+        groups = bucket[: rows * apart * length].reshape(rows, apart, length)
+        first = (_arrays.draws(key)[0] % apart).astype(jnp.int32)
+        some = jax.lax.dynamic_index_in_dim(groups, first, axis=1, keepdims=False)
+        # Else XLA would find them in the leaves again, for everything that reads them.
+        some = jax.lax.optimization_barrier(some)
+        return some, jnp.full(rows, length, jnp.float32)
+
+    def _shares(
+        self, bucket: jax.Array, counts: Sequence[int], key: jax.Array
     ) -> jax.Array:
-        """Return the energy of `bucket` that each rung would send, `[rungs]`."""
+        """Return the share of a bucket's energy that rungs would send, `[rungs]`."""
+        n, rows = bucket.size, self._rows(bucket.size)
+        sparse = {k: k // rows for k in counts if k < n}
+        if not sparse:
+            return jnp.ones_like(bucket, shape=(len(counts),))
+        some, entries = self._looked_at(bucket, key)
+        energy = jnp.maximum(_arrays.energy(some), _arrays.SMALLEST_NORMAL)
+        sent = self._energies(some, entries, [*sparse.values()])
+        shares = {k: x / energy for k, x in zip(sparse, sent, strict=True)}
+        one = jnp.ones_like(energy)
+        return jnp.stack([shares.get(k, one) for k in counts])
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Return the share of a gradient's energy that each rung would send; exact."""
-        energy = _arrays.energy(gradient)
+        """Return the share of a gradient's energy that each rung would send.
+
+        It is exact up to 511 rows; of a larger gradient it is that of some rows.
+        """
         counts = self.entries(gradient.size, ladder, comm.replicas)
-        energies = self._energies(gradient, counts, energy)
-        return energies / jnp.maximum(energy, _arrays.SMALLEST_NORMAL)
+        return self._shares(gradient, counts, key)
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
@@ -56,6 +121,6 @@ class RoundingExchange(GatheringExchange):
         energy = _arrays.energy(bucket)
         looked = jnp.zeros_like(bucket, shape=(len(rungs.counts),))
         if len(rungs.counts) > 1:
-            look = lambda: self._energies(bucket, rungs.counts, energy)
-            looked = jax.lax.cond(rungs.looks, look, lambda: looked)
+            look = lambda: self._shares(bucket, rungs.counts, key) * energy
+            looked = _arrays.chosen(rungs.looks, look, looked)
         return Local(rungs.is_taken, jnp.append(looked, energy))

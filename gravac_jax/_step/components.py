@@ -11,7 +11,7 @@ from gravac_jax import _buckets, _checks, _info, _state, _step_checks
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip
 from gravac_jax._collectives import AxisName
-from gravac_jax._controllers.base import Controller, kinds_of_steps
+from gravac_jax._controllers.base import Controller
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._error_feedback import NoMemory
 from gravac_jax._error_feedback.base import Memory
@@ -100,7 +100,7 @@ class Components:
         rung, controller = self.controller.init()
         told, rounds = (), ()
         if self.waits:
-            told = _state.nothing_told(kinds_of_steps(self.controller))
+            told = _state.nothing_told(self.controller)
         if self.controller.has_rounds:
             rounds = _state.first_round(self.controller, controller)
         return TransformState(
@@ -114,6 +114,7 @@ class Components:
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
             rung=rung,
+            ahead=jnp.stack([rung, rung]),
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
             round=rounds,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gravac_jax import _arrays, _consistency, _info, _state
@@ -93,16 +94,61 @@ def keep(gradient: Gradient, local: LocalState, setting: Setting) -> LocalState:
     fed = feed(gradient, local, setting)
     kept = tuple(map(memory.keep, fed.parts, fed.memory))
     before = local.told
-    told = tell(gradient, (before.seconds, before.timed))
+    told = tell(gradient, (before.seconds, before.timed), setting)
     told = told._replace(bad=jnp.maximum(told.bad, before.bad))
     # This is no branch, because XLA would copy the memory in and out of one.
     return local._replace(memory=_arrays.where(is_bad, local.memory, kept), told=told)
 
 
-def tell(gradient: Gradient, times: tuple[jax.Array, jax.Array]) -> Told:
+def tell(
+    gradient: Gradient, times: tuple[jax.Array, jax.Array], setting: Setting
+) -> Told:
     """Return what the other replicas must know of this one's gradient and times."""
-    energy = _arrays.total(map(_arrays.energy, gradient.parts[:-1]))
-    return Told(gradient.bad, jnp.where(gradient.bad != 0, 0, energy), *times)
+    each = [_arrays.energy(x) for x in gradient.parts[:-1]]
+    energies = _arrays.total(each), _sampled_energies(gradient, each, setting)
+    good = jax.tree.map(lambda x: jnp.where(gradient.bad != 0, 0, x), energies)
+    return Told(gradient.bad, good[0], good[1], *times)
+
+
+def _sampled_energies(
+    gradient: Gradient, energies: list[jax.Array], setting: Setting
+) -> Any:
+    """Estimate the energy of the gradient alone that each rung would send.
+
+    Args:
+      gradient: this replica's own.
+      energies: those of its buckets, `[]` float32 each.
+      setting: what the step knows.
+
+    Returns:
+      `[rungs]` float32; zeros in a step that does not look, and () if the controller
+      never asks.
+    """
+    axes, components = setting.axes, setting.components
+    ladder = components.controller.ladder
+    if not components.controller.samples_gradient:
+        return ()
+    zeros = jnp.broadcast_to(0 * gradient.bad, (len(ladder),))
+    # With a delay the next exchange tells it; otherwise only one that exchanges does.
+    if setting.is_due is False and not components.delay:
+        return zeros
+
+    def sample() -> jax.Array:
+        # Every rung sends the dense leaves, which all devices of a replica hold.
+        *flat, dense = gradient.parts
+        always = _arrays.energy(dense) / axes.copies.replicas
+        sent = [
+            exchange.shares(x, ladder, setting.key, axes.slow) * energy
+            for exchange, x, energy in zip(
+                setting.exchanges, flat, energies, strict=True
+            )
+        ]
+        sampled = always + _arrays.total(sent)
+        # A rung that is dense under another name sends what rung 0 sends.
+        is_dense = jnp.asarray(setting.tables.factors[: len(ladder)] == 1)
+        return jnp.where(is_dense, sampled[0], sampled)
+
+    return _arrays.chosen(setting.looks, sample, zeros)
 
 
 def add_times(local: LocalState, times: tuple[jax.Array, jax.Array]) -> LocalState:
@@ -137,6 +183,7 @@ def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
         dense=dense,
         bad=told.bad,
         gradient_energy=told.gradient_energy,
+        gradient_energies=told.gradient_energies,
         contrast=axes.slow.contrast(told.gradient_energy),
         rung=axes.both.of_first(state.rung),
         round_steps=round_steps,
@@ -174,7 +221,8 @@ def exchange(
     unfed = held(memory, local, setting.buckets)
     fed = _arrays.where(skips, unfed, fed)
     silent = jnp.int32(len(controller.ladder))
-    rung = jnp.int32(0) if controller.is_fixed else jnp.int32(agreed.rung + 0.5)
+    known = None if setting.rung is None else np.int32(setting.rung)
+    rung = jnp.int32(agreed.rung + 0.5) if known is None else known
     rung_or_silent = jnp.where(skips, silent, rung)
     means, residuals, states, mean_energies = [], [], [], []
     *flat, dense = fed.parts
@@ -184,19 +232,20 @@ def exchange(
         exchanged, after = bucket.exchange(
             compensated,
             before,
-            rung if controller.is_fixed else rung_or_silent,
+            rung_or_silent if known is None else known,
             ladder=controller.ladder,
             key=setting.key,
             comm=setting.axes.slow,
             looks=setting.looks,
         )
         mean, residual = exchanged.mean, exchanged.residual
-        if controller.is_fixed:
-            # One that never changes needs no branch: a GPU's host would have to read
-            # the rung. So what a skipped step receives is dropped here.
-            unsent = (jnp.zeros_like(mean), compensated, before)
-            mean, residual, after = _arrays.where(
-                skips, unsent, (mean, residual, after)
+        if known is not None:
+            # There is no branch: a GPU's host would have to read the rung. So what a
+            # skipped step receives is dropped here. It is finite, and a product needs
+            # no zeros in memory.
+            mean = mean * (1 - skips.astype(jnp.float32))
+            residual, after = _arrays.where(
+                skips, (compensated, before), (residual, after)
             )
         means.append(mean)
         residuals.append(residual)
@@ -214,12 +263,13 @@ def exchange(
     return Arrived(agreed, rung_or_silent, tuple(means), *energies), local
 
 
-def decide(gradient: Gradient, arrived: Arrived, setting: Setting) -> Decision:
+def decide(arrived: Arrived, setting: Setting) -> Decision:
     """Show the evidence to the controller, which picks the next rung."""
     components, state, tables = setting.components, setting.state, setting.tables
     controller, energies = components.controller, arrived.mean_energies
     agreed, taken = arrived.agreed, arrived.rung
     times = agreed.seconds / agreed.timed  # NaN where not timed
+    unasked = jnp.zeros_like(energies[:-1])
     evidence = Evidence(
         step=state.steps,
         replicas=setting.axes.slow.replicas,
@@ -227,7 +277,9 @@ def decide(gradient: Gradient, arrived: Arrived, setting: Setting) -> Decision:
         energies=energies[:-1],
         energy=energies[-1],
         gradient_energy=agreed.gradient_energy,
-        gradient_energies=_sampled_energies(gradient, setting),
+        gradient_energies=agreed.gradient_energies
+        if controller.samples_gradient
+        else unasked,
         predicted_parts=_info.predicted_parts(tables, components.wire or WireCost()),
         measured_seconds=times[: len(controller.ladder)],
         local_seconds=times[-1] if controller.has_rounds else None,
@@ -239,34 +291,6 @@ def decide(gradient: Gradient, arrived: Arrived, setting: Setting) -> Decision:
     is_taken = jnp.arange(now.size) == taken
     is_known = (setting.looks | is_taken) & (taken < now.size)
     return Decision(rung, decided, jnp.where(is_known, now, state.info.gains))
-
-
-def _sampled_energies(gradient: Gradient, setting: Setting) -> jax.Array:
-    """Estimate the energy of the gradient alone that each rung would send.
-
-    The result is `[rungs]` float32, averaged over replicas; zeros in a step that does
-    not look, or if the controller never asks.
-    """
-    axes, controller = setting.axes, setting.components.controller
-    ladder = controller.ladder
-    zeros = axes.both.zeros(jnp.zeros(len(ladder), jnp.float32))
-    if not controller.samples_gradient:
-        return zeros
-
-    def sample() -> jax.Array:
-        # Every rung sends the dense leaves, which all devices of a replica hold.
-        *flat, dense = gradient.parts
-        always = _arrays.energy(dense) / axes.copies.replicas
-        shares = [
-            exchange.shares(x, ladder, setting.key, axes.slow) * _arrays.energy(x)
-            for exchange, x in zip(setting.exchanges, flat, strict=True)
-        ]
-        return axes.both.mean(always + _arrays.total(shares))
-
-    sampled = jax.lax.cond(setting.looks, sample, lambda: zeros)
-    # A rung that is dense under another name sends what rung 0 sends.
-    is_dense = jnp.asarray(setting.tables.factors[: len(ladder)] == 1)
-    return jnp.where(is_dense, sampled[0], sampled)
 
 
 def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
@@ -292,6 +316,7 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
         steps=jnp.asarray(optax.safe_increment(state.steps)),
         local=_state.leave(local, state.local),
         rung=rung,
+        ahead=_next_rungs(arrived, setting),
         controller=controller,
         past_rungs=jnp.where(slot, taken, state.past_rungs),
         round=_next_round(arrived, setting),
@@ -303,6 +328,14 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
             apart=agreed.apart,
         ),
     )
+
+
+def _next_rungs(arrived: Arrived, setting: Setting) -> jax.Array:
+    """Return the rungs ahead: this step agreed on one more, if it exchanged."""
+    controller, ahead = setting.components.controller, setting.state.ahead
+    is_local = arrived.rung == len(controller.ladder) + 1
+    agreed = jnp.int32(arrived.agreed.rung + 0.5)
+    return jnp.where(is_local, ahead, jnp.stack([ahead[1], agreed]))
 
 
 def _next_round(arrived: Arrived, setting: Setting) -> Any:

@@ -55,6 +55,7 @@ def _update(
     step_seconds: Any,
     measured_step: Any,
     is_due: bool | None = None,
+    rung: int | None = None,
     deliver: Delivery | None = None,
     receives: bool = False,
     arrived: Arrived | None = None,
@@ -80,6 +81,7 @@ def _update(
         params=params,
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
+        rung=0 if components.controller.is_fixed else rung,
     )
     if components.waits and arrived is None:
         local = phases.add_times(local, setting.times)
@@ -98,24 +100,24 @@ def _take(
     """Feed, agree, exchange and decide, in the order that delay and rounds ask."""
     keep = lambda local: phases.keep(gradient, local, setting)
     if arrived is not None:
-        return Taken(arrived, keep(local), phases.decide(gradient, arrived, setting))
+        return Taken(arrived, keep(local), phases.decide(arrived, setting))
     if not setting.components.waits:
         fed = phases.feed(gradient, local, setting)
-        told = phases.tell(gradient, setting.times)
+        told = phases.tell(gradient, setting.times, setting)
         arrived, local = _send(told, fed, local, setting)
-        return Taken(arrived, local, phases.decide(gradient, arrived, setting))
+        return Taken(arrived, local, phases.decide(arrived, setting))
     if not setting.components.delay:
-        return _take_held(gradient, keep(local), setting)
-    taken = _take_held(gradient, local, setting)
+        return _take_held(keep(local), setting)
+    taken = _take_held(local, setting)
     return taken._replace(local=keep(taken.local))
 
 
-def _take_held(gradient: Gradient, local: LocalState, setting: Setting) -> Taken:
+def _take_held(local: LocalState, setting: Setting) -> Taken:
     """Exchange what the memory holds, if the step is the last one of a round."""
 
     def exchange() -> Taken:
         arrived, after = _send_held(local, setting)
-        return Taken(arrived, after, phases.decide(gradient, arrived, setting))
+        return Taken(arrived, after, phases.decide(arrived, setting))
 
     controller, state = setting.components.controller, setting.state
     if not controller.has_rounds or setting.is_due:

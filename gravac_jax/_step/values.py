@@ -29,6 +29,7 @@ class Setting(NamedTuple):
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
+      rung: the rung of this step, if it never changes or the caller knows it: static.
     """
 
     components: Components
@@ -42,6 +43,7 @@ class Setting(NamedTuple):
     params: Any = None
     times: Any = ()
     is_due: bool | None = None
+    rung: int | None = None
 
 
 class Gradient(NamedTuple):
@@ -77,6 +79,8 @@ class Agreed(NamedTuple):
       dense: `[m]` float32, the mean of the leaves that go dense.
       bad: `[]` float32, above 0 if some replica's gradient is bad.
       gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
+      gradient_energies: `[rungs]` float32, the mean energies that each rung would have
+        sent of it alone; () if the controller never asks.
       contrast: `[]` float32, 0 if that energy is the same on all replicas.
       rung: `[]` float32, the rung in the first replica's state.
       round_steps: `[1]` float32, the length of the round after the next exchange, in
@@ -90,6 +94,7 @@ class Agreed(NamedTuple):
     dense: jax.Array
     bad: jax.Array
     gradient_energy: jax.Array
+    gradient_energies: Any
     contrast: jax.Array
     rung: jax.Array
     round_steps: jax.Array

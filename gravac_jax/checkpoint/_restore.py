@@ -18,7 +18,7 @@ from gravac_jax.checkpoint._paths import Named, Path
 _PER_REPLICA = ("told", "memory", "exchange")
 
 # The fields that mean something on one ladder and to one controller only.
-_DECISIONS = ("ladder", "rung", "past_rungs", "controller")
+_DECISIONS = ("ladder", "rung", "ahead", "past_rungs", "controller")
 
 
 def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
