@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from gravac_jax import (
+    _ahead,
     _chain,
     _checks,
     _collectives,
@@ -19,8 +20,8 @@ from gravac_jax import (
     _placement,
     _residuals,
 )
+from gravac_jax._ahead import Ahead, Kind
 from gravac_jax._collectives import AxisName
-from gravac_jax._state import Round, TransformState
 from gravac_jax._step_clock import StepClock
 
 
@@ -35,6 +36,7 @@ def train_step(
     micro_batches: int = 1,
     own_params: bool | None = None,
     overlap: bool = False,
+    branches: bool | None = None,
 ) -> "TrainStep":
     """Return the train step of a loss and an optimizer, compiled for all replicas.
 
@@ -69,6 +71,12 @@ def train_step(
         for it, `NPROC=2` or more. Wait for any other program with a collective, such as
         an evaluation, before the next step: two threads start theirs in no order. Own
         params stay in memory between steps. With rounds, local steps stay one program.
+      branches: whether the rungs of a controller are branches of one program, as by
+        default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
+        program of its own, which is compiled when it is first taken: XLA fuses more, a
+        late exchange may run beside computation, and no host reads which branch to
+        take. A decision then takes effect two steps later: by then all replicas have
+        agreed on it, and the host reads it without waiting.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -79,12 +87,13 @@ def train_step(
       step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if `mesh` is neither a mesh nor a number, or `overlap` is no bool.
+      TypeError: if `mesh` is neither a mesh nor a number, or `overlap` or `branches` is
+        no bool.
       ValueError: if the mesh does not have the axis; for overlap=True with simulated
-        replicas or a mesh that has other axes, and, when called, without a delay or
-        with a loss that has a collective. From `init`: as `gravac.place` and
-        `gravac.guard`. When called: as the parts; if own params are asked for and an
-        optimizer such as Adam comes after the transform.
+        replicas, a mesh that has other axes, or branches=False, and, when called,
+        without a delay or with a loss that has a collective. From `init`: as
+        `gravac.place` and `gravac.guard`. When called: as the parts; if own params are
+        asked for and an optimizer such as Adam comes after the transform.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -113,44 +122,61 @@ def train_step(
         is_own = is_right if own_params is None else own_params
         return _residuals.local_params(tx, params, opt_state) if is_own else params
 
-    def finish(params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
+    def finish(kind: Kind, params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
         value, grads = made
-        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        known = {name: x for name, x in kind._asdict().items() if x is not None}
+        updates, opt_state = tx.update(grads, opt_state, params, **known, **extra)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
-        if extra.get("is_due"):
+        if kind.looks_ahead:
             # The state is donated, so that the host cannot read in it.
-            rounds = _chain.the_transform(opt_state, call).round
-            metrics = *metrics, rounds.next_length
+            ours = _chain.the_transform(opt_state, call)
+            metrics = *metrics, _ahead.what_follows(ours)
         return params, opt_state, *metrics
 
-    def on_one_replica(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
+    def on_one_replica(
+        kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
+    ) -> Any:
         made = loss_and_grad(where(params, opt_state), batch)
-        return finish(params, opt_state, made, **times)
+        return finish(kind, params, opt_state, made, **times)
 
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
         del batch
         return _residuals.flush(tx, params, opt_state)
 
-    _checks.flag(overlap, "overlap")
+    has_branches = _has_branches(branches, overlap, mesh)
     run = _runner(mesh, axis_name, dense_axis_name)
-    # With rounds there are two programs: steps that exchange, and local ones.
-    in_rounds = lambda x: functools.partial(on_one_replica, is_due=x)
-    programs: dict[bool | None, Callable[..., Any]] = {
-        None: run(on_one_replica, True),
-        True: run(in_rounds(True), False),
-        False: run(in_rounds(False), False),
-    }
-    if overlap:
-        place = _overlap.checked(mesh, axis_name, dense_axis_name)
-        exchanging = lambda *args: _overlap.Overlapped(tx, where, loss_and_grad, *args)
-        due = functools.partial(finish, is_due=True)
-        programs[None] = exchanging(finish, place)
-        programs[True] = exchanging(due, place._replace(in_rounds=True))
+    place = _overlap.checked(mesh, axis_name, dense_axis_name) if overlap else None
+
+    @functools.cache
+    def program(kind: Kind) -> Callable[..., Any]:
+        if place is None or kind.is_due is False:
+            body = functools.partial(on_one_replica, kind)
+            return run(body, kind.is_due is None)
+        last = functools.partial(finish, kind)
+        there = place._replace(in_rounds=kind.is_due is not None)
+        return _overlap.Overlapped(tx, where, loss_and_grad, last, there)
+
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes)
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
-    return TrainStep(init, programs, run(deliver, True), replicas, is_timed)
+    deliver_all = run(deliver, True)
+    return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
+
+
+def _has_branches(branches: bool | None, overlap: bool, mesh: Any) -> bool:
+    """Return whether a program has a branch for each rung."""
+    _checks.flag(overlap, "overlap")
+    if branches is None:
+        devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else []
+        return overlap or all(x.platform == "cpu" for x in devices)
+    _checks.flag(branches, "branches")
+    if overlap and not branches:
+        raise ValueError(
+            "overlap=True cannot be with branches=False: a step of three programs has a"
+            " branch for each rung. Leave `branches` out."
+        )
+    return branches
 
 
 def _runner(mesh: Any, axis_name: Any, dense_axis_name: AxisName) -> Callable[..., Any]:
@@ -182,47 +208,6 @@ def _initializer(
     return init
 
 
-class Rounds:
-    """Counts steps on the host, which so knows which of them exchange.
-
-    The length of a round is known one exchange before it begins, so the host waits for
-    no step that the devices may still be busy with.
-
-    Args:
-      state: the transform's state before the first step.
-    """
-
-    def __init__(self, state: TransformState):
-        self._has_rounds = isinstance(state.round, Round)
-        self._local_steps = int(state.info.local_steps)
-        if self._has_rounds:
-            self._length, number = map(int, state.round)
-            self._next_length: jax.Array | int = number
-
-    def is_due(self) -> bool | None:
-        """Return whether the next step exchanges; None if there are no rounds."""
-        if not self._has_rounds:
-            return None
-        return self._local_steps + 1 >= self._length
-
-    def count(self, is_due: bool | None, metrics: list[Any]) -> list[Any]:
-        """Count a step that was taken, and return its metrics without the round."""
-        if not is_due:
-            self._local_steps += 1
-            return metrics
-        *metrics, following = metrics
-        self._local_steps, self._length = 0, _number(self._next_length)
-        self._next_length = following
-        return metrics
-
-
-def _number(x: jax.Array | int) -> int:
-    """Return a number that all replicas have; a process reads its own copy."""
-    if isinstance(x, int):
-        return x
-    return int(np.asarray(x.addressable_data(0)).ravel()[0])
-
-
 class TrainStep:
     """A compiled train step; see `gravac.train_step`, which makes it.
 
@@ -233,30 +218,31 @@ class TrainStep:
     def __init__(
         self,
         init: Callable[[Any], tuple[Any, Any]],
-        programs: dict[bool | None, Callable[..., Any]],
+        program: Callable[[Kind], Callable[..., Any]],
+        has_branches: bool,
         deliver: Callable[..., Any],
         replicas: int,
         is_timed: bool,
     ):
         self.init = init
-        self._programs, self._deliver = programs, deliver
+        self._program, self._deliver = program, deliver
+        self._has_branches = has_branches
         self._replicas, self._is_timed = replicas, is_timed
-        self._rounds: Rounds | None = None
+        self._ahead: Ahead | None = None
         self._clock: StepClock | None = None
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
-        if self._rounds is None:
+        if self._ahead is None:
             state = _chain.the_transform(opt_state, "gravac.train_step")
             _chain.warn_of_late_momentum(opt_state)
-            self._rounds = Rounds(state)
+            self._ahead = Ahead(state, self._has_branches)
             self._clock = StepClock(int(state.steps)) if self._is_timed else None
-        is_due = self._rounds.is_due()
+        kind = self._ahead.next()
         times = self._clock.times() if self._clock else {}
-        params, opt_state, *metrics = self._programs[is_due](
-            params, opt_state, batch, **times
-        )
-        metrics = self._rounds.count(is_due, metrics)
+        take = self._program(kind)
+        params, opt_state, *metrics = take(params, opt_state, batch, **times)
+        metrics = self._ahead.count(kind, metrics)
         if self._clock:
             self._clock.record(metrics)
         return params, opt_state, *metrics

@@ -203,13 +203,15 @@ def test_the_local_program_of_a_train_step_has_no_collective(monkeypatch):
     tx = gravac.sgd(RATE, controller=gravac.Every(H, gravac.Fixed(16)))
     step = gravac.train_step(loss_of, tx, make_mesh())
     state = step.init({"w": jnp.ones((DIMENSION, 8))})
+    for i in range(H):
+        *state, _ = step(*state, batch(i))
     found = []
     for program in programs:
         text = jax.jit(program).lower(*state, batch(0)).compile().as_text()
         found.append(len(_harness.collectives(text)[0]))
-    every_step, exchange, local, flush = found
-    assert every_step > exchange > 0
+    flush, local, exchange = found
     assert local == 0
+    assert exchange > 0
     assert flush > 0
 
 

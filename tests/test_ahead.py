@@ -1,0 +1,142 @@
+"""A program for each rung: the host knows the next rung, and starts the right one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import N, assert_same, make_mesh
+
+import gravac_jax as gravac
+
+RNG = np.random.default_rng(0)
+TARGET = RNG.standard_normal((64, 8)).astype(np.float32)
+BATCHES = RNG.standard_normal((14, 2 * N, 64)).astype(np.float32)
+PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((64, 8), np.float32)}
+COMPRESS = {"b": False, "w": True}
+RUNGS = (1, 1, 1, 2, 2, 0, 1, 2, 0, 0, 1, 2, 1, 0, 2, 1, 0)
+LATE = 2  # exchanges by which a decision takes effect later
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(gravac.Controller):
+    """Takes the rungs of a list, of which it tells some exchanges too early."""
+
+    early: int
+    ladder: tuple[float, ...] = (1.0, 4.0, 32.0)
+
+    def init(self):
+        return jnp.int32(RUNGS[0]), jnp.int32(0)
+
+    def decide(self, evidence, state):
+        del evidence
+        return jnp.asarray(RUNGS, jnp.int32)[state + 1 + self.early], state + 1
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] + params["b"][None] - x @ TARGET) ** 2)
+
+
+def two_stages(controller, **more):
+    exchange = gravac.transform(controller=controller, compress=COMPRESS, **more)
+    return optax.chain(exchange, optax.sgd(0.02, momentum=0.5))
+
+
+def in_rounds(controller):
+    return two_stages(gravac.Every(2, controller))
+
+
+def steps_late(controller):
+    parts = {"exchange": gravac.QuantizedAllReduce(), "compress": COMPRESS}
+    return gravac.adamw(0.01, controller=controller, delay=1, **parts)
+
+
+def of_entries(controller):
+    return two_stages(controller, exchange=gravac.AllGather())
+
+
+def trained(step, state, batches):
+    factors, losses = [], []
+    for batch in batches:
+        *state, loss = step(*state, batch)
+        factors.append(float(optax.tree.get(state[1], "StepInfo").factor))
+        losses.append(np.asarray(loss))
+    return state, factors, losses
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (two_stages, "mesh"),
+        (in_rounds, "simulated"),
+        pytest.param(in_rounds, "mesh", marks=slow),
+        pytest.param(steps_late, "mesh", marks=slow),
+        pytest.param(steps_late, "simulated", marks=slow),
+        pytest.param(of_entries, "mesh", marks=slow),
+    ],
+)
+def test_a_program_for_each_rung_takes_the_same_steps(make, where):
+    mesh, found = make_mesh() if where == "mesh" else N, []
+    for branches, early in ((True, 0), (False, LATE)):
+        step = gravac.train_step(loss_fn, make(Listed(early)), mesh, branches=branches)
+        state, factors, losses = trained(step, step.init(PARAMS), BATCHES)
+        params, _ = jax.device_get(step.flush(*state))
+        found.append((params, factors, losses))
+    (params, factors, losses), (others, other_factors, other_losses) = found
+    assert factors == other_factors
+    assert len(set(factors)) >= 3
+    for x, y in zip(losses, other_losses, strict=True):  # XLA fuses each by itself
+        np.testing.assert_allclose(y, x, rtol=1e-4)
+    np.testing.assert_allclose(others["w"], params["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_bad_batch_changes_nothing_at_any_rung():
+    step = gravac.train_step(loss_fn, two_stages(Listed(0)), N, branches=False)
+    state = step.init(PARAMS)
+    for batch in BATCHES[:8].copy():
+        batch[3] = np.nan
+        *state, _ = step(*state, batch)
+    params, opt_state = jax.device_get(state)
+    assert_same(params, PARAMS)
+    assert optax.tree.get(opt_state, "StepInfo").skipped_steps == 8
+    assert not any(x.any() for x in jax.tree.leaves(opt_state[0].local.memory))
+
+
+def test_a_new_step_goes_on_where_another_one_ended():
+    tx, mesh = two_stages(Listed(0)), make_mesh()
+    step = gravac.train_step(loss_fn, tx, mesh, branches=False)
+    whole, factors, losses = trained(step, step.init(PARAMS), BATCHES)
+    step = gravac.train_step(loss_fn, tx, mesh, branches=False)
+    state, first, before = trained(step, step.init(PARAMS), BATCHES[:9])
+    step = gravac.train_step(loss_fn, tx, mesh, branches=False)
+    state, last, after = trained(step, state, BATCHES[9:])
+    assert first + last == factors
+    assert_same(before + after, losses)
+    assert_same(state[0], whole[0])
+
+
+@pytest.mark.parametrize(("rung", "exchanges"), [(None, 2), (0, 0), (1, 1), (2, 1)])
+def test_a_program_has_the_collectives_of_its_rungs(rung, exchanges):
+    tx, mesh = two_stages(Listed(0)), make_mesh()
+
+    def step(params, opt_state, x):
+        _, grads = gravac.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, rung=rung)
+        return optax.apply_updates(params, updates), opt_state
+
+    given = *gravac.place((PARAMS, tx.init(PARAMS)), mesh), BATCHES[0]
+    text = str(jax.make_jaxpr(gravac.data_parallel(step, mesh))(*given))
+    assert text.count("all_to_all[") == exchanges
+
+
+def test_what_cannot_be_is_refused():
+    make = lambda **how: gravac.train_step(loss_fn, steps_late(Listed(0)), **how)
+    with pytest.raises(TypeError, match="`branches` must be True or False"):
+        make(mesh=N, branches=1)
+    with pytest.raises(ValueError, match="overlap=True cannot be with branches=False"):
+        make(mesh=make_mesh(), overlap=True, branches=False)
