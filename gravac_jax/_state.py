@@ -94,7 +94,7 @@ class TransformState(NamedTuple):
       rung: `[]` int32, the rung of the next step.
       ahead: `[2]` int32, for a host that has a program for each rung: the rungs of the
         next two exchanges, as all replicas have agreed. They are decisions of the two
-        exchanges before the last one.
+        exchanges before the last one. A bad step moves them on as a good one does.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent, and one more if it was local.

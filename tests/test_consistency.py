@@ -201,9 +201,9 @@ def run(name, *kinds):
 
 
 def without_counters(state, name):
-    """Blank the transform's count of steps, its past rungs and its report."""
+    """Blank the transform's count of steps, its rungs in time and its report."""
     (own,) = _state.transform_states(state)
-    blank = own._replace(steps=0, past_rungs=0, info=0)
+    blank = own._replace(steps=0, past_rungs=0, ahead=0, info=0)
     is_own = _state.is_transform_state
     state = jax.tree.map(lambda x: blank if is_own(x) else x, state, is_leaf=is_own)
     if name == "guard in inject_hyperparams":  # whose own count is outside the guard

@@ -1,11 +1,11 @@
-"""The format of checkpoints, version 3: training state as named arrays.
+"""The format of checkpoints, version 4: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
-    version                        3
+    version                        4
     replicas                       N
-    steps, rung, controller/...    the fields that are the same on all replicas
+    steps, rung, ahead, ...        the fields that are the same on all replicas
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
     memory/optimizer/count         `[N, ...]`, what the memory keeps beside vectors
@@ -24,7 +24,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 3
+VERSION = 4
 
 
 def to_named(tree: Any, params: Any) -> Named:
