@@ -4,7 +4,7 @@
 
 trains densely with four replicas, then rounds the next step of one of them, by levels
 at equal distances (the best for a Gaussian), by those of `gravac.Quantized`, and by top
-entries, and prints the share of the energy that each keeps.
+entries of all and of each row, and prints the share of the energy that each keeps.
 """
 
 import json
@@ -73,8 +73,11 @@ def main(task, data, learning_rate, steps, kind):
     for i, bits in enumerate((8, 4, 2, 1)):
         line[f"{bits} bits"] = float(seen.energies[i + 1] / seen.energy)
         line[f"{bits} bits, equal"] = equal_distances(x.reshape(-1, ROW), bits)
+    in_rows = np.sort((x**2).reshape(-1, ROW), axis=1)[:, ::-1]
     for factor in (10, 20, 50, 100):
         line[f"top 1/{factor}"] = squares[: x.size // factor].sum() / squares.sum()
+        of_each = in_rows[:, : ROW // factor].sum() / squares.sum()
+        line[f"top 1/{factor} of each row"] = of_each
     line = {name: round(float(value), 3) for name, value in line.items()}
     sys.stdout.write(json.dumps({"task": task, "optimizer": kind, **line}) + "\n")
 
