@@ -1,4 +1,4 @@
-"""What the host knows of the next step, and so which program it has to start."""
+"""What the host knows of the next step, and which program it starts."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from gravac_jax._state import Round, TransformState
 
 
 class Kind(NamedTuple):
-    """Of which kind a step is: each has a program of its own. All of it is static.
+    """The kind of a step. Each kind has its own program; both fields are static.
 
     Attributes:
       is_due: whether it exchanges; None if all steps do.
@@ -27,10 +27,11 @@ class Kind(NamedTuple):
 
 
 class Ahead:
-    """Counts steps on the host, which so knows of which kind the next one is.
+    """Counts steps on the host, so that the host knows the kind of the next one.
 
-    The rung and the round of a step are agreed on one exchange before the host asks, so
-    it waits for no step that the devices may still be busy with.
+    The rung and the round of a step are agreed on one exchange before the host asks.
+    When it starts a step, it waits for the one before the last: the devices then still
+    have the last one to do.
 
     Args:
       state: the transform's state before the first step.
@@ -44,13 +45,17 @@ class Ahead:
         rungs, lengths = _numbers(state.ahead), (1, 1)
         if self._has_rounds:
             lengths = (int(state.round.length), int(state.round.next_length))
-        (self._rung, self._length), self._following = zip(rungs, lengths, strict=True)
+        now, self._following = zip(rungs, lengths, strict=True)
+        self._ready: Any = now
 
     def next(self) -> Kind:
         """Return the kind of the next step."""
-        is_due = self._local_steps + 1 >= self._length if self._has_rounds else None
+        if self._has_branches and not self._has_rounds:
+            return Kind()
+        rung, length = self._ready = _numbers(self._ready)
+        is_due = self._local_steps + 1 >= length if self._has_rounds else None
         is_known = not self._has_branches and is_due is not False
-        return Kind(is_due, self._rung if is_known else None)
+        return Kind(is_due, rung if is_known else None)
 
     def count(self, kind: Kind, metrics: list[Any]) -> list[Any]:
         """Count a step that was taken, and return its metrics without what is ahead."""
@@ -59,8 +64,7 @@ class Ahead:
             return metrics
         *metrics, following = metrics
         self._local_steps = 0
-        self._rung, self._length = _numbers(self._following)
-        self._following = following
+        self._ready, self._following = self._following, following
         return metrics
 
 

@@ -172,8 +172,8 @@ def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
 def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any) -> Any:
     """Return `make()` if `predicate` (`[]` bool, or static) holds, else `otherwise`.
 
-    Both must vary over the same axes. Only CPUs have a branch: where `make` is cheap, a
-    GPU's host would read the predicate for longer.
+    Both must vary over the same axes. On accelerators both are computed: the host of a
+    GPU would take longer to read the predicate than a cheap `make` takes.
     """
     if isinstance(predicate, bool):
         return make() if predicate else otherwise

@@ -39,6 +39,8 @@ _REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
 # They keep gradients, or decide by them, before the optimizer inside sees them.
 _WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
 
+LITTLE_LOST = 16  # from this factor on momentum does as well after rounds
+
 # What a memory keeps, and states of Optax that would keep the same after it. An Adam
 # after momentum is one without a first moment of its own, as far as can be seen.
 _TWICE = (
@@ -106,17 +108,19 @@ def check_momentum(state: Any) -> None:
 
 
 def warn_of_late_momentum(state: Any) -> None:
-    """Warn about rounds of local steps with momentum after the exchange.
+    """Warn about rounds of nearly whole gradients with momentum after the exchange.
 
-    Whole rounds of 8 steps were worth 0.45 dense steps, of 16 under 0.32; with momentum
-    before the exchange 0.82 and 0.66 (examples/benchmarks/records/2026-11-25_progress).
+    In rounds of 8 whole gradients a step was worth 0.45 dense steps, and 0.82 with
+    momentum before the exchange; in two bits and one there was no such difference
+    (examples/benchmarks/records/2026-11-25_progress).
     """
-    has_rounds = any(isinstance(x.round, Round) for x in transform_states(state))
-    if has_rounds and _instances(state, optax.TraceState):
+    in_rounds = [x for x in transform_states(state) if isinstance(x.round, Round)]
+    is_whole = any(float(x.ladder[0]) < LITTLE_LOST for x in in_rounds)
+    if is_whole and _instances(state, optax.TraceState):
         warnings.warn(
-            "momentum comes after an exchange in rounds: long rounds make little"
-            " progress so, with 8 steps less than half of that of dense steps. Keep"
-            " momentum before the exchange: gravac.sgd(0.1), gravac.adamw(1e-3), or"
+            "momentum comes after an exchange in rounds: with whole gradients a step in"
+            " rounds of 8 was worth 0.45 dense steps, and 0.82 with momentum before the"
+            " exchange. Keep it there: gravac.sgd(0.1), gravac.adamw(1e-3), or"
             " memory=gravac.Steps(optax.trace(0.9)) and only"
             " optax.scale_by_learning_rate(0.1) after the transform.",
             stacklevel=3,

@@ -119,7 +119,6 @@ class Tables(NamedTuple):
       payload_bytes: `[rungs + 2]`.
       wire_bytes: `[rungs + 2]`.
       messages: `[rungs + 2]`, sent one after the other.
-      sample: what a step that looks adds, for the energies of the gradient.
       dense: a float32 mean of all leaves.
     """
 
@@ -127,7 +126,6 @@ class Tables(NamedTuple):
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
     messages: np.ndarray
-    sample: Traffic
     dense: Traffic
 
 
@@ -141,9 +139,10 @@ def tables(
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
     # Every step averages the dense leaves, a count, an energy, its contrast, the rung
-    # and the length of a round, if there are any, and for each kind of step a time and
-    # how many replicas measured it.
+    # and the length of a round, if there are any, for each kind of step a time and how
+    # many replicas measured it, and for each rung an energy, if they are asked for.
     scalars = 4 + controller.has_rounds + 2 * kinds_of_steps(controller)
+    scalars += rungs * controller.samples_gradient
     agreed = _collectives.mean_traffic(buckets.part_sizes[-1] + scalars, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
@@ -157,11 +156,8 @@ def tables(
         rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
     rows.append((np.inf, *_sizes([agreed])))
     rows.append((np.inf, 0, 0, 0))
-    sample = Traffic(0, 0, 0, 0)
-    if controller.samples_gradient:
-        sample = _collectives.mean_traffic(rungs, replicas)
     dense = _collectives.mean_traffic(n + m, replicas)
-    return Tables(*np.asarray(rows, np.float32).T, sample=sample, dense=dense)
+    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
 
 def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:
@@ -230,23 +226,21 @@ def after(
     table: Tables,
     rung: jax.Array,
     gains: jax.Array,
-    looks: jax.Array | bool,
     alignment: jax.Array,
 ) -> StepInfo:
     """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
     is_local = rung == gains.size + 1
     at_rung = lambda figures: jnp.asarray(figures)[rung]
-    extra = lambda size: jnp.where(looks & ~is_local, jnp.float32(size), 0)
     factor = at_rung(table.factors)
     is_dense = (factor == 1).astype(jnp.int32)
-    wire_bytes = at_rung(table.wire_bytes) + extra(table.sample.wire_bytes)
+    wire_bytes = at_rung(table.wire_bytes)
     steps = before.local_steps + 1
     mean_bytes = wire_bytes / steps.astype(jnp.float32)
     return before._replace(
         factor=factor,
         gain=jnp.append(gains, jnp.zeros(2, jnp.float32))[rung],
         gains=gains,
-        payload_bytes=at_rung(table.payload_bytes) + extra(table.sample.payload_bytes),
+        payload_bytes=at_rung(table.payload_bytes),
         wire_bytes=wire_bytes,
         dense_bytes=jnp.float32(table.dense.payload_bytes),
         dense_wire_bytes=jnp.float32(table.dense.wire_bytes),

@@ -91,7 +91,8 @@ class TransformState(NamedTuple):
         devices among which the exchange cuts a leaf, or 1. `update` refuses a state
         with another number of pieces.
       local: what differs between replicas.
-      rung: `[]` int32, the rung of the next step.
+      rung: `[]` int32, the last decision: the rung of the next step, if a program has
+        branches.
       ahead: `[2]` int32, for a host that has a program for each rung: the rungs of the
         next two exchanges, as all replicas have agreed. They are decisions of the two
         exchanges before the last one. A bad step moves them on as a good one does.

@@ -76,7 +76,7 @@ def train_step(
         program of its own, which is compiled when it is first taken: XLA fuses more, a
         late exchange may run beside computation, and no host reads which branch to
         take. A decision then takes effect two steps later: by then all replicas have
-        agreed on it, and the host reads it without waiting.
+        agreed on it, and the devices have a step to do while the host reads it.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;

@@ -60,9 +60,9 @@ def transform(
     is how long a step took, `[]` float32, NaN if unknown. `measured_step`, `[]` int32,
     says which step that was, counted from 0; by default the previous one. `is_due`,
     static, is for who knows whether this step exchanges (`gravac.Every`) and compiles
-    two programs without a branch; `rung`, static, for who compiles one for each rung,
-    and knows that all replicas take it. `deliver` is for `gravac.flush` and
-    `gravac.local_params`.
+    two programs without a branch. `rung`, static, is the rung of this step, for callers
+    who compile one program for each; all replicas must pass the same. `deliver` is for
+    `gravac.flush` and `gravac.local_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one

@@ -701,7 +701,7 @@ def within_bytes(controller: Any, choices: list[tuple[int, int]], e: Any) -> Any
     """Return 1 for choices that send few enough bytes, else next to nothing."""
     mean = np.array([e.wire_bytes[r] / h for h, r in choices])
     most = controller.most_bytes or math.inf
-    return np.where(mean <= max(most, mean.min()), 1, 1e-6)
+    return np.where(mean <= max(most, mean.min()), 1, 1e-12)
 
 
 def worth_of_visits(

@@ -16,7 +16,7 @@ TARGET = RNG.standard_normal((64, 8)).astype(np.float32)
 BATCHES = RNG.standard_normal((14, 2 * N, 64)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((64, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
-RUNGS = (1, 1, 1, 2, 2, 0, 1, 2, 0, 0, 1, 2, 1, 0, 2, 1, 0)
+RUNGS = (1, 1, 1, 2, 2, 0, 1, 3, 0, 0, 1, 2, 1, 0, 2, 1, 0)  # 3 is silent
 LATE = 2  # exchanges by which a decision takes effect later
 
 
@@ -45,7 +45,10 @@ def two_stages(controller, **more):
 
 
 def in_rounds(controller):
-    return two_stages(gravac.Every(2, controller))
+    exchange = gravac.transform(
+        controller=gravac.Every(2, controller), compress=COMPRESS
+    )
+    return optax.chain(exchange, optax.sgd(0.02))
 
 
 def steps_late(controller):
@@ -132,6 +135,13 @@ def test_a_program_has_the_collectives_of_its_rungs(rung, exchanges):
     given = *gravac.place((PARAMS, tx.init(PARAMS)), mesh), BATCHES[0]
     text = str(jax.make_jaxpr(gravac.data_parallel(step, mesh))(*given))
     assert text.count("all_to_all[") == exchanges
+
+
+@pytest.mark.parametrize("rung", [-1, 4, 1.0, True])
+def test_a_rung_that_is_not_on_the_ladder_is_refused(rung):
+    tx = gravac.transform(None, controller=Listed(0), compress=True)
+    with pytest.raises(ValueError, match="rung must be a number of the ladder"):
+        tx.update(PARAMS, tx.init(PARAMS), rung=rung)
 
 
 def test_what_cannot_be_is_refused():

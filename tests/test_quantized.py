@@ -74,10 +74,9 @@ def exchanged(bucket, rung, exchange=None):
 
 
 def test_a_look_at_some_rows_tells_what_all_of_them_would_send():
-    exchange = gravac.Quantized(row_entries=32)
-    rows = RNG.standard_t(4, (2048, 32)) * 4.0 ** RNG.integers(-2, 3, (16, 1)).repeat(
-        128, axis=0
-    )
+    exchange, rng = gravac.Quantized(row_entries=32), np.random.default_rng(6)
+    of_layers = 4.0 ** rng.integers(-2, 3, (16, 1)).repeat(128, axis=0)
+    rows = rng.standard_t(4, (2048, 32)) * of_layers
     bucket = rows.astype(np.float32).ravel()
     exact = [exchanged(bucket, i, exchange).energies[i] for i in range(len(LADDER))]
     exact = np.asarray(exact) / exact[0]

@@ -368,7 +368,7 @@ def test_a_controller_of_ones_own_brings_its_rounds(recipe):
     ],
 )
 def test_momentum_after_rounds_is_warned_of_once(warns, tx):
-    chain = optax.chain(*tx(gravac.Every(H, gravac.Fixed(16))))
+    chain = optax.chain(*tx(gravac.Every(H, gravac.Fixed(4))))
     step = gravac.train_step(loss_of, chain, N)
     state = step.init({"w": jnp.ones((DIMENSION, 8))})
     with warnings.catch_warnings(record=True) as found:

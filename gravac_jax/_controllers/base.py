@@ -32,8 +32,9 @@ class Evidence(NamedTuple):
         decay, without residual and momentum.
       gradient_energies: `[rungs]` float32, the energy that each rung would have sent of
         that gradient, had nothing been held back, plus the energy of the leaves that go
-        dense. Zeros if the controller does not ask (`samples_gradient`), and in steps
-        that do not look.
+        dense; with a delay, of the gradient that this exchange sends. Zeros if the
+        controller does not ask (`samples_gradient`), and if the step of that gradient
+        did not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed

@@ -115,7 +115,7 @@ class Fastest(Controller):
         with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
         `gravac.local_params` do): at the shared ones, local steps would lead nowhere.
         Keep momentum before the exchange (`gravac.sgd`, `gravac.adamw`): after it, long
-        rounds make less progress than is predicted.
+        rounds of whole gradients make less progress than is predicted.
       most_bytes: the most bytes that one replica may send in a step, in the mean over a
         round; None for any number. Dense leaves count. If every choice sends more, the
         one that sends least is taken, and `metrics.explain` says so. The first six
@@ -212,7 +212,7 @@ class Fastest(Controller):
         mean_bytes = self._mean_bytes(evidence)
         fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
         is_within = fits | (mean_bytes <= jnp.min(mean_bytes))
-        progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-6)
+        progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-12)
         timing, has_changed = _timed(evidence, state.timing)
         kinds = step_time_filter.predict(timing, _kinds(evidence))
         rounds = step_time_filter.mixed(kinds, self._shares_of_kinds())

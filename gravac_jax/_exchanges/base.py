@@ -261,10 +261,11 @@ class Exchange(abc.ABC):
 
         sparse = lambda k: functools.partial(self.send, bucket, local, k, comm)
         branches = [dense if k == rungs.n else sparse(k) for k in rungs.counts]
+        branches.append(silent)
         if isinstance(rung, np.integer):
             mean, told = branches[rung]()
         else:
-            mean, told = jax.lax.switch(rung, [*branches, silent])
+            mean, told = jax.lax.switch(rung, branches)
 
         kept, after = self.conclude(bucket, state, local, told, rungs)
         exchanged = Exchanged(

@@ -42,7 +42,8 @@ class QuantizedTopK(RoundingExchange):
       What is sent of a row is orthogonal to what is kept of it, and no other two
       magnitudes would keep less of the k entries. Entries that are not selected stay in
       the residual to the last bit. Of those that are, sent + kept is the bucket within
-      one unit in the last place of the larger. The energies of all rungs are exact.
+      one unit in the last place of the larger. The energy of the rung taken is exact;
+      those of others are estimated in buckets of 512 whole rows and more.
 
     Cost:
       (N - 1) alpha + (N - 1) (1.75 k + 8) beta a row, with 2 bits. On a CPU selection

@@ -1,7 +1,8 @@
 """What exchanges share that round rows of entries to a few values.
 
 They know what each rung would send of the rows that they look at. These are all rows of
-a bucket, or of a large one 256 to 511, at equal distances, so that a look costs little.
+a bucket with fewer than 512 whole rows. Of a larger one they are 256 to 383 rows at
+equal distances, so that a look costs little.
 """
 
 import abc
@@ -57,7 +58,7 @@ class RoundingExchange(GatheringExchange):
         Args:
           rows: `[rows, entries]` float32, 0 in padding at their ends.
           entries: `[rows]` float32, the entries of each row without padding.
-          each: what each rung sends of a row, in what its count is of: entries of a
+          each: what each rung sends of a row, in the unit of its count: entries of a
             payload, or words.
         """
 
@@ -109,7 +110,8 @@ class RoundingExchange(GatheringExchange):
     ) -> jax.Array:
         """Return the share of a gradient's energy that each rung would send.
 
-        It is exact up to 511 rows; of a larger gradient it is that of some rows.
+        It is exact for fewer than 512 whole rows; for more, it is the share of the rows
+        that are looked at.
         """
         counts = self.entries(gradient.size, ladder, comm.replicas)
         return self._shares(gradient, counts, key)

@@ -128,10 +128,12 @@ def _sampled_energies(
     ladder = components.controller.ladder
     if not components.controller.samples_gradient:
         return ()
-    zeros = jnp.broadcast_to(0 * gradient.bad, (len(ladder),))
+    zeros, looks = jnp.broadcast_to(0 * gradient.bad, (len(ladder),)), setting.looks
     # With a delay the next exchange tells it; otherwise only one that exchanges does.
-    if setting.is_due is False and not components.delay:
-        return zeros
+    if components.controller.has_rounds and not components.delay:
+        state = setting.state
+        is_due = state.info.local_steps + 1 >= state.round.length
+        looks &= is_due if setting.is_due is None else setting.is_due
 
     def sample() -> jax.Array:
         # Every rung sends the dense leaves, which all devices of a replica hold.
@@ -148,7 +150,7 @@ def _sampled_energies(
         is_dense = jnp.asarray(setting.tables.factors[: len(ladder)] == 1)
         return jnp.where(is_dense, sampled[0], sampled)
 
-    return _arrays.chosen(setting.looks, sample, zeros)
+    return _arrays.chosen(looks, sample, zeros)
 
 
 def add_times(local: LocalState, times: tuple[jax.Array, jax.Array]) -> LocalState:
@@ -241,9 +243,10 @@ def exchange(
         mean, residual = exchanged.mean, exchanged.residual
         if known is not None:
             # There is no branch: a GPU's host would have to read the rung. So what a
-            # skipped step receives is dropped here. It is finite, and a product needs
-            # no zeros in memory.
-            mean = mean * (1 - skips.astype(jnp.float32))
+            # skipped step receives is dropped here. XLA must not know the zero: it
+            # would read those that payloads are added to, which stay in memory so.
+            zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
+            mean = jnp.where(skips, zero, mean)
             residual, after = _arrays.where(
                 skips, (compensated, before), (residual, after)
             )
@@ -309,9 +312,7 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
     sent = arrived.mean_energies[jnp.minimum(taken, rungs)]
     is_known = (sent > 0) & (arrived.energy > 0)
     alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
-    info = _info.after(
-        state.info, setting.tables, taken, decision.gains, setting.looks, alignment
-    )
+    info = _info.after(state.info, setting.tables, taken, decision.gains, alignment)
     return setting.buckets.unpack((*arrived.means, dense)), state._replace(
         steps=jnp.asarray(optax.safe_increment(state.steps)),
         local=_state.leave(local, state.local),

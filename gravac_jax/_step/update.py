@@ -67,6 +67,8 @@ def _update(
     `TransformState.arrived`, and one that is given it, with the gradients.
     """
     del ignored
+    if rung is not None:
+        _step_checks.update.known_rung(rung, len(components.controller.ladder))
     if receives and not components.delay:
         _step_checks.update.needs_delay()
     is_asked = deliver is not None or receives
