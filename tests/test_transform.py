@@ -324,20 +324,18 @@ def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
 ):
     found, _ = collectives(program(how, recipe))
     rungs = len(LADDER)
-    energies = 4 * (rungs + 1)
+    energies, figures = 4 * (rungs + 1), 4 + (2 + has_sample) * rungs
     assert sorted(found) == sorted(
         [
             # Agreed on in every step: dense leaves; a count, an energy and the rung; a
-            # time with its count per rung.
-            ("all-reduce", "f32", 4 * (DENSE_SIZE + 4 + 2 * rungs), ()),
+            # time with its count per rung, and an energy if the controller asks.
+            ("all-reduce", "f32", 4 * (DENSE_SIZE + figures), ()),
             # Entries, with the energies of all rungs and of everything. The branch of
             # a silent step, the last one, has none.
             ("all-reduce", "f32", 4 * SIZE, (0,)),
             ("all-reduce", "f32", energies, (0,)),
             ("all-gather", "s32", 8 * ENTRIES[4] + energies, (1,)),
             ("all-gather", "s32", 8 * ENTRIES[16] + energies, (2,)),
-            # Energies of the gradient, in steps that look.
-            *[("all-reduce", "f32", 4 * rungs, (1,))] * has_sample,
         ]
     )
 
