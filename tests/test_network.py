@@ -244,7 +244,7 @@ cases = {
     "dense, 1 MB": (transform(1, **mean), 250_000),
     "factor 1, with a residual": (transform(1), 250_000),
     "factor 10, 200 kB": (transform(10), 250_000),
-    "factor 100, 100 kB": (transform(100), 1_250_000),
+    "factor 100, 100 kB": (transform(100), 2_500_000),
     "rounds": (
         gravac.transform(
             controller=gravac.Every(5, gravac.Fixed(1)), compress=True
