@@ -128,12 +128,9 @@ def _sampled_energies(
     ladder = components.controller.ladder
     if not components.controller.samples_gradient:
         return ()
-    zeros, looks = jnp.broadcast_to(0 * gradient.bad, (len(ladder),)), setting.looks
+    zeros = jnp.broadcast_to(0 * gradient.bad, (len(ladder),))
     # With a delay the next exchange tells it; otherwise only one that exchanges does.
-    if components.controller.has_rounds and not components.delay:
-        state = setting.state
-        is_due = state.info.local_steps + 1 >= state.round.length
-        looks &= is_due if setting.is_due is None else setting.is_due
+    looks = setting.looks if components.delay else setting.looks & setting.sends
 
     def sample() -> jax.Array:
         # Every rung sends the dense leaves, which all devices of a replica hold.
@@ -304,6 +301,7 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
     arrived, local, decision = step
     agreed, taken, state = arrived.agreed, arrived.rung, setting.state
     skips = _is_skipped(agreed, setting.components)
+    ahead, following = _what_follows(arrived, setting)
     learned = (agreed.dense, decision.rung, decision.controller)
     before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
     dense, rung, controller = _arrays.where(skips, before, learned)
@@ -317,10 +315,10 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
         steps=jnp.asarray(optax.safe_increment(state.steps)),
         local=_state.leave(local, state.local),
         rung=rung,
-        ahead=_next_rungs(arrived, setting),
+        ahead=ahead,
         controller=controller,
         past_rungs=jnp.where(slot, taken, state.past_rungs),
-        round=_next_round(arrived, setting),
+        round=following,
         info=_info.count_faults(
             info,
             is_bad=agreed.bad != 0,
@@ -331,20 +329,17 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
     )
 
 
-def _next_rungs(arrived: Arrived, setting: Setting) -> jax.Array:
-    """Return the rungs ahead: this step agreed on one more, if it exchanged."""
-    controller, ahead = setting.components.controller, setting.state.ahead
-    is_local = arrived.rung == len(controller.ladder) + 1
-    agreed = jnp.int32(arrived.agreed.rung + 0.5)
-    return jnp.where(is_local, ahead, jnp.stack([ahead[1], agreed]))
+def _what_follows(arrived: Arrived, setting: Setting) -> tuple[jax.Array, Any]:
+    """Return the rungs ahead and the round of the next step.
 
-
-def _next_round(arrived: Arrived, setting: Setting) -> Any:
-    """Return the round of the next step: another one if this step exchanged."""
+    A step that exchanged has agreed on one more of each; a local one changes neither.
+    """
     controller, state = setting.components.controller, setting.state
-    if not controller.has_rounds:
-        return ()
+    number = lambda x: jnp.int32(x + 0.5)
+    agreed, round_ahead = arrived.agreed, ()
+    if controller.has_rounds:
+        length = number(agreed.round_steps[0])
+        round_ahead = _state.Round(state.round.next_length, length)
+    ahead = jnp.stack([state.ahead[1], number(agreed.rung)])
     is_local = arrived.rung == len(controller.ladder) + 1
-    agreed = jnp.int32(arrived.agreed.round_steps[0] + 0.5)
-    following = _state.Round(state.round.next_length, agreed)
-    return _arrays.where(is_local, state.round, following)
+    return _arrays.where(is_local, (state.ahead, state.round), (ahead, round_ahead))

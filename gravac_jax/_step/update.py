@@ -121,14 +121,12 @@ def _take_held(local: LocalState, setting: Setting) -> Taken:
         arrived, after = _send_held(local, setting)
         return Taken(arrived, after, phases.decide(arrived, setting))
 
-    controller, state = setting.components.controller, setting.state
-    if not controller.has_rounds or setting.is_due:
+    if setting.sends is True:
         return exchange()
     nothing = _nothing(jax.eval_shape(exchange).arrived, local, setting)
-    if setting.is_due is not None:
+    if setting.sends is False:
         return nothing
-    is_due = state.info.local_steps + 1 >= state.round.length
-    return _collectives.only_if(is_due, exchange, nothing)
+    return _collectives.only_if(setting.sends, exchange, nothing)
 
 
 def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:

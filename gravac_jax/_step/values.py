@@ -45,6 +45,15 @@ class Setting(NamedTuple):
     is_due: bool | None = None
     rung: int | None = None
 
+    @property
+    def sends(self) -> jax.Array | bool:
+        """Whether this step exchanges; static if that is known."""
+        if not self.components.controller.has_rounds:
+            return True
+        if self.is_due is not None:
+            return self.is_due
+        return self.state.info.local_steps + 1 >= self.state.round.length
+
 
 class Gradient(NamedTuple):
     """This replica's own gradient.
