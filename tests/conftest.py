@@ -11,6 +11,7 @@ import pathlib
 import platform
 
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -66,3 +67,11 @@ def few_programs():
     """Free what a module compiled: each program maps memory, and maps run out."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def rng_from_the_start(request):
+    """Let each test of a module draw the same numbers, in every order of tests."""
+    drawn = getattr(request.module, "RNG", None)
+    if drawn is not None:
+        drawn.bit_generator.state = np.random.default_rng(0).bit_generator.state
