@@ -150,3 +150,13 @@ def test_methods_of_a_seed_start_from_the_same_loss_and_see_the_same_batches(
     runs = {x.method: x.lines for x in results(journal.read(out)[1])}
     losses = {m: [x["training_loss"] for x in lines] for m, lines in runs.items()}
     assert losses["dense"] == losses["fixed1"]
+
+
+@pytest.mark.slow
+def test_a_published_recipe_sends_once_a_round(tmp_path, text):
+    out = tmp_path / "x.jsonl"
+    toy(text, out, methods=("dense", "diloco3"))
+    dense, diloco = (x.final for x in results(journal.read(out)[1]))
+    sent = dense["payload_bytes"] / diloco["payload_bytes"]
+    assert sent == pytest.approx(3, rel=0.01)
+    assert diloco["loss"] < 5.6  # of the first params

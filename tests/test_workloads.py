@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import resnet_cifar.config
 import resnet_cifar.model
@@ -237,6 +238,34 @@ def test_a_name_may_ask_for_rounds_that_begin_short():
     assert lengths == [4, 4, 13]
     words = "AdamW's steps in two bits, every 4 steps, from step 400 every 13"
     assert methods.in_words(name) == words
+
+
+def test_rounds_may_have_many_stages():
+    name = "every1until2then4until6then9adam1"
+    rounds = methods.arguments(name)["controller"]
+    lengths = [
+        int(rounds.round_steps(jnp.int32(step), ())) for step in (0, 2, 5, 6, 99)
+    ]
+    assert lengths == [1, 4, 4, 9, 9]
+    ours = (
+        "AdamW's steps whole, every 1 steps, from step 2 every 4, from step 6 every 9"
+    )
+    assert methods.in_words(name) == ours
+
+
+def test_a_name_may_ask_for_a_published_recipe():
+    assert methods.is_recipe("diloco30")
+    assert methods.is_recipe("sparseloco15x32")
+    assert not methods.is_recipe("every30adam1")
+    assert methods.in_words("diloco30momentum0.6") == (
+        "DiLoCo, every 30 steps, momentum 0.6"
+    )
+    assert (
+        methods.in_words("sparseloco15x32") == "SparseLoCo, every 15 steps, factor 32"
+    )
+    params = {"w": jnp.ones(3000)}
+    tx = methods.recipe("diloco30", optax.adamw(1e-3))
+    assert optax.tree.get(tx.init(params), "info").local_steps == 0
 
 
 def test_the_course_of_a_factor_is_its_changes():

@@ -26,8 +26,13 @@ exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entrie
 `local` before any of these names takes gradients at each replica's own params, and
 clips before the exchange; so does `delayed`, whose exchange is one step late, and
 `every8`, which exchanges in every eighth step: `every8allreducedadam16`. Rounds of
-`every4until400then13` are longer from step 400 on. `wide` before the name of an
-all-gather gives it entries of 8 bytes, as the papers have, in place of 4.
+`every4until400then13` are longer from step 400 on, and so with more stages. `wide`
+before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
+place of 4.
+
+`diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
+another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
+32 entries. They are whole optimizers: see `recipe`.
 """
 
 import dataclasses
@@ -44,7 +49,7 @@ WIDE = "wide"
 LOCAL = "local"
 DELAYED = "delayed"
 EVERY = "every"
-ROUNDS = rf"{EVERY}(\d+)(?:until(\d+)then(\d+))?"
+ROUNDS = rf"{EVERY}((?:\d+until\d+then)*\d+)"
 WIDTHS = {
     "1": "whole",
     "4": "in eight bits",
@@ -86,6 +91,8 @@ WORDS = {
     "dgc": "Deep Gradient Compression",
 }
 PREFIXES = re.compile(rf"({WIDE})?({LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
+DILOCO = re.compile(r"diloco(\d+)(?:momentum(0?\.\d+))?")
+SPARSE_LOCO = re.compile(r"sparseloco(\d+)x(\d+)")
 NUMBERED = re.compile(r"([a-z]*?)(adam|sgd)?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
@@ -144,23 +151,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
-    return name.removeprefix(WIDE).startswith((LOCAL, DELAYED, EVERY))
+    name = name.removeprefix(WIDE)
+    return is_recipe(name) or name.startswith((LOCAL, DELAYED, EVERY))
 
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
     matched = PREFIXES.fullmatch(name)
-    wide, how, first, until, then, rest = matched.groups()  # type: ignore[union-attr]
+    wide, how, rounds, rest = matched.groups()  # type: ignore[union-attr]
     what = PLAIN.get(rest) or _of_family(rest)
+    if match := DILOCO.fullmatch(name):
+        said = f"DiLoCo, every {match[1]} steps"
+        return f"{said}, momentum {match[2]}" if match[2] else said
+    if match := SPARSE_LOCO.fullmatch(name):
+        return "SparseLoCo, every {} steps, factor {}".format(*match.groups())
     if what is None:
         return name
     said = [what]
     is_of_steps = "'s steps" in what
     if how == DELAYED:
         said.append("one step late")
-    elif first:
-        said.append(f"every {first} steps")
-        said += [f"from step {until} every {then}"] if until else []
+    elif rounds:
+        first, *later = _stages(rounds)
+        said.append(f"every {first[1]} steps")
+        said += [f"from step {start} every {steps}" for start, steps in later]
     elif how and not is_of_steps:
         said.append("own params")
     elif not how and " in " in what and rest.startswith(FEW_BITS):
@@ -203,8 +217,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
     if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
-        chosen = arguments(LOCAL + rounds[4], beside)
-        controller = gravac.Every(_lengths(rounds), chosen["controller"])
+        chosen = arguments(LOCAL + rounds[2], beside)
+        controller = gravac.Every(_lengths(rounds[1]), chosen["controller"])
         return {**chosen, "controller": controller}
     if name.startswith(DELAYED):
         return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
@@ -222,10 +236,42 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     return {"clip": CLIP, **chosen} if is_local(name) else chosen
 
 
-def _lengths(rounds: re.Match[str]) -> Any:
+def is_recipe(name: str) -> bool:
+    """Return whether a method is a published one around a whole optimizer."""
+    return bool(DILOCO.fullmatch(name) or SPARSE_LOCO.fullmatch(name))
+
+
+def recipe(
+    name: str, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Return a published method around each replica's own, whole optimizer.
+
+    Args:
+      name: One of `diloco<steps>`, `diloco<steps>momentum<momentum>` and
+        `sparseloco<steps>x<factor>`.
+      inner: The optimizer, with its learning rate.
+    """
+    if match := SPARSE_LOCO.fullmatch(name):
+        steps, factor = map(int, match.groups())
+        return gravac.sparse_loco(inner, steps, factor=factor, clip=CLIP)
+    steps, momentum = DILOCO.fullmatch(name).groups("0.9")  # type: ignore[union-attr]
+    outer = optax.sgd(0.7, float(momentum), nesterov=True)
+    return gravac.diloco(inner, int(steps), outer=outer, clip=CLIP)
+
+
+def _stages(rounds: str) -> list[tuple[int, int]]:
+    """Return the first step of each stage, and the steps of its rounds."""
+    first, *numbers = map(int, re.findall(r"\d+", rounds))
+    return [(0, first), *zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+def _lengths(rounds: str) -> Any:
     """Return the steps of a round, or a function from the step to them."""
-    first, until, then = (int(x or 0) for x in rounds.groups()[:3])
-    return (lambda step: jnp.where(step < until, first, then)) if until else first
+    starts, steps = zip(*_stages(rounds), strict=True)
+    if len(steps) == 1:
+        return steps[0]
+    at = lambda step: jnp.searchsorted(jnp.asarray(starts), step, side="right") - 1
+    return lambda step: jnp.asarray(steps)[at(step)]
 
 
 def _controller(family: str, factor: float) -> gravac.Controller:

@@ -17,7 +17,7 @@ from common.journal import Journal, Line
 from common.report import show
 from rich.console import Console
 from rich.progress import Progress
-from training.methods import arguments
+from training.methods import arguments, is_recipe
 
 from quality import report
 from quality.results import tuned
@@ -100,7 +100,7 @@ def check(args: Args) -> None:
       SystemExit: For an unknown method, and counts or multiples that are not positive.
     """
     for name in args.methods:
-        arguments(name)
+        _ = is_recipe(name) or arguments(name)
     setting = args.setting
     evaluations = setting.evaluations, setting.evaluation_rows
     rows = 1 if setting.rows is None else setting.rows

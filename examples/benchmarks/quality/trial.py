@@ -15,7 +15,7 @@ import optax
 from common.journal import Journal, Line
 from common.training import held_out_loss
 from tasks import Task, load, pipeline
-from training.methods import after, arguments, is_local
+from training.methods import after, arguments, is_local, is_recipe, recipe
 
 import gravac_jax as gravac
 
@@ -91,21 +91,37 @@ class Bench:
         self.setting = setting
         self.task: Task = load(setting.task, data_dir)
         self.init = jax.jit(self.task.init)
-        self.compiled = functools.cache(self._compiled)
+        self._compiled = functools.cache(self._compile)
         self.held_out = functools.cache(self._held_out)
 
-    def _compiled(self, name: str) -> tuple[Any, Any]:
-        chosen = arguments(name)
-        tx = optax.chain(
-            gravac.transform(**chosen),
-            *after(chosen, OPTIMIZERS[self.setting.optimizer](), self.setting.clip),
-        )
+    def compiled(self, trial: Trial) -> tuple[Any, Any]:
+        """Return the transformation and the step of a run, compiled once for many."""
+        same = trial._replace(phase="", seed=0)
+        if not is_recipe(trial.method):
+            same = same._replace(learning_rate=0.0, steps=0)
+        return self._compiled(same)
+
+    def _transformation(self, trial: Trial) -> optax.GradientTransformation:
+        optimizer, name = OPTIMIZERS[self.setting.optimizer](), trial.method
+        if not is_recipe(name):
+            chosen = arguments(name)
+            rest = after(chosen, optimizer, self.setting.clip)
+            return optax.chain(gravac.transform(**chosen), *rest)
+        schedule = self.setting.schedule
+        rates = [learning_rate_at(x, trial, schedule) for x in range(trial.steps)]
+        at = lambda step: jnp.asarray(rates, jnp.float32)[step]
+        return recipe(name, optax.chain(optimizer, optax.scale_by_learning_rate(at)))
+
+    def _compile(self, trial: Trial) -> tuple[Any, Any]:
+        name, tx = trial.method, self._transformation(trial)
 
         # The learning rate is an argument, so that a method compiles once for all runs.
         def train_step(
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
             where = params
+            if is_recipe(name):  # its updates are params' own
+                learning_rate = jnp.float32(-1)
             if is_local(name):
                 # What follows in the chain has no learning rate: it is applied here.
                 own = gravac.local_params(tx, params, opt_state)
@@ -136,7 +152,7 @@ class Bench:
 
     def start(self, trial: Trial) -> tuple[Any, Any]:
         """Return the initial state and the batches; they depend on the seed alone."""
-        tx, _ = self.compiled(trial.method)
+        tx, _ = self.compiled(trial)
         params = self.init(jax.random.key(trial.seed))
         replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
         batches = pipeline.batches(
@@ -166,7 +182,7 @@ def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
       tick: A function that is called after every step.
     """
     journal.drop(trial.owns)
-    setting, (_, step) = bench.setting, bench.compiled(trial.method)
+    setting, (_, step) = bench.setting, bench.compiled(trial)
     every = max(1, setting.steps // setting.evaluations)
     state, stream = bench.start(trial)
     own = dict(zip(trial._fields[:-1], trial[:-1], strict=True))
