@@ -293,6 +293,15 @@ def no_rounds(controller: Any, owner: str) -> None:
         )
 
 
+def sends_in_every_step(exchange: Any, controller: Any) -> None:
+    """Refuse rounds if the exchange counts on a call in every step."""
+    if exchange.needs_every_step and controller.has_rounds:
+        raise ValueError(
+            f"{exchange!r} sends a fragment in each step, and {controller!r} has steps"
+            f" that send nothing. Use one of both: for rarer exchanges, more fragments."
+        )
+
+
 def steps_of_a_round(value: Any) -> None:
     """Refuse what is neither a number of steps nor a function to one."""
     if not callable(value):

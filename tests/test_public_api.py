@@ -11,9 +11,9 @@ import gravac_jax as gravac
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
     Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
-    Every Fixed GraVAC Identity LeaderIndices LowRank Momentum NoClip NoMemory Quantized
-    QuantizedAllReduce QuantizedTopK RandomK RedSync Residual SampledTopK Scheduled
-    SharedRandomK StepClock Steps Threshold TopK WireCost
+    Every Fixed GraVAC Identity InTurn LeaderIndices LowRank Momentum NoClip NoMemory
+    Quantized QuantizedAllReduce QuantizedTopK RandomK RedSync Residual SampledTopK
+    Scheduled SharedRandomK StepClock Steps Threshold TopK WireCost
 """
 BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Predictions Traffic Wanted "

@@ -26,13 +26,15 @@ exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entrie
 `local` before any of these names takes gradients at each replica's own params, and
 clips before the exchange; so does `delayed`, whose exchange is one step late, and
 `every8`, which exchanges in every eighth step: `every8allreducedadam16`. Rounds of
-`every4until400then13` are longer from step 400 on, and so with more stages. `wide`
+`every4until400then13` are longer from step 400 on, and so with more stages. `turns8`
+exchanges an eighth of the entries in each step, `delayedturns8` one step late. `wide`
 before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
 place of 4.
 
 `diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
 another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
-32 entries. They are whole optimizers: see `recipe`.
+32 entries. They are whole optimizers: see `recipe`. So is `inside` before the name of
+a method of steps, each of which is made with the learning rate of its own time.
 """
 
 import dataclasses
@@ -47,8 +49,10 @@ import gravac_jax as gravac
 
 WIDE = "wide"
 LOCAL = "local"
+INSIDE = "inside"
 DELAYED = "delayed"
 EVERY = "every"
+TURNS = rf"({DELAYED})?turns(\d+)"
 ROUNDS = rf"{EVERY}((?:\d+until\d+then)*\d+)"
 WIDTHS = {
     "1": "whole",
@@ -90,7 +94,7 @@ WORDS = {
     "literal": "momentum before, masked",
     "dgc": "Deep Gradient Compression",
 }
-PREFIXES = re.compile(rf"({WIDE})?({LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
+PREFIXES = re.compile(rf"({WIDE})?({TURNS}|{LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
 DILOCO = re.compile(r"diloco(\d+)(?:momentum(0?\.\d+))?")
 SPARSE_LOCO = re.compile(r"sparseloco(\d+)x(\d+)")
 NUMBERED = re.compile(r"([a-z]*?)(adam|sgd)?(\d+(?:\.\d+)?)")
@@ -152,34 +156,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
     name = name.removeprefix(WIDE)
-    return is_recipe(name) or name.startswith((LOCAL, DELAYED, EVERY))
+    return is_recipe(name) or name.startswith((LOCAL, DELAYED, EVERY, "turns"))
 
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
-    matched = PREFIXES.fullmatch(name)
-    wide, how, rounds, rest = matched.groups()  # type: ignore[union-attr]
-    what = PLAIN.get(rest) or _of_family(rest)
     if match := DILOCO.fullmatch(name):
         said = f"DiLoCo, every {match[1]} steps"
         return f"{said}, momentum {match[2]}" if match[2] else said
     if match := SPARSE_LOCO.fullmatch(name):
         return "SparseLoCo, every {} steps, factor {}".format(*match.groups())
+    matched = PREFIXES.fullmatch(name)
+    wide, how, *_, rest = matched.groups()  # type: ignore[union-attr]
+    what = PLAIN.get(rest) or _of_family(rest)
     if what is None:
         return name
-    said = [what]
+    said = [what, *_prefix_in_words(how or "")]
     is_of_steps = "'s steps" in what
-    if how == DELAYED:
-        said.append("one step late")
-    elif rounds:
-        first, *later = _stages(rounds)
-        said.append(f"every {first[1]} steps")
-        said += [f"from step {start} every {steps}" for start, steps in later]
-    elif how and not is_of_steps:
+    if how == LOCAL and not is_of_steps:
         said.append("own params")
     elif not how and " in " in what and rest.startswith(FEW_BITS):
         said.append("shared params")
     return ", ".join([*said, *(["8 bytes an entry"] if wide else [])])
+
+
+def _prefix_in_words(how: str) -> list[str]:
+    """Return what a prefix of a name says, if it is not that params are own."""
+    late = ["one step late"] if how.startswith(DELAYED) else []
+    if turns := re.fullmatch(TURNS, how):
+        return [f"in {turns[2]} turns", *late]
+    if how.startswith(EVERY):
+        (_, first), *later = _stages(how)
+        after = [f"from step {start} every {steps}" for start, steps in later]
+        return [f"every {first} steps", *after]
+    return late
 
 
 def _of_family(name: str) -> str | None:
@@ -212,16 +222,8 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     """
     if name in METHODS:
         return METHODS[name]
-    if name.removeprefix(LOCAL) in METHODS:
-        return {"clip": CLIP, **METHODS[name.removeprefix(LOCAL)]}
-    if name.startswith(WIDE):
-        return _widened(arguments(name.removeprefix(WIDE), beside))
-    if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
-        chosen = arguments(LOCAL + rounds[2], beside)
-        controller = gravac.Every(_lengths(rounds[1]), chosen["controller"])
-        return {**chosen, "controller": controller}
-    if name.startswith(DELAYED):
-        return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
+    if (prefixed := _prefixed(name, beside)) is not None:
+        return prefixed
     match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?)", name.removeprefix(LOCAL))
     if not match or match[1] not in FAMILIES:
         families = [f"{x}<factor>" for x in FAMILIES]
@@ -236,9 +238,28 @@ def arguments(name: str, beside: Iterable[str] = ()) -> dict[str, Any]:
     return {"clip": CLIP, **chosen} if is_local(name) else chosen
 
 
+def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
+    """Return the arguments of a method whose name has a prefix; None for others."""
+    if name.removeprefix(LOCAL) in METHODS:
+        return {"clip": CLIP, **METHODS[name.removeprefix(LOCAL)]}
+    if name.startswith(WIDE):
+        return _widened(arguments(name.removeprefix(WIDE), beside))
+    if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
+        chosen = arguments(LOCAL + rounds[2], beside)
+        controller = gravac.Every(_lengths(rounds[1]), chosen["controller"])
+        return {**chosen, "controller": controller}
+    if turns := re.fullmatch(rf"{TURNS}([a-z].*)", name):
+        chosen = arguments((turns[1] or LOCAL) + turns[3], beside)
+        return _in_turn(int(turns[2]), **chosen)
+    if name.startswith(DELAYED):
+        return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
+    return None
+
+
 def is_recipe(name: str) -> bool:
     """Return whether a method is a published one around a whole optimizer."""
-    return bool(DILOCO.fullmatch(name) or SPARSE_LOCO.fullmatch(name))
+    patterns = DILOCO, SPARSE_LOCO, re.compile(rf"{INSIDE}.*")
+    return any(x.fullmatch(name) for x in patterns)
 
 
 def recipe(
@@ -251,6 +272,9 @@ def recipe(
         `sparseloco<steps>x<factor>`.
       inner: The optimizer, with its learning rate.
     """
+    if name.startswith(INSIDE):
+        chosen = arguments(name.removeprefix(INSIDE))
+        return gravac.transform(**{**chosen, "memory": gravac.Steps(inner)})
     if match := SPARSE_LOCO.fullmatch(name):
         steps, factor = map(int, match.groups())
         return gravac.sparse_loco(inner, steps, factor=factor, clip=CLIP)
@@ -279,6 +303,14 @@ def _controller(family: str, factor: float) -> gravac.Controller:
         return gravac.Fixed(factor)
     stages = (*(x for x in gravac.Scheduled.ladder if x < factor), factor)
     return gravac.warm_up(WARM_UP_STEPS, stages)
+
+
+def _in_turn(
+    fragments: int, compressor: Any = None, exchange: Any = None, **others: Any
+) -> dict[str, Any]:
+    """Return the same with fragments that are exchanged in turn."""
+    exchange = exchange or gravac.AllGather(compressor or gravac.Threshold())
+    return {**others, "exchange": gravac.InTurn(fragments, exchange)}
 
 
 def _widened(chosen: dict[str, Any]) -> dict[str, Any]:

@@ -111,9 +111,19 @@ class Exchange(abc.ABC):
         """Whether every entry is either sent or kept, apart from rounding."""
         return True
 
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether it counts on a call in every step, so that none may be local."""
+        return False
+
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
         """Return this exchange for buckets that hold arrays of these `shapes`."""
         del shapes
+        return self
+
+    def at_step(self, step: jax.Array) -> "Exchange":
+        """Return this exchange for a step, `[]` int32, the same on all replicas."""
+        del step
         return self
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:

@@ -55,6 +55,7 @@ class Components:
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)
         _checks.seed(self.seed)
+        _checks.sends_in_every_step(self.exchange, self.controller)
         if self.waits and isinstance(self.memory, NoMemory):
             raise ValueError(
                 "`delay` and gravac.Every need a memory: what is not sent yet waits"
