@@ -102,7 +102,8 @@ def adamw(
         loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    Weight decay is decoupled and acts on the shared params at every step.
+    A step has the learning rate of its own time, also if it is sent later. Weight decay
+    is decoupled and acts on the shared params at every step.
 
     Args:
       learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. With N
@@ -119,9 +120,8 @@ def adamw(
         `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.Steps(optax.scale_by_adam(...)), ...),
-      optax.add_decayed_weights(weight_decay, mask),
-      optax.scale_by_learning_rate(learning_rate))`.
+      `optax.chain(gravac.transform(memory=gravac.Steps(optax.adam(learning_rate, ...)),
+      ...), optax.add_decayed_weights(-learning_rate * weight_decay, mask))`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory` or `momentum`.
@@ -150,11 +150,10 @@ def adamw(
     _checks.decay(b2, "b2")
     why = "It is added to a root mean square that may be 0."
     _checks.above_zero(eps, "eps", why)
-    steps = Steps(optax.scale_by_adam(b1, b2, eps))
+    steps = Steps(optax.adam(learning_rate, b1, b2, eps))
     return optax.chain(
         transform(axis_name, **_in_two_bits(steps, others)),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.add_decayed_weights(_times(-weight_decay, learning_rate), mask),
     )
 
 
@@ -169,8 +168,9 @@ def sgd(
     """Return SGD with momentum of each replica's own gradients, in two bits.
 
     It is the whole optimizer, in place of `optax.sgd`, and exchanges each replica's
-    momentum. Take gradients at each replica's own params, as `gravac.train_step` does;
-    a loop of your own needs `gravac.local_params`.
+    steps, each with the learning rate of its own time. Take gradients at each replica's
+    own params, as `gravac.train_step` does; a loop of your own needs
+    `gravac.local_params`.
 
     Args:
       learning_rate: a number, or a schedule of Optax, as tuned for `optax.sgd`.
@@ -182,8 +182,7 @@ def sgd(
         belongs here, as does coupled weight decay: `weight_decay=1e-4`.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.Steps(optax.trace(...)), ...),
-      optax.scale_by_learning_rate(learning_rate))`.
+      `gravac.transform(memory=gravac.Steps(optax.sgd(learning_rate, ...)), ...)`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -204,11 +203,8 @@ def sgd(
     _checks.no_memory_beside(others, "gravac.sgd", "momentum")
     _checks.decay(momentum, "momentum")
     _checks.flag(nesterov, "nesterov")
-    steps = Steps(optax.trace(momentum, nesterov))
-    return optax.chain(
-        transform(axis_name, **_in_two_bits(steps, others)),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    steps = Steps(optax.sgd(learning_rate, momentum, nesterov))
+    return transform(axis_name, **_in_two_bits(steps, others))
 
 
 def diloco(
@@ -326,6 +322,12 @@ def sparse_loco(
         del usual["exchange"]
     compressed = transform(axis_name, **{**usual, **others})
     return _outer.outer(compressed, optax.sgd(learning_rate))
+
+
+def _times(factor: float, rate: Any) -> Any:
+    """Return a learning rate, a number or a schedule, times a factor."""
+    schedule: Any = rate
+    return (lambda step: factor * schedule(step)) if callable(rate) else factor * rate
 
 
 def _in_two_bits(memory: Steps, others: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from _harness import trajectory
 
@@ -252,7 +253,7 @@ def test_bytes_stay_within_the_budget(most, rounds, taken):
     state, found = step.init({"w": jnp.ones((64, 64))}), []
     for _ in range(40):
         *state, _ = step(*state, np.ones((4, 64), np.float32))
-        found.append(jax.tree.map(np.array, state[1][0].info))
+        found.append(jax.tree.map(np.array, optax.tree.get(state[1], "StepInfo")))
     exchanges = [x for x in found[28:] if np.isfinite(x.factor)]
     assert {round(float(x.factor)) for x in exchanges} == taken
     words = metrics.explain(state[1], controller)
@@ -347,7 +348,7 @@ def test_rounds_are_long_where_the_network_is_slow():
         state, found = step.init({"w": jnp.ones((128, 128))}), []
         for _ in range(40):
             *state, _ = step(*state, np.ones((4, 128), np.float32))
-            found.append(int(state[1][0].info.local_steps))
+            found.append(int(optax.tree.get(state[1], "StepInfo").local_steps))
         lengths[name] = max(found) + 1
     assert lengths == {"fast": 1, "slow": 16}
 

@@ -44,10 +44,11 @@ class Steps(ErrorFeedback):
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do; Adafactor,
-    LAMB and Muon look at whole matrices and do not. Decoupled weight decay and the
-    learning rate may come after `gravac.transform` in the chain. Or both are part of a
-    whole optimizer here, such as `optax.adamw(1e-3)`, after which nothing may scale its
-    steps: what decays then are the replica's own params.
+    LAMB and Muon look at whole matrices and do not. Give it the whole optimizer, such
+    as `optax.adamw(1e-3)`, after which nothing may scale its steps: each step then has
+    the learning rate of its own time, and what decays are the replica's own params. Or
+    let decoupled weight decay and the learning rate come after `gravac.transform` in
+    the chain: steps that wait then shrink as the learning rate falls.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
