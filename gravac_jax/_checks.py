@@ -293,12 +293,22 @@ def no_rounds(controller: Any, owner: str) -> None:
         )
 
 
-def sends_in_every_step(exchange: Any, controller: Any) -> None:
-    """Refuse rounds if the exchange counts on a call in every step."""
-    if exchange.needs_every_step and controller.has_rounds:
+def sends_in_every_step(exchange: Any, controller: Any, memory: Any) -> None:
+    """Refuse what does not go with an exchange of a fragment in each step."""
+    if not exchange.needs_every_step:
+        return
+    if controller.has_rounds or not controller.is_fixed:
         raise ValueError(
-            f"{exchange!r} sends a fragment in each step, and {controller!r} has steps"
-            f" that send nothing. Use one of both: for rarer exchanges, more fragments."
+            f"{exchange!r} needs a fixed width or factor and no rounds, got"
+            f" controller={controller!r}, which does not see that other fragments wait."
+            f" Use controller=gravac.Fixed(16). To exchange more rarely, raise"
+            f" `fragments`."
+        )
+    if memory.forgets:
+        raise ValueError(
+            f"{exchange!r} needs a memory that keeps what waits for its turn, and"
+            f" {memory!r} forgets it. Use memory=gravac.Steps(optax.adamw(1e-3)) or"
+            f" gravac.Residual()."
         )
 
 

@@ -101,7 +101,7 @@ def test_each_entry_goes_once_in_as_many_steps_as_there_are_fragments():
     assert halves.tolist() == [[1, 0], [0, 2], [2, 0], [0, 2]]
 
 
-def test_a_bad_step_sends_nothing_and_the_turn_goes_on():
+def test_a_bad_step_sends_nothing_and_loses_nothing():
     gradients = jax.tree.map(np.copy, GRADIENTS)
     gradients["w"][1, 2, 0, 0] = np.nan
     transform = gravac.transform(
@@ -130,10 +130,74 @@ def test_bad_arguments_are_named():
         gravac.InTurn(0, gravac.Quantized())
     with pytest.raises(TypeError, match="`inner` must be"):
         gravac.InTurn(2, "Quantized")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"LowRank.* needs whole matrices"):
-        gravac.InTurn(2, gravac.LowRank())
-    with pytest.raises(ValueError, match=r"InTurn.* in each step"):
-        gravac.transform(
-            exchange=gravac.InTurn(2, gravac.Quantized()),
-            controller=gravac.Every(2, gravac.Fixed(16)),
+    for inner in (gravac.LowRank(), gravac.InTurn(2, gravac.Quantized())):
+        with pytest.raises(ValueError, match="cuts buckets into fragments, which"):
+            gravac.InTurn(2, inner)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"controller": gravac.Every(2, gravac.Fixed(16))}, "no rounds"),
+        ({"controller": gravac.GraVAC()}, "a fixed width or factor"),
+        ({}, "a fixed width or factor"),
+        ({"memory": gravac.NoMemory()}, "gravac.InTurn need a memory"),
+        (
+            {"memory": gravac.Steps(optax.sgd(0.1), residual_decay=0.9)},
+            "keeps what waits for its turn",
+        ),
+        (
+            {"memory": gravac.Steps(optax.sgd(0.1), begin_at_shared=True)},
+            "keeps what waits for its turn",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(others, words):
+    usual = {"controller": gravac.Fixed(16)} if others else {}
+    exchange = gravac.InTurn(2, gravac.Quantized())
+    with pytest.raises(ValueError, match=words):
+        gravac.transform(**{"exchange": exchange, **usual, **others})
+
+
+def test_small_buckets_have_fewer_fragments():
+    exchange = gravac.InTurn(8, gravac.DenseMean())
+    buckets, states = _examples.dyadic(N, 300), first_states(exchange, 300)
+    for step in range(6):
+        found, states = on_all_replicas(exchange)(
+            buckets, states, np.int32(0), np.int32(step)
         )
+        (sent,) = np.nonzero(np.asarray(found.mean[0]))
+        start = min(128 * (step % 3), 300 - 128)
+        assert sent.min() >= start
+        assert sent.max() < start + 128
+
+
+def test_an_empty_bucket_is_no_trouble():
+    exchange = gravac.InTurn(2, gravac.Quantized())
+    tx = gravac.sgd(0.5, None, exchange=exchange, controller=gravac.Fixed(16))
+    params = {"small": jnp.ones(4)}
+    with pytest.warns(UserWarning, match="compresses none"):
+        state = tx.init(params)
+    updates, _ = tx.update(params, state)
+    assert updates["small"].tolist() == [-0.5] * 4
+
+
+def test_own_params_are_where_all_that_waits_leads():
+    tx = gravac.sgd(
+        0.125,
+        exchange=gravac.InTurn(2, gravac.DenseMean()),
+        controller=gravac.Fixed(1),
+        compress=True,
+    )
+    step = gravac.train_step(lambda params, batch: jnp.vdot(params, batch), tx, N)
+    params, state = step.init(jnp.zeros(256))
+    batches = np.ones((N, 256), np.float32)
+    for _ in range(3):
+        params, state, _ = step(params, state, batches.reshape(-1))
+    params, state = step.flush(params, state)
+    expected = optax.sgd(0.125, momentum=0.9)
+    theirs, kept = jnp.zeros(256), expected.init(jnp.zeros(256))
+    for _ in range(3):
+        updates, kept = expected.update(jnp.ones(256), kept)
+        theirs = optax.apply_updates(theirs, updates)
+    np.testing.assert_allclose(params, theirs, rtol=1e-6)

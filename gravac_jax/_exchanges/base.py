@@ -69,6 +69,7 @@ class Exchange(abc.ABC):
 
     To write your own, implement `traffic`, `send` and `conclude`, and `prepare` if some
     work does not depend on the rung. An exchange may also override `exchange` itself.
+    One that does not do the same in each step gets its number from `at_step`.
 
     Law:
       On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean

@@ -1,7 +1,6 @@
 """Another exchange, of one fragment of the bucket in each step."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,18 +18,23 @@ ALIGNED_ENTRIES = 128  # a fragment begins where a vector register may
 class InTurn(Exchange):
     """Exchanges one of H fragments of each bucket in each step, all of them in H steps.
 
-    Every entry goes as rarely as in rounds of H steps (`gravac.Every`), but every step
+    Every entry goes as rarely as in rounds of H steps (`gravac.Every`). But every step
     sends the same few bytes, which a delay hides behind computation, where the last
-    step of a round sends them all. What is not sent waits in the memory, so gradients
-    are to be taken at own params: `gravac.train_step` does it.
+    step of a round sends them all. What is not sent waits in the memory, so take
+    gradients at own params, as `gravac.train_step` does.
+
+    The width or factor must be fixed, because a controller would not see that the other
+    fragments wait. For the same reason an outer optimizer (`gravac.outer`) does not
+    suit it: it would step in every step, also on fragments that are not due.
 
     Law:
-      Of the fragment whose turn it is, that of the other exchange; of the rest nothing
-      is sent and all is kept. H steps send each entry at least once. Energies and
-      gains are those of the fragment.
+      The due fragment obeys the law of `inner`. The rest of the bucket is kept. H steps
+      in a row send each entry at least once, if none is bad. Energies and gains are
+      those of the fragment.
 
     Cost:
-      That of the other exchange for `n / H` entries in each step.
+      The cost of `inner` for a fragment: `n / H` entries, rounded up to a multiple of
+      128, so that small buckets have fewer fragments than H.
 
     Args:
       fragments: H.
@@ -38,8 +42,9 @@ class InTurn(Exchange):
 
     Raises:
       TypeError: if `inner` is no exchange.
-      ValueError: if `fragments` is not a positive integer, or `inner` needs matrices;
-        from `gravac.transform`, if the controller has rounds.
+      ValueError: if `fragments` is not a positive integer, or `inner` needs matrices or
+        is an `InTurn`; from `gravac.transform`, if the controller is not fixed or has
+        rounds, or if the memory forgets what waits.
 
     Example:
       >>> import gravac_jax as gravac
@@ -53,16 +58,18 @@ class InTurn(Exchange):
 
     fragments: int
     inner: Exchange
-    _turn: Any = dataclasses.field(default=0, init=False, repr=False, compare=False)
+    _step: Any = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         what = "parts of a bucket that are sent in turn"
         _checks.positive_integer(self.fragments, "fragments", what)
         _checks.component(self.inner, Exchange, "inner", "gravac.QuantizedAllReduce()")
-        if self.inner.shaped(((2, 2),)) is not self.inner:
+        needs_matrices = self.inner.shaped(((2, 2),)) is not self.inner
+        if needs_matrices or self.inner.needs_every_step:
             raise ValueError(
-                f"gravac.InTurn cuts buckets where {self.inner!r} needs whole matrices:"
-                " use another exchange, such as gravac.QuantizedAllReduce()."
+                f"gravac.InTurn cuts buckets into fragments, which {self.inner!r}"
+                " cannot exchange: use another exchange, such as"
+                " gravac.QuantizedAllReduce()."
             )
 
     @property
@@ -85,16 +92,24 @@ class InTurn(Exchange):
         length = -(-n // self.fragments)
         return min(n, -(-length // ALIGNED_ENTRIES) * ALIGNED_ENTRIES)
 
+    def _count(self, n: int) -> int:
+        """Return the fragments of a bucket, 1 of an empty one."""
+        return -(-n // self._length(n)) if n else 1
+
     def at_step(self, step: jax.Array) -> "InTurn":
-        """Return this exchange with the fragment whose turn it is."""
+        """Return this exchange with the number of the step, which picks a fragment."""
         found = dataclasses.replace(self)
-        object.__setattr__(found, "_turn", step % self.fragments)
+        object.__setattr__(found, "_step", step)
         return found
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """Return the states of the fragments' exchanges: `[fragments, ...]`."""
         one = self.inner.init(self._length(n), ladder)
-        return jax.tree.map(lambda x: jnp.stack([x] * self.fragments), one)
+        return jax.tree.map(lambda x: jnp.stack([x] * self._count(n)), one)
+
+    def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
+        """Return whether `factor` is dense only because there are so many replicas."""
+        return self.inner.is_replaced(self._length(n), factor, replicas)
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of exchanging one fragment."""
@@ -105,12 +120,6 @@ class InTurn(Exchange):
     ) -> Traffic:
         """Return the cost of averaging the energies of one fragment."""
         return self.inner.energies_traffic(self._length(n), factor, rungs, replicas)
-
-    def shares(
-        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """Estimate the share of a gradient's energy that each rung would send."""
-        return self.inner.shares(gradient, ladder, key, comm)
 
     def exchange(
         self,
@@ -123,13 +132,14 @@ class InTurn(Exchange):
         comm: Comm,
         looks: jax.Array | bool = True,
     ) -> tuple[Exchanged, Any]:
-        """Exchange the fragment whose turn it is."""
+        """Exchange the fragment that is due."""
         n, length = bucket.size, self._length(bucket.size)
-        start = jnp.minimum(self._turn * length, n - length)
+        turn = self._step % self._count(n)
+        start = jnp.minimum(turn * length, n - length)
         # Else XLA would make the bucket twice, for the fragment and for the rest.
         bucket = jax.lax.optimization_barrier(bucket)
         part = jax.lax.dynamic_slice(bucket, (start,), (length,))
-        own = jax.tree.map(lambda x: x[self._turn], state)
+        own = jax.tree.map(lambda x: x[turn], state)
         found, own = self.inner.exchange(
             part, own, rung, ladder=ladder, key=key, comm=comm, looks=looks
         )
@@ -137,4 +147,4 @@ class InTurn(Exchange):
         return found._replace(
             mean=put(jnp.zeros_like(found.mean, shape=(n,)), found.mean),
             residual=put(bucket, found.residual),
-        ), jax.tree.map(lambda x, y: x.at[self._turn].set(y), state, own)
+        ), jax.tree.map(lambda x, y: x.at[turn].set(y), state, own)
