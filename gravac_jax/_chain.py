@@ -85,8 +85,8 @@ def check_linear(state: Any) -> None:
             f"gravac.local_params needs an optimizer that is linear in the updates,"
             f" found a {type(x).__name__}: it would make a whole step of what is held"
             f" back. Let each replica run its own optimizer before the exchange:"
-            f" gravac.adamw(1e-3), or memory=gravac.Steps(optax.scale_by_adam()) and"
-            f" only optax.scale_by_learning_rate(1e-3) after the transform."
+            f" gravac.adamw(1e-3), or memory=gravac.Steps(optax.adam(1e-3)) and nothing"
+            f" after the transform."
         )
 
 
@@ -102,8 +102,7 @@ def check_momentum(state: Any) -> None:
                 f" in its {type(mine[0]).__name__}: gradients would be averaged over"
                 f" time twice. Keep one: optax.chain(gravac.transform(momentum=0.9),"
                 f" optax.sgd(0.1)), without `momentum` in optax.sgd; after"
-                f" gravac.Steps(optax.scale_by_adam()) only"
-                f" optax.scale_by_learning_rate(...)."
+                f" gravac.Steps(optax.adam(1e-3)) nothing."
             )
 
 
@@ -121,8 +120,8 @@ def warn_of_late_momentum(state: Any) -> None:
             "momentum comes after an exchange in rounds: with whole gradients a step in"
             " rounds of 8 was worth 0.45 dense steps, and 0.82 with momentum before the"
             " exchange. Keep it there: gravac.sgd(0.1), gravac.adamw(1e-3), or"
-            " memory=gravac.Steps(optax.trace(0.9)) and only"
-            " optax.scale_by_learning_rate(0.1) after the transform.",
+            " memory=gravac.Steps(optax.sgd(0.1, momentum=0.9)) and nothing after the"
+            " transform.",
             stacklevel=3,
         )
 

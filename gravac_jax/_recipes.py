@@ -102,8 +102,9 @@ def adamw(
         loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    A step has the learning rate of its own time, also if it is sent later. Weight decay
-    is decoupled and acts on the shared params at every step.
+    A step is scaled by the learning rate at which it was made, even if it is sent
+    later. Weight decay is decoupled and acts on the shared params at every step. (It
+    counts a flush as a step in its schedule of the learning rate; Adam does not.)
 
     Args:
       learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. With N
@@ -168,8 +169,8 @@ def sgd(
     """Return SGD with momentum of each replica's own gradients, in two bits.
 
     It is the whole optimizer, in place of `optax.sgd`, and exchanges each replica's
-    steps, each with the learning rate of its own time. Take gradients at each replica's
-    own params, as `gravac.train_step` does; a loop of your own needs
+    steps, scaled by the learning rate at which they were made. Take gradients at each
+    replica's own params, as `gravac.train_step` does; a loop of your own needs
     `gravac.local_params`.
 
     Args:

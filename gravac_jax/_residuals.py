@@ -20,11 +20,11 @@ def flush(
 ) -> tuple[Any, Any]:
     """Take a step whose gradient is what the replicas have not sent yet.
 
-    Use it at the end of training, before an evaluation that counts, or before the
-    learning rate drops. Call it where the train step is called, under the same
-    collectives. The optimizer after the transform sees the mean of the residuals as it
-    would see any gradient; one such as Adam takes a whole step on it. Transformations
-    before the transform are not used.
+    Use it at the end of training, before an evaluation that counts, or before a
+    learning rate that follows the transform drops. Call it where the train step is
+    called, under the same collectives. The optimizer after the transform sees the mean
+    of the residuals as it would see any gradient; one such as Adam takes a whole step
+    on it. Transformations before the transform are not used.
 
     Args:
       tx: the optimizer, with exactly one `gravac.transform` in it.
@@ -35,7 +35,7 @@ def flush(
     Returns:
       The params and the state, with empty residuals. The transform's counters and
       controller stay as they are, as does its momentum, except for masking. The rest of
-      the chain counts a step: schedules go on, and momentum and decoupled decay are
+      the chain counts a step: its schedules go on, and momentum and decoupled decay are
       applied once more.
 
     Raises:

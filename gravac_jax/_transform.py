@@ -186,7 +186,7 @@ def transform(
         _checks.not_both(why, compress=compress, sharded=sharded)
         compress = sharded
     memory = Residual() if memory is None else memory
-    memories = "gravac.Residual(), or gravac.Steps(optax.scale_by_adam())"
+    memories = "gravac.Residual(), or gravac.Steps(optax.adam(1e-3))"
     _checks.component(memory, Memory, "memory", memories)
     if controller is None:
         controller = _controller_for(exchange, memory)

@@ -78,7 +78,7 @@ ARGUMENTS = [
     (TypeError, gravac.sgd, {"learning_rate": None}, "schedule"),
     (TypeError, gravac.transform, {"seed": 0.5}, "whole number"),
     (TypeError, gravac.transform, {"wire": "probe.json"}, "probe.read(file)"),
-    (TypeError, gravac.transform, {"memory": 0.9}, "gravac.Steps(optax.scale_by_adam"),
+    (TypeError, gravac.transform, {"memory": 0.9}, "gravac.Steps(optax.adam"),
     (TypeError, gravac.transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
     (ValueError, gravac.transform, {"momentum": "0.9"}, "such as 0.9"),
     (ValueError, gravac.transform, {"momentum": 1.0}, "such as 0.9"),

@@ -172,6 +172,54 @@ def test_sgd_that_sends_everything_is_that_of_optax_of_the_mean():
         np.testing.assert_allclose(x, y, rtol=0, atol=10 * _harness.SUM_ROUNDING)
 
 
+FALLING = optax.linear_schedule(0.125, 0.0, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(gravac.adamw, optax.adam), (gravac.sgd, lambda x: optax.sgd(x, momentum=0.9))],
+    ids=["adamw", "sgd"],
+)
+@pytest.mark.parametrize("late", [{"delay": 1}, {"every": 4}], ids=["delay", "rounds"])
+def test_a_step_has_the_learning_rate_at_which_it_was_made(ours, theirs, late):
+    every = late.get("every", 1)
+    tx = ours(
+        FALLING,
+        compress=COMPRESS,
+        delay=late.get("delay", 0),
+        exchange=gravac.DenseMean(),
+        controller=gravac.Every(every, gravac.Fixed(1)),
+        **({"weight_decay": 0.0} if ours is gravac.adamw else {}),
+    )
+
+    def train(state, gradients):
+        def step(carry, x):
+            params, state = carry
+            updates, state = tx.update(x, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry, _ = jax.lax.scan(step, (PARAMS, state), gradients)
+        return gravac.flush(tx, *carry)[0]  # where the schedule has ended at 0
+
+    def alone(gradients):
+        optimizer = theirs(FALLING)
+
+        def step(carry, x):
+            params, state = carry
+            updates, state = optimizer.update(x, state)
+            return (optax.apply_updates(params, updates), state), None
+
+        carry = PARAMS, optimizer.init(PARAMS)
+        return jax.lax.scan(step, carry, gradients)[0][0]
+
+    found = _harness.on_all_replicas(train, tx, 1)(GRADIENTS)
+    each = jax.vmap(alone, in_axes=1)(GRADIENTS)
+    expected = jax.tree.map(lambda x: x.mean(0), each)
+    for name in PARAMS:
+        received = np.asarray(found[name])
+        np.testing.assert_allclose(received[0], expected[name], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("recipe", [gravac.adamw, gravac.sgd])
 def test_two_bits_go_both_ways_unless_another_exchange_is_given(recipe):
     matrix = {"w": jnp.zeros((256, 256))}

@@ -38,17 +38,18 @@ class Steps(ErrorFeedback):
     gradients as they are, and its steps are added to what the replica holds back. What
     the exchange does not send stays, and is sent later.
 
-    It takes the place of the optimizer: `gravac.adamw` and `gravac.sgd` are whole
-    chains. Take gradients at `gravac.local_params`, as `gravac.train_step` does. At the
+    It takes the place of the optimizer: `gravac.adamw` and `gravac.sgd` are of this
+    kind. Take gradients at `gravac.local_params`, as `gravac.train_step` does. At the
     shared params a replica would ask again for the steps that it holds back.
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do; Adafactor,
     LAMB and Muon look at whole matrices and do not. Give it the whole optimizer, such
-    as `optax.adamw(1e-3)`, after which nothing may scale its steps: each step then has
-    the learning rate of its own time, and what decays are the replica's own params. Or
-    let decoupled weight decay and the learning rate come after `gravac.transform` in
-    the chain: steps that wait then shrink as the learning rate falls.
+    as `optax.adamw(1e-3)`, after which nothing may scale its steps: a step is then
+    scaled by the learning rate at which it was made, even if it is sent later, and what
+    decays are the replica's own params. Or let decoupled weight decay and the learning
+    rate come after `gravac.transform` in the chain: steps that wait then shrink as the
+    learning rate falls.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
@@ -63,7 +64,7 @@ class Steps(ErrorFeedback):
       all for momentum, 12 for Adam.
 
     Args:
-      optimizer: a transformation of Optax, such as `optax.scale_by_adam()`.
+      optimizer: a transformation of Optax, such as `optax.adam(1e-3)`.
       residual_decay: share of what an exchange leaves that is kept.
       begin_at_shared: whether a round begins at the shared params. What earlier
         exchanges left is then no part of own params.
