@@ -247,10 +247,7 @@ def test_rounds_may_have_many_stages():
         int(rounds.round_steps(jnp.int32(step), ())) for step in (0, 2, 5, 6, 99)
     ]
     assert lengths == [1, 4, 4, 9, 9]
-    ours = (
-        "AdamW's steps whole, every 1 steps, from step 2 every 4, from step 6 every 9"
-    )
-    assert methods.in_words(name) == ours
+    assert methods.in_words(name) == "AdamW's steps whole, every 1 to 9 steps"
 
 
 def test_a_name_may_ask_for_a_published_recipe():
@@ -263,6 +260,13 @@ def test_a_name_may_ask_for_a_published_recipe():
     assert (
         methods.in_words("sparseloco15x32") == "SparseLoCo, every 15 steps, factor 32"
     )
+    ours = "insideturns4allreducedadam32"
+    assert methods.is_recipe(ours)
+    assert methods.in_words(ours) == (
+        "AdamW's steps in one bit, in 4 turns, learning rate inside"
+    )
+    with pytest.raises(SystemExit, match="goes before a method of steps only"):
+        methods.is_recipe("insidelocalallreduced16")
     params = {"w": jnp.ones(3000)}
     tx = methods.recipe("diloco30", optax.adamw(1e-3))
     assert optax.tree.get(tx.init(params), "info").local_steps == 0

@@ -131,6 +131,7 @@ _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
 _LSTM = "2026-11-21_quality_lstm"
 _STEPS = "2026-11-24_steps"
+_TURNS = "2026-11-25_turns"
 MADE: dict[str, Make] = {
     **{
         f"{_EXCHANGES}/{name}.png": _losses(f"{_EXCHANGES}/{name}.jsonl")
@@ -144,6 +145,10 @@ MADE: dict[str, Make] = {
         for name in ("adamw", "lstm")
     },
     "2026-11-25_rounds/adamw.png": _losses("2026-11-25_rounds/adamw.jsonl"),
+    **{
+        f"{_TURNS}/{name}.png": _losses(f"{_TURNS}/{name}.jsonl")
+        for name in ("adamw", "lstm")
+    },
     "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
     "2026-11-25_live/live.png": _live,

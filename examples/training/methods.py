@@ -34,7 +34,7 @@ place of 4.
 `diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
 another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
 32 entries. They are whole optimizers: see `recipe`. So is `inside` before the name of
-a method of steps, each of which is made with the learning rate of its own time.
+a method of steps, which are then scaled by the learning rate at which they are made.
 """
 
 import dataclasses
@@ -161,6 +161,8 @@ def is_local(name: str) -> bool:
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
+    if name.startswith(INSIDE):
+        return f"{in_words(name.removeprefix(INSIDE))}, learning rate inside"
     if match := DILOCO.fullmatch(name):
         said = f"DiLoCo, every {match[1]} steps"
         return f"{said}, momentum {match[2]}" if match[2] else said
@@ -187,6 +189,8 @@ def _prefix_in_words(how: str) -> list[str]:
         return [f"in {turns[2]} turns", *late]
     if how.startswith(EVERY):
         (_, first), *later = _stages(how)
+        if len(later) > 1:
+            return [f"every {first} to {later[-1][1]} steps"]
         after = [f"from step {start} every {steps}" for start, steps in later]
         return [f"every {first} steps", *after]
     return late
@@ -257,19 +261,27 @@ def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether a method is a published one around a whole optimizer."""
-    patterns = DILOCO, SPARSE_LOCO, re.compile(rf"{INSIDE}.*")
-    return any(x.fullmatch(name) for x in patterns)
+    """Return whether a method runs whole optimizers, as published ones do.
+
+    Raises:
+      SystemExit: If `inside` stands before what is no method of steps.
+    """
+    if name.startswith(INSIDE):
+        memory = arguments(name.removeprefix(INSIDE)).get("memory")
+        if not isinstance(memory, gravac.Steps):
+            raise SystemExit(f"{name}: {INSIDE} goes before a method of steps only")
+        return True
+    return any(x.fullmatch(name) for x in (DILOCO, SPARSE_LOCO))
 
 
 def recipe(
     name: str, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a published method around each replica's own, whole optimizer.
+    """Return a method around each replica's own, whole optimizer.
 
     Args:
-      name: One of `diloco<steps>`, `diloco<steps>momentum<momentum>` and
-        `sparseloco<steps>x<factor>`.
+      name: One of `diloco<steps>`, `diloco<steps>momentum<momentum>`,
+        `sparseloco<steps>x<factor>` and `inside<name>` of a method of steps.
       inner: The optimizer, with its learning rate.
     """
     if name.startswith(INSIDE):

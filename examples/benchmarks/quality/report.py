@@ -124,9 +124,15 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
         ax.set(xlabel=AXES[axis], ylabel=f"held-out loss, {unit}")
         if axis.endswith("bytes"):
             ax.set(xscale="log")
-        seeds = max(len(x) for x in by_method(runs).values())
-        title = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
-        legend_below(figure, title=title)
+        legend_below(figure, title=_seeds_in_words(by_method(runs).values()))
+
+
+def _seeds_in_words(methods: Iterable[list[Result]]) -> str:
+    counts = {len(x) for x in methods}
+    if counts == {1}:
+        return "one seed"
+    up_to = "up to " if len(counts) > 1 else ""
+    return f"mean and range of {up_to}{max(counts)} seeds"
 
 
 def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
