@@ -56,6 +56,7 @@ RECIPES = {
     # of rungs doubles the time to compile: these have none, but for one of each.
     **{kind.__name__: {"memory": one_of(kind), **FIXED} for kind in MEMORIES},
     **{kind.__name__: {"exchange": one_of(kind), **FIXED} for kind in EXCHANGES},
+    "in turn": {"exchange": gravac.InTurn(2, gravac.AllGather()), **FIXED},
     "Steps": {"memory": one_of(gravac.Steps)},
     "Quantized": {"exchange": one_of(gravac.Quantized)},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},

@@ -269,7 +269,10 @@ def test_everything_is_remembered_once():
 
 
 QUICK = gravac.QuantizedAllReduce(), gravac.LowRank()
-EVERY_EXCHANGE = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
+IN_TURN = gravac.InTurn(2, gravac.Quantized(row_entries=32))
+EVERY_EXCHANGE = choices(
+    [*_examples.members(EXCHANGES), IN_TURN], lambda x: x in (*QUICK, IN_TURN)
+)
 
 
 @pytest.mark.parametrize("exchange", EVERY_EXCHANGE)
