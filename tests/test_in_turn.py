@@ -68,6 +68,15 @@ def test_a_fragment_is_exchanged_as_if_alone(inner):
         assert_same(found.residual[:, is_other], BUCKETS[:, is_other])
 
 
+def assert_adds_up(updates, states, gradients):
+    """What was sent plus what is kept is what was made."""
+    sent = updates["w"].astype(np.float64).sum(0)
+    kept = _harness.residual(_harness.at(states, -1)).mean(0, dtype=np.float64)
+    made = gradients.astype(np.float64).mean(1).sum(0)
+    np.testing.assert_allclose(sent + kept.reshape(sent.shape), made, atol=1e-5)
+    assert sent.any()
+
+
 @in_every_way
 @pytest.mark.parametrize("delay", [0, 1])
 def test_what_was_made_is_what_was_sent_and_what_is_kept(how, delay):
@@ -79,11 +88,7 @@ def test_what_was_made_is_what_was_sent_and_what_is_kept(how, delay):
         delay=delay,
     )
     updates, states = _harness.trajectory(transform, PARAMS, how)(GRADIENTS)
-    sent = updates["w"].astype(np.float64).sum(0)
-    kept = _harness.residual(_harness.at(states, -1)).mean(0, dtype=np.float64)
-    made = GRADIENTS["w"].astype(np.float64).mean(1).sum(0)
-    np.testing.assert_allclose(sent + kept.reshape(sent.shape), made, atol=1e-5)
-    assert sent.any()
+    assert_adds_up(updates, states, GRADIENTS["w"])
 
 
 def test_each_entry_goes_once_in_as_many_steps_as_there_are_fragments():
@@ -113,10 +118,7 @@ def test_a_bad_step_sends_nothing_and_loses_nothing():
     assert np.isfinite(updates["w"]).all()
     assert not updates["w"][1].any()
     assert states.info.skipped_steps[-1] == 1
-    sent = updates["w"].astype(np.float64).sum(0)
-    kept = _harness.residual(_harness.at(states, -1)).mean(0, dtype=np.float64)
-    made = np.delete(GRADIENTS["w"], 1, 0).astype(np.float64).mean(1).sum(0)
-    np.testing.assert_allclose(sent + kept.reshape(sent.shape), made, atol=1e-5)
+    assert_adds_up(updates, states, np.delete(GRADIENTS["w"], 1, 0))
 
 
 def test_it_costs_what_the_fragment_costs():

@@ -155,8 +155,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
-    name = name.removeprefix(WIDE)
-    return is_recipe(name) or name.startswith((LOCAL, DELAYED, EVERY, "turns"))
+    _, how, *_ = PREFIXES.fullmatch(name).groups()  # type: ignore[union-attr]
+    return is_recipe(name) or how is not None
 
 
 def in_words(name: str) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _checks
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._collectives import Traffic
 from gravac_jax._exchanges.base import Exchange, Exchanged
 
 ALIGNED_ENTRIES = 128  # a fragment begins where a vector register may
@@ -39,6 +39,8 @@ class InTurn(Exchange):
     Args:
       fragments: H.
       inner: the exchange of a fragment; not `gravac.LowRank`, which needs matrices.
+      step: `[]` int32, the number of the step, which picks the fragment.
+        `gravac.transform` fills it in.
 
     Raises:
       TypeError: if `inner` is no exchange.
@@ -58,7 +60,7 @@ class InTurn(Exchange):
 
     fragments: int
     inner: Exchange
-    _step: Any = dataclasses.field(default=0, init=False, repr=False, compare=False)
+    step: Any = dataclasses.field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         what = "parts of a bucket that are sent in turn"
@@ -98,9 +100,7 @@ class InTurn(Exchange):
 
     def at_step(self, step: jax.Array) -> "InTurn":
         """Return this exchange with the number of the step, which picks a fragment."""
-        found = dataclasses.replace(self)
-        object.__setattr__(found, "_step", step)
-        return found
+        return dataclasses.replace(self, step=step)
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """Return the states of the fragments' exchanges: `[fragments, ...]`."""
@@ -122,27 +122,17 @@ class InTurn(Exchange):
         return self.inner.energies_traffic(self._length(n), factor, rungs, replicas)
 
     def exchange(
-        self,
-        bucket: jax.Array,
-        state: Any,
-        rung: jax.Array | np.int32,
-        *,
-        ladder: tuple[float, ...],
-        key: jax.Array,
-        comm: Comm,
-        looks: jax.Array | bool = True,
+        self, bucket: jax.Array, state: Any, rung: jax.Array | np.int32, **others: Any
     ) -> tuple[Exchanged, Any]:
-        """Exchange the fragment that is due."""
+        """Exchange the fragment that is due; `others` are for the exchange of it."""
         n, length = bucket.size, self._length(bucket.size)
-        turn = self._step % self._count(n)
+        turn = self.step % self._count(n)
         start = jnp.minimum(turn * length, n - length)
         # Else XLA would make the bucket twice, for the fragment and for the rest.
         bucket = jax.lax.optimization_barrier(bucket)
         part = jax.lax.dynamic_slice(bucket, (start,), (length,))
         own = jax.tree.map(lambda x: x[turn], state)
-        found, own = self.inner.exchange(
-            part, own, rung, ladder=ladder, key=key, comm=comm, looks=looks
-        )
+        found, own = self.inner.exchange(part, own, rung, **others)
         put = lambda x, part: jax.lax.dynamic_update_slice(x, part, (start,))
         return found._replace(
             mean=put(jnp.zeros_like(found.mean, shape=(n,)), found.mean),

@@ -100,7 +100,8 @@ def check(args: Args) -> None:
       SystemExit: For an unknown method, and counts or multiples that are not positive.
     """
     for name in args.methods:
-        _ = is_recipe(name) or arguments(name)
+        if not is_recipe(name):
+            arguments(name)
     setting = args.setting
     evaluations = setting.evaluations, setting.evaluation_rows
     rows = 1 if setting.rows is None else setting.rows
