@@ -52,7 +52,7 @@ class InTurn(Exchange):
       >>> import gravac_jax as gravac
       >>> exchange = gravac.InTurn(8, gravac.QuantizedAllReduce())
       >>> exchange.traffic(4_096_000, factor=32, replicas=4).wire_bytes
-      97500.0
+      99840.0
 
     References:
       Douillard et al., Streaming DiLoCo, arXiv 2501.18512.
