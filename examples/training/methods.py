@@ -1,11 +1,11 @@
 """The methods that programs compare, by name: the arguments of `gravac.transform`.
 
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
-it comes, which chooses among widths; the steps of `fastest0.9` must each be worth 0.9
-dense steps. `sparse` has the same controller over sparse factors, which was the default
-in records before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon) and
-`accordion` are the other controllers. `fixed10` sends a tenth of the entries; any
-factor will do.
+it comes, which chooses among widths; `defaultadam` and `defaultsgd` choose widths for
+steps of these optimizers. The steps of `fastest0.9` must each be worth 0.9 dense steps.
+`sparse` has the same controller over sparse factors, which was the default in records
+before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the
+other controllers. `fixed10` sends a tenth of the entries; any factor will do.
 
 Other families differ from `fixed`, in one part each:
 
@@ -68,6 +68,8 @@ PLAIN = {
     "dense16": "dense, bfloat16",
     "densehalf": "dense, float16",
     "default": "the default",
+    "defaultadam": "the default, AdamW's steps",
+    "defaultsgd": "the default, SGD's steps",
     "sparse": "Fastest, sparse factors",
     "fastest0.9": "the default, progress 0.9",
     "gravac": "GraVAC",
@@ -119,6 +121,10 @@ MASKED = MOMENTUM | {"memory": gravac.Momentum(0.9, nesterov=True, masking=True)
 OPTIMIZERS = {
     "adam": optax.scale_by_adam(),
     "sgd": optax.trace(0.9, nesterov=True),
+}
+METHODS |= {
+    f"default{name}": {"memory": gravac.Steps(x), "clip": CLIP, **METHODS["default"]}
+    for name, x in OPTIMIZERS.items()
 }
 EXCHANGES: dict[str, dict[str, Any]] = {
     "leader": {"exchange": gravac.LeaderIndices()},

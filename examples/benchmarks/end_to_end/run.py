@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ import numpy as np
 import optax
 from common.journal import Journal, Line, configuration, read
 from common.statistics import target_of
-from common.training import averaged, held_out_loss
+from common.training import averaged, held_out_loss, train_step
 from rich.console import Console
 from rich.progress import track
 from step_seconds.timed import Timed, ladder_of
 from tasks import load, pipeline
-from training.methods import after, arguments
+from training.methods import OPTIMIZERS, after, arguments, is_local
 
 import gravac_jax as gravac
 from end_to_end import report
@@ -56,6 +56,7 @@ class Args:
       noise: The standard deviation of the logarithm of a time.
       multiple: The learning rate, in units of the task's own; constant after a short
         warm-up.
+      optimizer: What follows the exchange of methods that do not exchange its steps.
     """
 
     data_dir: Path
@@ -72,6 +73,7 @@ class Args:
     longest: float = 2.0
     noise: float = 0.1
     multiple: float = 2.0
+    optimizer: Literal["sgd", "adam"] = "sgd"
 
 
 def is_told(name: str) -> bool:
@@ -96,25 +98,25 @@ class Bench:
         chosen = arguments(name)
         tx = optax.chain(
             gravac.transform(**chosen),
-            *after(chosen, optax.trace(decay=0.9, nesterov=True), 1.0),
+            *after(chosen, OPTIMIZERS[self.args.optimizer], 1.0),
             optax.scale_by_learning_rate(ramp),
         )
 
-        def train_step(
+        step = train_step(tx, self.task.loss, is_local(name))
+
+        def timed_step(
             params: Any, opt_state: Any, clock: Any, batch: Any, *, seconds: jax.Array
         ) -> Any:
             last, key, average = clock
-            _, grads = gravac.value_and_grad(self.task.loss)(params, batch)
             rung = opt_state[0].rung
-            updates, opt_state = tx.update(grads, opt_state, params, step_seconds=last)
-            params = optax.apply_updates(params, updates)
+            params, opt_state, _ = step(params, opt_state, batch, step_seconds=last)
             key, now = jax.random.split(key)
             noise = jnp.exp(self.args.noise * jax.random.normal(now))
             clock = seconds[rung] * noise, key, averaged(average, params)
             sent_bytes = optax.tree.get(opt_state, "StepInfo").wire_bytes
             return params, opt_state, clock, (rung, sent_bytes)
 
-        return tx, gravac.simulate(train_step, self.args.hosts)
+        return tx, gravac.simulate(timed_step, self.args.hosts)
 
     def run(
         self, name: str, seconds: np.ndarray, seed: int, target: float | None

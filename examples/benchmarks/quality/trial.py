@@ -15,14 +15,16 @@ import optax
 from common.journal import Journal, Line
 from common.training import held_out_loss
 from tasks import Task, load, pipeline
-from training.methods import after, arguments, is_local, is_recipe, recipe
+from training.methods import (
+    OPTIMIZERS,
+    after,
+    arguments,
+    is_local,
+    is_recipe,
+    recipe,
+)
 
 import gravac_jax as gravac
-
-OPTIMIZERS = {
-    "sgd": lambda: optax.trace(decay=0.9, nesterov=True),
-    "adam": optax.scale_by_adam,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Bench:
         return self._compiled(same)
 
     def _transformation(self, trial: Trial) -> optax.GradientTransformation:
-        optimizer, name = OPTIMIZERS[self.setting.optimizer](), trial.method
+        optimizer, name = OPTIMIZERS[self.setting.optimizer], trial.method
         if not is_recipe(name):
             chosen = arguments(name)
             rest = after(chosen, optimizer, self.setting.clip)

@@ -18,7 +18,7 @@ import optax
 from common.training import train_step
 from jax.flatten_util import ravel_pytree
 from tasks import Task
-from training.methods import after, arguments, is_local
+from training.methods import OPTIMIZERS, after, arguments, is_local
 
 import gravac_jax as gravac
 
@@ -67,10 +67,12 @@ class Method:
     value_bytes: int | None = None
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def optimizer(self, learning_rate: float) -> optax.GradientTransformation:
-        """Return momentum SGD with a clip, without what the memory does before it."""
+    def optimizer(
+        self, kind: str, learning_rate: float
+    ) -> optax.GradientTransformation:
+        """Return this optimizer and a clip, without what the memory does before."""
         return optax.chain(
-            *after(self.chosen, optax.trace(0.9), 1.0),
+            *after(self.chosen, OPTIMIZERS[kind], 1.0),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -154,13 +156,19 @@ class Runner:
       task: What to train.
       params: The initial params.
       mesh: All replicas, one in each process.
+      kind: The optimizer, "sgd" or "adam".
     """
 
     def __init__(
-        self, method: Method, task: Task, params: Any, mesh: jax.sharding.Mesh
+        self,
+        method: Method,
+        task: Task,
+        params: Any,
+        mesh: jax.sharding.Mesh,
+        kind: str = "sgd",
     ) -> None:
         self.method = method
-        optimizer = method.optimizer(task.learning_rate)
+        optimizer = method.optimizer(kind, task.learning_rate)
         tx = optax.chain(method.exchange, optimizer)
         whole = train_step(tx, task.loss, is_local(method.name))
 

@@ -1,5 +1,6 @@
 """Look up seconds of a step by network, method and factor, in a timing record."""
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -8,11 +9,24 @@ from common.journal import Line
 from step_seconds.methods import method
 
 Mbit = float | None  # of a network's links; None is no limit
+# The static methods whose steps are those of a controller's rungs, before the factor.
+RUNGS = {
+    "default": "allreduced",
+    "localdefault": "localallreduced",
+    "localdefaultadam": "localallreducedadam",
+    "localdefaultsgd": "localallreducedsgd",
+}
+SPARSE_RUNGS = "fixed"  # of all other controllers
+STATIC = re.compile(rf"({'|'.join([*RUNGS.values(), SPARSE_RUNGS])})(\d+)")
 
 
 def ladder_of(name: str) -> tuple[float, ...]:
     """Return the factors that a method may take."""
     return method(name).ladder
+
+
+def _factor(static: str) -> float:
+    return float(STATIC.fullmatch(static)[2])  # type: ignore[index]
 
 
 class Timed:
@@ -34,9 +48,9 @@ class Timed:
         mine = [x for x in lines if x["hosts"] == hosts]
         self.lines = {(x["bandwidth_mbit"], x["method"]): x for x in mine}
         names = {x["method"] for x in mine}
-        static = [x for x in names if x.removeprefix("fixed").isdecimal()]
-        self.static = sorted(static, key=lambda x: -float(x.removeprefix("fixed")))
-        if "dense" not in names or not static:
+        static = filter(STATIC.fullmatch, names)
+        self.static = sorted(static, key=lambda x: (-_factor(x), x))
+        if "dense" not in names or not self.static:
             raise SystemExit(f"no dense or no static steps of {hosts} hosts are timed")
         links = {x["bandwidth_mbit"] for x in mine}
         self.links: list[Mbit] = sorted(links, key=lambda x: -(x or np.inf))
@@ -52,8 +66,10 @@ class Timed:
             return self.mean(link, name)
         if factor == 1:
             return self.mean(link, "dense")
-        at = [1 / float(x.removeprefix("fixed")) for x in self.static]
-        known = [self.mean(link, x) for x in self.static]
+        kind = RUNGS.get(name, SPARSE_RUNGS)
+        static = [x for x in self.static if STATIC.fullmatch(x)[1] == kind]  # type: ignore[index]
+        at = [1 / _factor(x) for x in static]
+        known = [self.mean(link, x) for x in static]
         if 1 / factor > at[-1] and len(at) > 1:
             slope = (known[-1] - known[-2]) / (at[-1] - at[-2])
             return known[-1] + slope * (1 / factor - at[-1])

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ class Setting:
         them.
       task: What to train.
       rows: Examples per replica and step. Default: what the task suggests.
+      optimizer: What follows the exchange of methods that do not exchange its steps.
       steps: Timed steps of each method at each bandwidth.
       turns: The number of turns in which these steps are timed.
       settle_steps: Training steps of a method that chooses its factor, before it is
@@ -48,6 +49,7 @@ class Setting:
     )
     task: str = "lstm-bytes"
     rows: int | None = None
+    optimizer: Literal["sgd", "adam"] = "sgd"
     steps: int = 100
     turns: int = 5
     settle_steps: int = 200
@@ -97,7 +99,7 @@ class Replica(Member):
         params = task.init(jax.random.key(setting.seed))
         self.params = training.size(params)
         self.runners = {
-            name: Runner(method(name), task, params, self.mesh)
+            name: Runner(method(name), task, params, self.mesh, setting.optimizer)
             for name in setting.methods
         }
         source = self.batches(task, setting.rows or task.rows, setting.seed)
