@@ -58,6 +58,10 @@ RECIPES = {
     **{kind.__name__: {"exchange": one_of(kind), **FIXED} for kind in EXCHANGES},
     "in turn": {"exchange": gravac.InTurn(2, gravac.AllGather()), **FIXED},
     "Steps": {"memory": one_of(gravac.Steps)},
+    "by leaf": {
+        "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
+        **FIXED,
+    },
     "Quantized": {"exchange": one_of(gravac.Quantized)},
     **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }

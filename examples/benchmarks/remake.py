@@ -22,6 +22,7 @@ import paper.report
 import programs.report
 import quality.report
 import quality.results
+import scale.run
 from common import figures
 from common.journal import read
 from matplotlib.ticker import EngFormatter, ScalarFormatter
@@ -127,9 +128,19 @@ def _programs(folder: str) -> dict[str, Make]:
     }
 
 
+def _scale() -> dict[str, Make]:
+    """Make the tables and the figure of the model of many hosts."""
+    args = functools.partial(scale.run.Args, picture=Path(), out=Path())
+    return {
+        f"{_SCALE}/scale.md": lambda path: path.write_text(scale.run.text(args())),
+        f"{_SCALE}/scale.png": lambda path: scale.run.draw(args(), path),
+    }
+
+
 _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
 _LSTM = "2026-11-21_quality_lstm"
+_SCALE = "2026-11-25_scale"
 _STEPS = "2026-11-24_steps"
 _TURNS = "2026-11-25_turns"
 MADE: dict[str, Make] = {
@@ -167,6 +178,7 @@ MADE: dict[str, Make] = {
     **_paper("2026-11-23_results"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
+    **_scale(),
 }
 
 

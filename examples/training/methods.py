@@ -1,11 +1,12 @@
 """The methods that programs compare, by name: the arguments of `gravac.transform`.
 
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
-it comes, which chooses among widths; `defaultadam` and `defaultsgd` choose widths for
-steps of these optimizers. The steps of `fastest0.9` must each be worth 0.9 dense steps.
-`sparse` has the same controller over sparse factors, which was the default in records
-before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the
-other controllers. `fixed10` sends a tenth of the entries; any factor will do.
+it comes, which chooses among widths; `defaultadam`, `defaultsgd` and `defaultmuon`
+choose widths for steps of these optimizers. The steps of `fastest0.9` must each be
+worth 0.9 dense steps. `sparse` has the same controller over sparse factors, which was
+the default in records before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon)
+and `accordion` are the other controllers. `fixed10` sends a tenth of the entries; any
+factor will do.
 
 Other families differ from `fixed`, in one part each:
 
@@ -19,9 +20,9 @@ Other families differ from `fixed`, in one part each:
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
   besides, `dgc10` masking and warm-up.
 
-`adam` and `sgd` after the name of an exchange let each replica run that optimizer, and
-exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected entries
-`adam10`. They clip before the memory.
+`adam`, `sgd` and `muon` after the name of an exchange let each replica run that
+optimizer, and exchange its steps: `quantizedadam32`, `lowrankadam12.5`, and of selected
+entries `adam10`. They clip before the memory.
 
 `local` before any of these names takes gradients at each replica's own params, and
 clips before the exchange; so does `delayed`, whose exchange is one step late, and
@@ -70,6 +71,7 @@ PLAIN = {
     "default": "the default",
     "defaultadam": "the default, AdamW's steps",
     "defaultsgd": "the default, SGD's steps",
+    "defaultmuon": "the default, Muon's steps",
     "sparse": "Fastest, sparse factors",
     "fastest0.9": "the default, progress 0.9",
     "gravac": "GraVAC",
@@ -99,7 +101,8 @@ WORDS = {
 PREFIXES = re.compile(rf"({WIDE})?({TURNS}|{LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
 DILOCO = re.compile(r"diloco(\d+)(?:momentum(0?\.\d+))?")
 SPARSE_LOCO = re.compile(r"sparseloco(\d+)x(\d+)")
-NUMBERED = re.compile(r"([a-z]*?)(adam|sgd)?(\d+(?:\.\d+)?)")
+OWNERS = {"adam": "AdamW's", "sgd": "SGD's", "muon": "Muon's"}
+NUMBERED = re.compile(rf"([a-z]*?)({'|'.join(OWNERS)})?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
@@ -121,10 +124,18 @@ MASKED = MOMENTUM | {"memory": gravac.Momentum(0.9, nesterov=True, masking=True)
 OPTIMIZERS = {
     "adam": optax.scale_by_adam(),
     "sgd": optax.trace(0.9, nesterov=True),
+    # What is no matrix takes steps of Adam, at a fifth of the learning rate.
+    "muon": optax.chain(
+        optax.contrib.muon(1.0, adam_learning_rate=0.2), optax.scale(-1.0)
+    ),
+}
+MEMORIES = {
+    name: gravac.Steps(optimizer, by_leaf=name == "muon")
+    for name, optimizer in OPTIMIZERS.items()
 }
 METHODS |= {
-    f"default{name}": {"memory": gravac.Steps(x), "clip": CLIP, **METHODS["default"]}
-    for name, x in OPTIMIZERS.items()
+    f"default{name}": {"memory": memory, "clip": CLIP, **METHODS["default"]}
+    for name, memory in MEMORIES.items()
 }
 EXCHANGES: dict[str, dict[str, Any]] = {
     "leader": {"exchange": gravac.LeaderIndices()},
@@ -136,8 +147,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "rows": {"exchange": gravac.QuantizedTopK()},
 }
 STEPS = {
-    exchange + name: {"memory": gravac.Steps(optimizer), "clip": CLIP, **chosen}
-    for name, optimizer in OPTIMIZERS.items()
+    exchange + name: {"memory": memory, "clip": CLIP, **chosen}
+    for name, memory in MEMORIES.items()
     for exchange, chosen in {
         "": SPARSE,
         "lowrank": {"exchange": SHORT_LOW_RANK},
@@ -208,7 +219,7 @@ def _of_family(name: str) -> str | None:
     if not match or match[1] not in WORDS:
         return None
     what, optimizer, factor = WORDS[match[1]], match[2], match[3]
-    subject = {"adam": "AdamW's steps", "sgd": "SGD's steps"}.get(optimizer or "")
+    subject = f"{OWNERS[optimizer]} steps" if optimizer else None
     if match[1].startswith(FEW_BITS):
         width = WIDTHS.get(factor)
         return width and f"{subject or 'gradients'} {width}{what}"
@@ -292,7 +303,8 @@ def recipe(
     """
     if name.startswith(INSIDE):
         chosen = arguments(name.removeprefix(INSIDE))
-        return gravac.transform(**{**chosen, "memory": gravac.Steps(inner)})
+        memory = dataclasses.replace(chosen["memory"], optimizer=inner)
+        return gravac.transform(**{**chosen, "memory": memory})
     if match := SPARSE_LOCO.fullmatch(name):
         steps, factor = map(int, match.groups())
         return gravac.sparse_loco(inner, steps, factor=factor, clip=CLIP)

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+Leaves = tuple[tuple[str, tuple[int, ...]], ...]  # the path and the shape of each
+
 
 class Memory(abc.ABC):
     """Adds what was held back to the next step's gradient. Subclass it for your own.
@@ -48,6 +50,16 @@ class Memory(abc.ABC):
     def needs_params(self) -> bool:
         """Whether `compensate` takes the params of the bucket, too: `[n]` float32."""
         return False
+
+    @property
+    def needs_leaves(self) -> bool:
+        """Whether it must see whole leaves, one by one, in place of a flat vector."""
+        return False
+
+    def of_leaves(self, leaves: Leaves) -> "Memory":
+        """Return the memory of a bucket that holds these leaves, in this order."""
+        del leaves
+        return self
 
     @abc.abstractmethod
     def init(self, n: int) -> Any:

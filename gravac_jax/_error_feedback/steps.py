@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _checks
+from gravac_jax import _arrays, _checks
+from gravac_jax._error_feedback.base import Leaves
 from gravac_jax._error_feedback.residual import ErrorFeedback
 
 LARGEST = 1e18  # a gradient entry counts for at most this, so that squares are finite
@@ -17,7 +18,8 @@ class StepsState(NamedTuple):
     """The state of `Steps` on one replica.
 
     Attributes:
-      optimizer: the state of the optimizer, for a flat vector `[n]` of params.
+      optimizer: the state of the optimizer, for a flat vector `[n]` of params, or for
+        a dict of leaves.
       residual: `[n]` float32, what this replica still has to send.
       left: `[n]` float32, what the last exchange left of it, if rounds begin at the
         shared params; else nothing.
@@ -43,13 +45,13 @@ class Steps(ErrorFeedback):
     shared params a replica would ask again for the steps that it holds back.
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
-    flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do; Adafactor,
-    LAMB and Muon look at whole matrices and do not. Give it the whole optimizer, such
-    as `optax.adamw(1e-3)`, after which nothing may scale its steps: a step is then
-    scaled by the learning rate at which it was made, even if it is sent later, and what
-    decays are the replica's own params. Or let decoupled weight decay and the learning
-    rate come after `gravac.transform` in the chain: steps that wait then shrink as the
-    learning rate falls.
+    flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
+    Adafactor and LAMB look at whole matrices, and need `by_leaf`. Give it the whole
+    optimizer, such as `optax.adamw(1e-3)`, after which nothing may scale its steps: a
+    step is then scaled by the learning rate at which it was made, even if it is sent
+    later, and what decays are the replica's own params. Or let decoupled weight decay
+    and the learning rate come after `gravac.transform` in the chain: steps that wait
+    then shrink as the learning rate falls.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
@@ -61,19 +63,25 @@ class Steps(ErrorFeedback):
 
     Cost:
       The optimizer's state and 4 bytes, per parameter and replica: 8 bytes of state in
-      all for momentum, 12 for Adam.
+      all for momentum, 12 for Adam. With `by_leaf` the bucket is cut into leaves and
+      put together again, two more passes over it.
 
     Args:
       optimizer: a transformation of Optax, such as `optax.adam(1e-3)`.
       residual_decay: share of what an exchange leaves that is kept.
       begin_at_shared: whether a round begins at the shared params. What earlier
         exchanges left is then no part of own params.
+      by_leaf: whether the optimizer sees a dict of the leaves of a bucket by their
+        paths, such as `['dense']['kernel']`, in place of a flat vector. The leaves must
+        be whole, so that the model may not be sharded.
+      leaves: the paths and shapes of these leaves. `gravac.transform` fills them in.
 
     Raises:
       TypeError: if `optimizer` is not a transformation of Optax, or `begin_at_shared`
-        not a bool.
-      ValueError: if the optimizer does not work on a flat vector, or `residual_decay`
-        is not in [0, 1].
+        or `by_leaf` not a bool.
+      ValueError: if the optimizer does not work on a flat vector and `by_leaf` is not
+        set, or `residual_decay` is not in [0, 1]; from `gravac.transform`, if leaves
+        are asked for, and it has slices of them only.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -94,6 +102,8 @@ class Steps(ErrorFeedback):
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
     residual_decay: float = 1.0
     begin_at_shared: bool = False
+    by_leaf: bool = False
+    leaves: Leaves | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _checks.component(
@@ -102,8 +112,10 @@ class Steps(ErrorFeedback):
         why = "It is the share of what an exchange leaves that is kept."
         _checks.within(self.residual_decay, "residual_decay", 0, 1, why)
         _checks.flag(self.begin_at_shared, "begin_at_shared")
-        self._refuse_masks()
-        self._try(needs_params=self.needs_params)
+        _checks.flag(self.by_leaf, "by_leaf")
+        if not self.by_leaf:
+            self._refuse_masks()
+            self._try(needs_params=self.needs_params)
 
     @property
     def forgets(self) -> bool:
@@ -113,6 +125,8 @@ class Steps(ErrorFeedback):
     @property
     def needs_params(self) -> bool:
         """Whether the optimizer needs params, as one with weight decay does."""
+        if self.by_leaf:
+            return True  # which nobody can tell without the leaves
         try:
             self._try(needs_params=False)
         except (ValueError, TypeError):
@@ -128,7 +142,8 @@ class Steps(ErrorFeedback):
         except ValueError as error:
             raise ValueError(
                 f"gravac.Steps cannot run this optimizer on a flat vector: {error} Use"
-                f" one that works entry by entry, such as optax.adamw(1e-3)."
+                f" one that works entry by entry, such as optax.adamw(1e-3), or"
+                f" gravac.Steps(..., by_leaf=True)."
             ) from error
 
     def _refuse_masks(self) -> None:
@@ -141,14 +156,24 @@ class Steps(ErrorFeedback):
         if has_mask:
             raise ValueError(
                 "gravac.Steps cannot run an optimizer with a mask, or one that looks at"
-                " the tree of the params: it sees flat vectors of many leaves. Put what"
-                " is masked after the transform, as gravac.adamw(1e-3, mask=...) does"
-                " with its decay."
+                " the tree of the params: it sees flat vectors of many leaves. For Muon"
+                " and others that treat leaves differently, write gravac.Steps(...,"
+                " by_leaf=True). Or put what is masked after the transform, as"
+                " gravac.adamw(1e-3, mask=...) does with its decay."
             )
+
+    @property
+    def needs_leaves(self) -> bool:
+        """Whether the optimizer sees whole leaves."""
+        return self.by_leaf
+
+    def of_leaves(self, leaves: Leaves) -> "Steps":
+        """Return the memory of a bucket that holds these leaves, in this order."""
+        return dataclasses.replace(self, leaves=leaves) if self.by_leaf else self
 
     def init(self, n: int) -> StepsState:
         """Return the optimizer's first state and an empty residual."""
-        optimizer = self.optimizer.init(jnp.zeros(n, jnp.float32))
+        optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
         left = jnp.zeros(n, jnp.float32) if self.begin_at_shared else ()
         return StepsState(optimizer, jnp.zeros(n, jnp.float32), left)
 
@@ -157,11 +182,30 @@ class Steps(ErrorFeedback):
     ) -> tuple[jax.Array, StepsState]:
         """Return the residual plus this replica's own step."""
         gradient = jnp.clip(gradient, -LARGEST, LARGEST)
-        own = None if params is None else params + self.ahead(state, state.residual)
+        own = params
+        if params is not None:
+            own = self._cut(params + self.ahead(state, state.residual))
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            step, optimizer = self.optimizer.update(gradient, state.optimizer, own)
-        return state.residual + jnp.asarray(step), state._replace(optimizer=optimizer)
+            step, optimizer = self.optimizer.update(
+                self._cut(gradient), state.optimizer, own
+            )
+        step = self._joined(step)
+        return state.residual + step, state._replace(optimizer=optimizer)
+
+    def _cut(self, vector: jax.Array) -> Any:
+        """Return what the optimizer sees of `vector`, `[n]` float32."""
+        if self.leaves is None:
+            return vector
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self.leaves]
+        arrays = _arrays.unravel(vector, like)
+        return {path: x for (path, _), x in zip(self.leaves, arrays, strict=True)}
+
+    def _joined(self, seen: Any) -> jax.Array:
+        """Undo `_cut`."""
+        if self.leaves is None:
+            return jnp.asarray(seen)
+        return _arrays.ravel([seen[path] for path, _ in self.leaves])
 
     def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
         """Return the state in which all of `compensated` waits."""

@@ -65,6 +65,12 @@ class Components:
             )
         if self.memory.masks and not self.exchange.sends_whole_entries:
             _checks.cannot_mask(self.memory, self.exchange)
+        if self.memory.needs_leaves and self.is_sharded:
+            raise ValueError(
+                "`memory` runs an optimizer on whole leaves, and with `sharded` each"
+                " device has slices of them. Use an optimizer that works entry by"
+                " entry: memory=gravac.Steps(optax.adam(1e-3))."
+            )
         if self.check_every:
             _checks.positive_integer(
                 self.check_every, "check_every", "steps, or 0 for never"
@@ -99,6 +105,7 @@ class Components:
         """Return the state before the first step, of what a device owns."""
         sizes, ladder = buckets.sizes, self.controller.ladder
         exchanges = zip(self.shaped(buckets), sizes, strict=True)
+        memories = zip(self.memories(buckets), buckets.part_sizes, strict=True)
         rung, controller = self.controller.init()
         told, rounds = (), ()
         if self.waits:
@@ -112,7 +119,7 @@ class Components:
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 told=told,
-                memory=tuple(map(self.memory.init, buckets.part_sizes)),
+                memory=tuple(x.init(n) for x, n in memories),
                 exchange=tuple(x.init(n, ladder) for x, n in exchanges),
             ),
             rung=rung,
@@ -127,6 +134,17 @@ class Components:
         slices = 1 if self.slices is None else self.slices.inner_devices
         pieces = [(*piece, slices) for piece in buckets.layout]
         return jnp.asarray(pieces, jnp.int32).reshape(-1, 3)
+
+    def memories(self, buckets: Buckets) -> list[Memory]:
+        """Return the memory of each bucket, and of the leaves that go dense."""
+        if self.memory.needs_leaves and not buckets.are_whole:
+            raise ValueError(
+                f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
+                f" {len(buckets.sizes)} buckets, of at most 2**30 entries each. Use an"
+                f" optimizer that works entry by entry:"
+                f" memory=gravac.Steps(optax.adam(1e-3))."
+            )
+        return [self.memory.of_leaves(x) for x in buckets.named_shapes]
 
     def shaped(self, buckets: Buckets) -> list[Exchange]:
         """Return the exchange of each bucket."""

@@ -72,11 +72,12 @@ def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]
 
 def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     """Add the gradient to what the memory holds back."""
-    memory = setting.components.memory
+    components, buckets = setting.components, setting.buckets
     given = (gradient.parts, local.memory)
-    if memory.needs_params:
-        given = (*given, setting.buckets.pack(setting.params))
-    fed = [memory.compensate(*x) for x in zip(*given, strict=True)]
+    if components.memory.needs_params:
+        given = (*given, buckets.pack(setting.params))
+    pairs = zip(components.memories(buckets), zip(*given, strict=True), strict=True)
+    fed = [memory.compensate(*x) for memory, x in pairs]
     parts, states = zip(*fed, strict=True)
     return Fed(parts, states)
 

@@ -8,11 +8,14 @@ Every leaf is stored as it is, under the names on the way to it. Only the state 
     steps, rung, ahead, ...        the fields that are the same on all replicas
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
-    memory/optimizer/count         `[N, ...]`, what the memory keeps beside vectors
+    memory/optimizer/count         `[N]`, numbers that the memory keeps
+    memory/0/optimizer/mu/kernel   `[N, ...]`, what an optimizer keeps by leaf
     told/bad                       `[N]`, with a delay
     exchange/0/threshold           `[N, ...]`, the state of the exchange of bucket 0
 """
 
+import collections
+import math
 from typing import Any
 
 import jax
@@ -100,8 +103,10 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
             joined[name] = layout.join(ordered, tuple(x.shape[1] for x in buckets))
 
     def value(path: Path, x: jax.Array) -> jax.Array:
-        name = _stored_name(path)
-        return joined[name][int(path[2])] if name in joined else named.get(name, x)
+        name, by_leaf = _stored_name(path), path[1:]
+        if name in joined:
+            return joined[name][int(path[2])]
+        return named.get(name, named.get(by_leaf, x))
 
     filled = _paths.map_by_path(value, state)
     if named.get(("replicas",)) not in (None, plain["replicas",]):
@@ -128,9 +133,18 @@ def _parts(
     placed = state._replace(local=jax.device_put(local, by_device))
     plain: Named = {("version",): VERSION, ("replicas",): replicas or 1}
     vectors: dict[Path, list[jax.Array]] = {}
-    for path, x in _paths.by_path(placed).items():
+    arrays = _paths.by_path(placed)
+    buckets, entries = collections.Counter(), collections.Counter()
+    for path, x in arrays.items():
+        buckets[_stored_name(path)] += 1
+        entries[_stored_name(path)] += x.shape[1] if x.ndim == 2 else 0
+    every = sum(math.prod(leaf.slice) for leaf in layout.leaves)
+    for path, x in arrays.items():
         name = _stored_name(path)
-        if name[0] == "memory" and x.ndim == 2 and layout.leaves:
+        if name[0] == "memory" and buckets[name] < len(state.local.memory):
+            plain[path[1:]] = x  # of a leaf, and so in one bucket only
+        # Without dense leaves, their vector has an entry that belongs to no leaf.
+        elif name[0] == "memory" and every and entries[name] in (every, every + 1):
             vectors.setdefault(name, []).append(x)
         elif name[0] != "layout":
             plain.setdefault(name, x)  # every bucket has the same

@@ -51,7 +51,7 @@ class Setting:
     rows: int | None = None
     steps: int = 1000
     schedule: Literal["cosine", "constant"] = "cosine"
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam", "muon"] = "sgd"
     multiples: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     clip: float = 1.0
     evaluations: int = 20

@@ -1,0 +1,118 @@
+"""Steps by leaf: optimizers that look at whole matrices, such as Muon."""
+
+import _harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import COMPRESS, PARAMS, N, in_every_way
+
+import gravac_jax as gravac
+from gravac_jax._selection import entries
+
+RATE = 0.1
+MUON = optax.contrib.muon(RATE, adam_learning_rate=RATE)
+GRADIENTS = _harness.gaussian_gradients(5)
+
+
+def mean_of_own_steps(gradients):
+    """Return the mean of the steps of N Muons, each on the tree of the params."""
+    totals = []
+    with jax.numpy_dtype_promotion("standard"):
+        for replica in range(N):
+            state, total = MUON.init(PARAMS), jax.tree.map(np.float64, PARAMS)
+            for step in range(len(gradients["w"])):
+                own = jax.tree.map(lambda g, at=(step, replica): g[at], gradients)
+                made, state = MUON.update(own, state, PARAMS)
+                total = jax.tree.map(np.add, total, made)
+            totals.append(total)
+    return jax.tree.map(lambda *x: np.mean(x, axis=0), *totals)
+
+
+@in_every_way
+@pytest.mark.parametrize("delay", [0, 1])
+def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
+    transform = gravac.transform(
+        compress=COMPRESS,
+        memory=gravac.Steps(MUON, by_leaf=True),
+        exchange=gravac.QuantizedAllReduce(row_entries=32),
+        controller=gravac.Fixed(16),
+        delay=delay,
+    )
+    zeros = jax.tree.map(np.zeros_like, GRADIENTS)
+    run = _harness.trajectory(transform, PARAMS, how)
+    updates, states = run(GRADIENTS, params=zeros)
+    last = _harness.at(states, -1).local.memory
+    made = mean_of_own_steps(GRADIENTS)
+    # The matrix is the only bucket, and the vector goes dense.
+    for name, memory in zip(("w", "b"), last, strict=True):
+        sent = updates[name].astype(np.float64).sum(0)
+        held = memory.residual.mean(0, dtype=np.float64)
+        found = sent + held[: sent.size].reshape(sent.shape)
+        np.testing.assert_allclose(found, made[name], atol=2e-5)
+        assert np.abs(sent).max() > RATE / 2
+
+
+def test_alone_and_whole_it_is_the_optimizer():
+    names = {"w": True, "b": False}
+    transform = gravac.transform(
+        axis_name=None,
+        compress=names,
+        memory=gravac.Steps(optax.lamb(RATE), by_leaf=True),
+        controller=gravac.Fixed(1),
+    )
+    params = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
+    ours, state = dict(params), transform.init(params)
+    dense, lamb = dict(params), optax.lamb(RATE).init(params)
+    for step in range(3):
+        gradient = jax.tree.map(lambda g, at=step: g[at, 0], GRADIENTS)
+        updates, state = transform.update(gradient, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, lamb = optax.lamb(RATE).update(gradient, lamb, dense)
+        dense = optax.apply_updates(dense, updates)
+        assert np.abs(dense["w"] - params["w"]).max() > 0.01
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), ours, dense)
+
+
+def test_the_optimizer_sees_paths_and_shapes():
+    seen = []
+
+    def look(updates, state, params):
+        seen.append([{k: x.shape for k, x in d.items()} for d in (updates, params)])
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
+    params = {"hidden": {"kernel": jnp.ones((4, 6))}, "bias": jnp.ones(6)}
+    transform = gravac.transform(
+        axis_name=None,
+        compress=gravac.matrices(1),
+        memory=gravac.Steps(spy, by_leaf=True),
+        controller=gravac.Fixed(1),
+    )
+    updates, _ = transform.update(params, transform.init(params), params)
+    kernel, bias = {"['hidden']['kernel']": (4, 6)}, {"['bias']": (6,)}
+    assert seen == [[kernel, kernel], [bias, bias]]
+    jax.tree.map(np.testing.assert_array_equal, updates, params)
+
+
+def test_a_leaf_that_is_cut_is_refused(monkeypatch):
+    monkeypatch.setattr(entries, "MAX_ENTRIES", 100)
+    memory = gravac.Steps(MUON, by_leaf=True)
+    tx = gravac.transform(compress=True, memory=memory)
+    with pytest.raises(ValueError, match="whole leaves, and a leaf lies in two of 2"):
+        tx.init({"u": jnp.ones((10, 9)), "w": jnp.ones((10, 10))})
+
+
+def test_slices_are_refused():
+    memory = gravac.Steps(MUON, by_leaf=True)
+    with pytest.raises(ValueError, match="each device has slices of them"):
+        gravac.transform("dcn", dense_axis_name="ici", sharded=True, memory=memory)
+
+
+def test_an_optimizer_of_leaves_is_named_where_it_is_not_asked_for():
+    with pytest.raises(ValueError, match=r"For Muon .* gravac.Steps\(..., by_leaf="):
+        gravac.Steps(MUON)
+    with pytest.raises(TypeError, match="`by_leaf`"):
+        gravac.Steps(MUON, by_leaf="yes")  # type: ignore[arg-type]
