@@ -83,14 +83,17 @@ def _networks(path: Path) -> None:
     controllers.run.draw(read(RECORDS / _CLOSED_LOOP / "networks.jsonl")[1], path)
 
 
-def _live(path: Path) -> None:
-    head, lines = read(RECORDS / "2026-11-25_live/live.jsonl")
-    fields = {x.name for x in dataclasses.fields(adaptivity.worker.Setting)}
-    own = {k: x for k, x in head["configuration"].items() if k in fields}
-    adaptivity.run.draw(lines, adaptivity.worker.Setting(**own), path)
+def _live(name: str) -> Make:
+    def make(path: Path) -> None:
+        head, lines = read(RECORDS / _LIVE / f"{name}.jsonl")
+        fields = {x.name for x in dataclasses.fields(adaptivity.worker.Setting)}
+        own = {k: x for k, x in head["configuration"].items() if k in fields}
+        adaptivity.run.draw(lines, adaptivity.worker.Setting(**own), path)
+
+    return make
 
 
-def _end_to_end(folder: str) -> dict[str, Make]:
+def _end_to_end(folder: str, over: str | None = None) -> dict[str, Make]:
     """Make tables for each task and number of hosts; where it was trained, a figure."""
     made: dict[str, Make] = {}
     for steps in sorted((RECORDS / folder).glob("*_steps.jsonl")):
@@ -98,7 +101,7 @@ def _end_to_end(folder: str) -> dict[str, Make]:
         hosts = int(which.rpartition("_")[2])
         beside = {kind: steps.with_name(f"{which}_{kind}.jsonl") for kind in BESIDE}
         there = {kind: path for kind, path in beside.items() if path.exists()}
-        args = end_to_end.report.Args(steps, hosts=hosts, **there)
+        args = end_to_end.report.Args(steps, hosts=hosts, over=over, **there)
         made[f"{folder}/{which}.md"] = _text(end_to_end.report.text, args)
         if args.runs:
             make = functools.partial(end_to_end.report.draw_record, args)
@@ -139,6 +142,7 @@ def _scale() -> dict[str, Make]:
 
 _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
+_LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
 _STEPS = "2026-11-24_steps"
@@ -162,7 +166,7 @@ MADE: dict[str, Make] = {
     },
     "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
-    "2026-11-25_live/live.png": _live,
+    **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
     "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
     "2026-11-25_progress/law.png": _law,
     **{

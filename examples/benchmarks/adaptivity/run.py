@@ -77,7 +77,8 @@ def draw(lines: list[Line], setting: Setting, path: Path) -> None:
     """Draw factors, seconds and bytes over steps, and losses over seconds."""
     with picture(path, (7.5, 11), rows=4) as (figure, axes):
         above, middle, bytes_sent, below = axes[:, 0]
-        for name, line in zip(setting.methods, STYLES, strict=False):
+        dense_first = sorted(setting.methods, key=lambda name: name != "dense")
+        for name, line in zip(dense_first, STYLES, strict=False):
             mine = [x for x in lines if x["method"] == name]
             style = {"label": in_words(name), "linewidth": 1.3}
             factors = [factor for x in mine for factor in x["factors"]]

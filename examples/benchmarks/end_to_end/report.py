@@ -10,7 +10,10 @@ has another one; the speed-up over the better of both is given as a share of its
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common.figures import legend_below, picture
@@ -37,6 +40,8 @@ class Args:
       live: A record of `adaptivity` on one of the networks, with the same seed and
         learning rate.
       picture: The file of a figure, PNG or SVG: speed-ups over the ratio.
+      over: What speed-ups in the figure are over. Default: on each network the better
+        dense baseline.
     """
 
     timed: Path
@@ -45,6 +50,7 @@ class Args:
     torch: Path | None = None
     live: Path | None = None
     picture: Path | None = None
+    over: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,28 +221,59 @@ def own_costs(timed: Timed) -> list[list[str]]:
     return table
 
 
-def draw(timed: Timed, runs: list[Line], path: Path) -> None:
-    """Draw speed-ups over the better dense baseline, by the exchange's ratio."""
+def briefly(name: str) -> str:
+    """Return what a reader calls a method where all exchange the same."""
+    return re.sub(
+        "^(AdamW's|SGD's) steps |^gradients |, own params$", "", in_words(name)
+    )
+
+
+def draw_panel(
+    axis: Any,
+    timed: Timed,
+    runs: list[Line],
+    over: str | None = None,
+    words: Callable[[str], str] = in_words,
+) -> None:
+    """Draw speed-ups over a baseline, or the better one, by the exchange's ratio."""
     ratio = lambda link: limit(timed, link, "dense") - 1
     at = [ratio(link) for link in timed.links]
     found = [outcomes(runs, timed, link) for link in timed.links]
-    baselines = [better_baseline(x) for x in found]
+    baselines = [over or better_baseline(x) for x in found]
     ceilings = map(lambda *x: limit(timed, *x), timed.links, baselines)
+    axis.plot(at, list(ceilings), "k:", label="the limit: free communication")
+    if over == "dense":
+        hidden = [(1 + r) / max(1, r) for r in at]
+        axis.plot(at, hidden, "k--", label="dense, if it were hidden as far as it fits")
+    for name, style in zip(found[0], STYLES, strict=False):
+        if name == over:
+            continue
+        pairs = zip(found, baselines, strict=True)
+        ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
+        width = 2.5 if "default" in name or name == "sparse" else 1
+        axis.plot(at, ups, style, label=words(name), linewidth=width, markersize=4)
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="time of a dense exchange over time of computation",
+        ylabel="times as fast to the same loss\nas "
+        + (in_words(over) if over else "the better dense baseline"),
+    )
+
+
+def draw(timed: Timed, runs: list[Line], path: Path, over: str | None = None) -> None:
+    """Draw one task."""
     with picture(path, (7.5, 5.5)) as (figure, axes):
-        axis = axes[0, 0]
-        axis.plot(at, list(ceilings), "k:", label="the limit: free communication")
-        for name, style in zip(found[0], STYLES, strict=False):
-            pairs = zip(found, baselines, strict=True)
-            ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
-            width = 2.5 if name in ("default", "sparse") else 1
-            label = in_words(name)
-            axis.plot(at, ups, style, label=label, linewidth=width, markersize=4)
-        axis.set(
-            xscale="log",
-            yscale="log",
-            xlabel="time of a dense exchange over time of computation",
-            ylabel="times as fast to the same loss\nas the better dense baseline",
-        )
+        draw_panel(axes[0, 0], timed, runs, over)
+        legend_below(figure)
+
+
+def draw_beside(records: dict[str, Args], path: Path) -> None:
+    """Draw several tasks side by side, each under its title, over dense float32."""
+    with picture(path, (11, 6), columns=len(records)) as (figure, axes):
+        for axis, (title, args) in zip(axes[0], records.items(), strict=True):
+            draw_panel(axis, *read_all(args), "dense", briefly)
+            axis.set(title=title)
         legend_below(figure)
 
 
@@ -250,7 +287,7 @@ def read_all(args: Args) -> tuple[Timed, list[Line]]:
 
 def draw_record(args: Args, picture: Path) -> None:
     """Draw the figure of a record."""
-    draw(*read_all(args), picture)
+    draw(*read_all(args), picture, args.over)
 
 
 def text(args: Args) -> str:
@@ -273,7 +310,7 @@ def text(args: Args) -> str:
         _, live = read(args.live)
         parts.append(markdown(validation(timed, runs, live)))
     if args.picture:
-        draw(timed, runs, args.picture)
+        draw(timed, runs, args.picture, args.over)
     return "\n\n".join(parts)
 
 
