@@ -108,7 +108,7 @@ class StepInfo(NamedTuple):
 
     def _fewer_than_dense(self, wire_bytes: jax.Array) -> jax.Array:
         dense = self.dense_wire_bytes
-        return jnp.where(dense > 0, dense / wire_bytes, 1.0)
+        return jnp.where(dense > 0, jnp.divide(dense, wire_bytes), 1.0)
 
 
 class Tables(NamedTuple):

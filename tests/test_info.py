@@ -186,12 +186,10 @@ def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay)
 
     def counted(gradient_of, gradients=own):
         def steps(grads):
-            state = tx.init(grads)
-            for _ in range(5):
-                _, state = tx.update(gradient_of(grads), state)
-            return state.info.alike_steps
+            step = lambda state, _: (tx.update(gradient_of(grads), state)[1], None)
+            return jax.lax.scan(step, tx.init(grads), length=5)[0].info.alike_steps
 
-        return jax.vmap(steps, axis_name="data")(gradients).tolist()
+        return jax.jit(jax.vmap(steps, axis_name="data"))(gradients).tolist()
 
     expected = 5 - delay if replicas > 1 else 0
     assert counted(lambda x: jax.lax.pmean(x, "data")) == [expected] * replicas

@@ -87,6 +87,15 @@ DELAYED = {
         ),
         {"has_aux": True},
     ),
+    "in turn": (
+        gravac.sgd(
+            0.05,
+            delay=1,
+            compress=COMPRESS,
+            exchange=gravac.InTurn(2, gravac.QuantizedAllReduce(32)),
+        ),
+        {},
+    ),
     "several rungs, at shared params": (
         optax.chain(
             gravac.transform(

@@ -200,9 +200,14 @@ QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK())
 OTHERS = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
 
 
-@pytest.mark.parametrize("exchange", OTHERS)
+IN_TURN = gravac.InTurn(2, gravac.Quantized(row_entries=32))
+
+
+@pytest.mark.parametrize("exchange", [*OTHERS, pytest.param(IN_TURN, id="in turn")])
 def test_every_exchange_keeps_and_sends_slices(exchange):
-    deltas, states = run_sharded(Scripted(LADDER), exchange=exchange)
+    is_fixed = exchange.needs_every_step
+    controller = gravac.Fixed(8) if is_fixed else Scripted(LADDER)
+    deltas, states = run_sharded(controller, exchange=exchange)
     pairs = compensated_and_kept(states)
     for delta, (compensated, kept) in zip(deltas, pairs, strict=True):
         sent = (compensated - kept).mean(0).reshape(ROWS, COLUMNS)

@@ -125,11 +125,11 @@ class Steps(ErrorFeedback):
     @property
     def needs_params(self) -> bool:
         """Whether the optimizer needs params, as one with weight decay does."""
-        if self.by_leaf:
-            return True  # which nobody can tell without the leaves
         try:
             self._try(needs_params=False)
-        except (ValueError, TypeError):
+        except Exception:
+            # One that looks at leaves may fail on a vector in any way. Then it is given
+            # params, which it may ignore.
             return True
         return False
 
