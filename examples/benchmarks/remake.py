@@ -109,6 +109,20 @@ def _end_to_end(folder: str, over: str | None = None) -> dict[str, Make]:
     return made
 
 
+def _time_to_quality(path: Path) -> None:
+    """Draw two tasks side by side."""
+    titles = {"gpt": "a GPT, AdamW", "ptb": "an LSTM on PTB, momentum SGD"}
+    files = lambda task: (
+        RECORDS / _TIME_TO_QUALITY / f"{task}_2_{kind}.jsonl"
+        for kind in ("steps", "runs")
+    )
+    records = {
+        title: end_to_end.report.Args(*files(task), hosts=2)
+        for task, title in titles.items()
+    }
+    end_to_end.report.draw_beside(records, path)
+
+
 def _text(text: Callable[[Any], str], argument: Any) -> Make:
     return lambda path: path.write_text(text(argument) + "\n")
 
@@ -146,6 +160,7 @@ _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
 _STEPS = "2026-11-24_steps"
+_TIME_TO_QUALITY = "2026-11-25_time_to_quality"
 _TURNS = "2026-11-25_turns"
 MADE: dict[str, Make] = {
     **{
@@ -179,6 +194,8 @@ MADE: dict[str, Make] = {
     f"{_CLOSED_LOOP}/networks.png": _networks,
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
+    **_end_to_end(_TIME_TO_QUALITY, "dense"),
+    f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
