@@ -120,22 +120,19 @@ class Buckets:
     def named_shapes(self) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
         """The path and the shape of each piece of each part of `pack`."""
         tree = jax.tree.unflatten(self.structure, self.leaves)
-        paths = [path for path, _ in _arrays.named_leaves(tree)]
-        chosen = self._chosen(paths, True)
-        named = lambda bucket, shapes: zip(
-            (chosen[x.leaf] for x in bucket), shapes, strict=True
-        )
-        buckets = map(tuple, map(named, self.pieces, self.shapes))
-        shapes = [x.shape for x in self._chosen(self.leaves, False)]
-        dense = tuple(zip(self._chosen(paths, False), shapes, strict=True))
-        return (*buckets, dense if self.dense_size else (("", (1,)),))
+        named = [(path, x.shape) for path, x in _arrays.named_leaves(tree)]
+        paths = [path for path, _ in self._chosen(named, True)]
+        buckets = []
+        for pieces, shapes in zip(self.pieces, self.shapes, strict=True):
+            inside = [paths[x.leaf] for x in pieces]
+            buckets.append(tuple(zip(inside, shapes, strict=True)))
+        return (*buckets, tuple(self._chosen(named, False)))
 
     @property
     def are_whole(self) -> bool:
         """Whether no leaf is cut, because all of it lies in one bucket."""
-        return len({x.leaf for bucket in self.pieces for x in bucket}) == sum(
-            map(len, self.pieces)
-        )
+        leaves = [x.leaf for bucket in self.pieces for x in bucket]
+        return len(set(leaves)) == len(leaves)
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:

@@ -58,10 +58,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"row_entries": 32},
         {"row_entries": 32, "bits": 1},
     ],
-    gravac.Steps: [
-        *({"optimizer": x} for x in _oracles.OPTIMIZERS),
-        {"optimizer": _oracles.SLOW_ADAM, "by_leaf": True},
-    ],
+    gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
     gravac.Momentum: [
         {"decay": 0.5, "nesterov": nesterov, "masking": masking}

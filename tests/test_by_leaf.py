@@ -97,6 +97,54 @@ def test_the_optimizer_sees_paths_and_shapes():
     jax.tree.map(np.testing.assert_array_equal, updates, params)
 
 
+LABELS = {"['b']": "adam", "['w']": "sgd"}
+
+
+def test_parts_without_leaves_are_not_shown_to_the_optimizer():
+    optimizers = {"adam": optax.adam(RATE), "sgd": optax.sgd(RATE)}
+    label = lambda leaves: {path: LABELS[path] for path in leaves}
+    memory = gravac.Steps(optax.partition(optimizers, label), by_leaf=True)
+    gradient = jax.tree.map(lambda g: g[0, 0], GRADIENTS)
+    for compress in (True, False):  # nothing goes dense, nothing is compressed
+        chosen = {"compress": compress, "controller": gravac.Fixed(1)}
+        tx = gravac.transform(axis_name=None, memory=memory, **chosen)
+        updates, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        np.testing.assert_allclose(updates["w"], -RATE * gradient["w"], rtol=1e-6)
+        signs = -RATE * np.sign(gradient["b"])
+        np.testing.assert_allclose(updates["b"], signs, rtol=1e-4)
+
+
+WAYS = {
+    "rounds": {"controller": gravac.Every(2, gravac.Fixed(16))},
+    "late, clipped": {"delay": 1, "clip": gravac.ClipByGlobalNorm(1.0)},
+    "in turn": {"exchange": gravac.InTurn(2, gravac.Quantized(row_entries=32))},
+    "decay": {"weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adam_by_leaf_is_adam(way):
+    """In a whole train step, with a bad batch, micro-batches and a flush."""
+    found = []
+    batches = np.float32(np.random.default_rng(0).normal(size=(4, 4 * N, 8)))
+    batches[2, 5] = np.nan
+    for by_leaf in (False, True):
+        memory = gravac.Steps(optax.adam(RATE), by_leaf=by_leaf)
+        usual = {"compress": COMPRESS, "controller": gravac.Fixed(16)}
+        tx = gravac.transform(memory=memory, **usual | WAYS[way])
+        loss = lambda params, x: (
+            jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sum(params["b"] ** 2)
+        )
+        step = gravac.train_step(loss, tx, N, micro_batches=2)
+        state = step.init(jax.tree.map(np.ones_like, PARAMS))
+        for batch in batches:
+            *state, _ = step(*state, batch)
+        found.append(step.flush(*state)[0])
+    assert np.abs(found[0]["w"] - 1).max() > RATE
+    for name, x in found[0].items():
+        np.testing.assert_allclose(found[1][name], x, rtol=1e-5)
+
+
 def test_a_leaf_that_is_cut_is_refused(monkeypatch):
     monkeypatch.setattr(entries, "MAX_ENTRIES", 100)
     memory = gravac.Steps(MUON, by_leaf=True)

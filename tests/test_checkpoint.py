@@ -347,6 +347,31 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch):
     assert_same(on_host(local(back).memory), on_host(local(state).memory))
 
 
+def test_what_an_optimizer_keeps_by_leaf_moves_with_its_leaf(tmp_path):
+    memory = gravac.Steps(optax.lamb(0.1), by_leaf=True)
+    some, every = (Run(memory=memory, compress=x, **FIXED) for x in (only_w, True))
+    state = some.train(some.begin(), 0, 3)
+    there = moved(tmp_path / "there", state, every)
+    assert "['w']" in kept_by_leaf(there)
+    assert kept_by_leaf(there).keys() == kept_by_leaf(state).keys()
+    for path, x in kept_by_leaf(state).items():
+        assert_same(kept_by_leaf(there)[path], x)
+    every.train(jax.tree.map(jnp.copy, there), 3, STEPS)
+
+
+def only_w(path, leaf):
+    del leaf
+    return path == "['w']"
+
+
+def kept_by_leaf(state):
+    """Return the momenta of all parts by their leaves."""
+    found = {}
+    for part in on_host(local(state).memory):
+        found |= optax.tree.get(part, "mu", {})
+    return found
+
+
 OTHERS = {
     "longer": gravac.Fastest(ladder=(1, 4, 16)),
     "as long": gravac.Fastest(ladder=(1, 5)),

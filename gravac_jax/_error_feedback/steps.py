@@ -1,5 +1,6 @@
 """An optimizer before the exchange: replicas exchange steps, not gradients."""
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ class Steps(ErrorFeedback):
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
-    Adafactor and LAMB look at whole matrices, and need `by_leaf`. Give it the whole
+    Adafactor and LAMB look at whole leaves, and need `by_leaf`; of these three, Muon
+    alone is refused without it. Give it the whole
     optimizer, such as `optax.adamw(1e-3)`, after which nothing may scale its steps: a
     step is then scaled by the learning rate at which it was made, even if it is sent
     later, and what decays are the replica's own params. Or let decoupled weight decay
@@ -71,10 +73,11 @@ class Steps(ErrorFeedback):
       residual_decay: share of what an exchange leaves that is kept.
       begin_at_shared: whether a round begins at the shared params. What earlier
         exchanges left is then no part of own params.
-      by_leaf: whether the optimizer sees a dict of the leaves of a bucket by their
-        paths, such as `['dense']['kernel']`, in place of a flat vector. The leaves must
-        be whole, so that the model may not be sharded.
-      leaves: the paths and shapes of these leaves. `gravac.transform` fills them in.
+      by_leaf: whether the optimizer sees whole leaves, in place of a flat vector: a
+        dict by their paths, such as `['dense']['kernel']`. It sees the compressed
+        leaves and those that go dense apart, with a state for each, so that a mask must
+        be a function of such a dict, and a clip belongs into `gravac.transform`. It is
+        always given params. The model may not be sharded.
 
     Raises:
       TypeError: if `optimizer` is not a transformation of Optax, or `begin_at_shared`
@@ -103,7 +106,7 @@ class Steps(ErrorFeedback):
     residual_decay: float = 1.0
     begin_at_shared: bool = False
     by_leaf: bool = False
-    leaves: Leaves | None = dataclasses.field(default=None, repr=False)
+    _leaves: Leaves | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _checks.component(
@@ -125,11 +128,11 @@ class Steps(ErrorFeedback):
     @property
     def needs_params(self) -> bool:
         """Whether the optimizer needs params, as one with weight decay does."""
+        if self.by_leaf:
+            return True  # what it does with leaves does not show on a vector
         try:
             self._try(needs_params=False)
-        except Exception:
-            # One that looks at leaves may fail on a vector in any way. Then it is given
-            # params, which it may ignore.
+        except (ValueError, TypeError):
             return True
         return False
 
@@ -169,11 +172,20 @@ class Steps(ErrorFeedback):
 
     def of_leaves(self, leaves: Leaves) -> "Steps":
         """Return the memory of a bucket that holds these leaves, in this order."""
-        return dataclasses.replace(self, leaves=leaves) if self.by_leaf else self
+        if not self.by_leaf:
+            return self
+        paths = [path for path, _ in leaves]
+        if len(set(paths)) < len(paths):
+            raise ValueError(f"two leaves of the params have the same path: {paths}")
+        memory = copy.copy(self)
+        object.__setattr__(memory, "_leaves", leaves)
+        return memory
 
     def init(self, n: int) -> StepsState:
         """Return the optimizer's first state and an empty residual."""
-        optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
+        optimizer = ()
+        if not self._is_empty:
+            optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
         left = jnp.zeros(n, jnp.float32) if self.begin_at_shared else ()
         return StepsState(optimizer, jnp.zeros(n, jnp.float32), left)
 
@@ -181,6 +193,8 @@ class Steps(ErrorFeedback):
         self, gradient: jax.Array, state: StepsState, params: jax.Array | None = None
     ) -> tuple[jax.Array, StepsState]:
         """Return the residual plus this replica's own step."""
+        if self._is_empty:
+            return state.residual, state
         gradient = jnp.clip(gradient, -LARGEST, LARGEST)
         own = params
         if params is not None:
@@ -193,19 +207,24 @@ class Steps(ErrorFeedback):
         step = self._joined(step)
         return state.residual + step, state._replace(optimizer=optimizer)
 
+    @property
+    def _is_empty(self) -> bool:
+        """Whether the bucket is known to hold no leaf."""
+        return self._leaves == ()
+
     def _cut(self, vector: jax.Array) -> Any:
         """Return what the optimizer sees of `vector`, `[n]` float32."""
-        if self.leaves is None:
+        if self._leaves is None:
             return vector
-        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self.leaves]
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self._leaves]
         arrays = _arrays.unravel(vector, like)
-        return {path: x for (path, _), x in zip(self.leaves, arrays, strict=True)}
+        return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
 
     def _joined(self, seen: Any) -> jax.Array:
         """Undo `_cut`."""
-        if self.leaves is None:
+        if self._leaves is None:
             return jnp.asarray(seen)
-        return _arrays.ravel([seen[path] for path, _ in self.leaves])
+        return _arrays.ravel([seen[path] for path, _ in self._leaves])
 
     def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
         """Return the state in which all of `compensated` waits."""

@@ -137,7 +137,9 @@ class Components:
 
     def memories(self, buckets: Buckets) -> list[Memory]:
         """Return the memory of each bucket, and of the leaves that go dense."""
-        if self.memory.needs_leaves and not buckets.are_whole:
+        if not self.memory.needs_leaves:
+            return [self.memory for _ in buckets.part_sizes]
+        if not buckets.are_whole:
             raise ValueError(
                 f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
                 f" {len(buckets.sizes)} buckets, of at most 2**30 entries each. Use an"

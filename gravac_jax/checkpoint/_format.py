@@ -9,13 +9,11 @@ Every leaf is stored as it is, under the names on the way to it. Only the state 
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
     memory/optimizer/count         `[N]`, numbers that the memory keeps
-    memory/0/optimizer/mu/kernel   `[N, ...]`, what an optimizer keeps by leaf
+    memory/optimizer/mu/['kernel'] `[N, ...]`, what an optimizer keeps by leaf
     told/bad                       `[N]`, with a delay
     exchange/0/threshold           `[N, ...]`, the state of the exchange of bucket 0
 """
 
-import collections
-import math
 from typing import Any
 
 import jax
@@ -103,10 +101,8 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
             joined[name] = layout.join(ordered, tuple(x.shape[1] for x in buckets))
 
     def value(path: Path, x: jax.Array) -> jax.Array:
-        name, by_leaf = _stored_name(path), path[1:]
-        if name in joined:
-            return joined[name][int(path[2])]
-        return named.get(name, named.get(by_leaf, x))
+        name = _stored_name(path)
+        return joined[name][int(path[2])] if name in joined else named.get(name, x)
 
     filled = _paths.map_by_path(value, state)
     if named.get(("replicas",)) not in (None, plain["replicas",]):
@@ -133,22 +129,21 @@ def _parts(
     placed = state._replace(local=jax.device_put(local, by_device))
     plain: Named = {("version",): VERSION, ("replicas",): replicas or 1}
     vectors: dict[Path, list[jax.Array]] = {}
-    arrays = _paths.by_path(placed)
-    buckets, entries = collections.Counter(), collections.Counter()
-    for path, x in arrays.items():
-        buckets[_stored_name(path)] += 1
-        entries[_stored_name(path)] += x.shape[1] if x.ndim == 2 else 0
-    every = sum(math.prod(leaf.slice) for leaf in layout.leaves)
-    for path, x in arrays.items():
+    for path, x in _paths.by_path(placed).items():
         name = _stored_name(path)
-        if name[0] == "memory" and buckets[name] < len(state.local.memory):
-            plain[path[1:]] = x  # of a leaf, and so in one bucket only
-        # Without dense leaves, their vector has an entry that belongs to no leaf.
-        elif name[0] == "memory" and every and entries[name] in (every, every + 1):
+        if name[0] == "memory" and x.ndim > 1 and layout.leaves:
             vectors.setdefault(name, []).append(x)
         elif name[0] != "layout":
             plain.setdefault(name, x)  # every bucket has the same
+    for name in [name for name, x in vectors.items() if not _are_vectors(x, vectors)]:
+        plain[name] = vectors.pop(name)[0]  # of a leaf, or the same in every bucket
     return plain, vectors
+
+
+def _are_vectors(arrays: list[jax.Array], all_of: dict[Path, list[jax.Array]]) -> bool:
+    """Return whether arrays have an entry for each entry of their buckets."""
+    residuals = all_of.get(("memory", "residual"), arrays)
+    return [x.shape for x in arrays] == [x.shape for x in residuals]
 
 
 def _stored_name(path: Path) -> Path:

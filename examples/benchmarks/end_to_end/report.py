@@ -11,7 +11,7 @@ has another one; the speed-up over the better of both is given as a share of its
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from common.report import markdown, rate
 from common.statistics import reached, upper_bound
 from step_seconds.methods import BASELINES
 from step_seconds.timed import Mbit, Timed
-from training.methods import in_words
+from training.methods import OWNERS, in_words
 
 STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
 STYLES += ("C7-.",)
@@ -223,9 +223,14 @@ def own_costs(timed: Timed) -> list[list[str]]:
 
 def briefly(name: str) -> str:
     """Return what a reader calls a method where all exchange the same."""
-    return re.sub(
-        "^(AdamW's|SGD's) steps |^gradients |, own params$", "", in_words(name)
-    )
+    owner = f"({'|'.join(OWNERS.values())}) steps"
+    added = rf"^{owner} |, {owner}$|^gradients |, own params$"
+    return re.sub(added, "", in_words(name))
+
+
+def styles_of(labels: Iterable[str], styles: Sequence[str] = STYLES) -> dict[str, str]:
+    """Return a style for each label."""
+    return dict(zip(dict.fromkeys(labels), styles, strict=False))
 
 
 def draw_panel(
@@ -234,6 +239,7 @@ def draw_panel(
     runs: list[Line],
     over: str | None = None,
     words: Callable[[str], str] = in_words,
+    styles: dict[str, str] | None = None,
 ) -> None:
     """Draw speed-ups over a baseline, or the better one, by the exchange's ratio."""
     ratio = lambda link: limit(timed, link, "dense") - 1
@@ -245,13 +251,15 @@ def draw_panel(
     if over == "dense":
         hidden = [(1 + r) / max(1, r) for r in at]
         axis.plot(at, hidden, "k--", label="dense, if it were hidden as far as it fits")
-    for name, style in zip(found[0], STYLES, strict=False):
+    styles = styles or styles_of(map(words, found[0]))
+    for name in found[0]:
         if name == over:
             continue
         pairs = zip(found, baselines, strict=True)
         ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
         width = 2.5 if "default" in name or name == "sparse" else 1
-        axis.plot(at, ups, style, label=words(name), linewidth=width, markersize=4)
+        label = words(name)
+        axis.plot(at, ups, styles[label], label=label, linewidth=width, markersize=4)
     axis.set(
         xscale="log",
         yscale="log",
@@ -270,9 +278,12 @@ def draw(timed: Timed, runs: list[Line], path: Path, over: str | None = None) ->
 
 def draw_beside(records: dict[str, Args], path: Path) -> None:
     """Draw several tasks side by side, each under its title, over dense float32."""
+    tasks = [read_all(args) for args in records.values()]
+    names = [x["method"] for _, runs in tasks for x in runs if x["method"] != "dense"]
+    styles = styles_of(map(briefly, names), STYLES[2:])  # black is for the limits
     with picture(path, (11, 6), columns=len(records)) as (figure, axes):
-        for axis, (title, args) in zip(axes[0], records.items(), strict=True):
-            draw_panel(axis, *read_all(args), "dense", briefly)
+        for axis, title, task in zip(axes[0], records, tasks, strict=True):
+            draw_panel(axis, *task, "dense", briefly, styles)
             axis.set(title=title)
         legend_below(figure)
 

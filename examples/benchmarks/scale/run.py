@@ -44,7 +44,7 @@ class Args:
     message_seconds: float = 3e-5
     memory_bytes: float = 2.7e12
     kernel_seconds: float = 4e-6
-    replicas: tuple[int, ...] = (8, 64, 1024)
+    replicas: tuple[int, ...] = (2, 8, 64, 1024)
     ratios: tuple[float, ...] = (0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -81,12 +81,14 @@ METHODS = (
         "dense, one step late", gravac.DenseMean(), passes=4, kernels=19, is_late=True
     ),
     Method("two bits", BITS, TWO_BITS, passes=3.2, kernels=27),
+    Method("one bit", BITS, ONE_BIT, passes=3.2, kernels=27),
     Method("two bits, one step late", BITS, TWO_BITS, 7.3, 46, is_late=True),
     Method("one bit, one step late", BITS, ONE_BIT, 7.3, 46, is_late=True),
     Method(
         "one bit in 4 turns, late", gravac.InTurn(4, BITS), ONE_BIT, 4, 46, is_late=True
     ),
     Method("one bit, every fourth step", BITS, ONE_BIT, 3.2, 27, interval=4),
+    # Its passes are assumed: two more than those of an optimizer's step.
     Method("DiLoCo, every 30 steps", gravac.DenseMean(), passes=4, interval=30),
 )
 
@@ -158,7 +160,7 @@ def rows(args: Args, replicas: int) -> list[list[str]]:
 def draw(args: Args, path: Path) -> None:
     """Draw speed-ups over r, a panel for each number of replicas."""
     ratios = np.array(args.ratios)
-    with picture(path, (11, 5), columns=len(args.replicas)) as (figure, axes):
+    with picture(path, (13, 5), columns=len(args.replicas)) as (figure, axes):
         for axis, n in zip(axes[0], args.replicas, strict=True):
             dense = [step_seconds(DENSE, args, n, r) for r in ratios]
             limit = np.divide(dense, args.compute_seconds)
@@ -195,6 +197,8 @@ def main(args: Args) -> None:
     """Write the tables and draw the figure."""
     if not all(math.isfinite(x) and x > 0 for x in args.ratios):
         raise SystemExit("--ratios must be above 0")
+    if min(args.replicas) < 2:
+        raise SystemExit(f"--replicas must be at least 2, got {args.replicas}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text(args))
     draw(args, args.picture)

@@ -68,6 +68,8 @@ class Timed:
             return self.mean(link, "dense")
         kind = RUNGS.get(name, SPARSE_RUNGS)
         static = [x for x in self.static if STATIC.fullmatch(x)[1] == kind]  # type: ignore[index]
+        if not static:
+            raise SystemExit(f"no steps of {kind}<factor> are timed, for {name}")
         at = [1 / _factor(x) for x in static]
         known = [self.mean(link, x) for x in static]
         if 1 / factor > at[-1] and len(at) > 1:
