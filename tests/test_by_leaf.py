@@ -55,10 +55,9 @@ def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
 
 
 def test_alone_and_whole_it_is_the_optimizer():
-    names = {"w": True, "b": False}
     transform = gravac.transform(
         axis_name=None,
-        compress=names,
+        compress=COMPRESS,
         memory=gravac.Steps(optax.lamb(RATE), by_leaf=True),
         controller=gravac.Fixed(1),
     )

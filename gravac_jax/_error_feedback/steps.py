@@ -48,12 +48,13 @@ class Steps(ErrorFeedback):
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
     Adafactor and LAMB look at whole leaves, and need `by_leaf`; of these three, Muon
-    alone is refused without it. Give it the whole
-    optimizer, such as `optax.adamw(1e-3)`, after which nothing may scale its steps: a
-    step is then scaled by the learning rate at which it was made, even if it is sent
-    later, and what decays are the replica's own params. Or let decoupled weight decay
-    and the learning rate come after `gravac.transform` in the chain: steps that wait
-    then shrink as the learning rate falls.
+    alone is refused without it.
+
+    Give it the whole optimizer, such as `optax.adamw(1e-3)`, after which nothing may
+    scale its steps: a step is then scaled by the learning rate at which it was made,
+    even if it is sent later, and what decays are the replica's own params. Or let
+    decoupled weight decay and the learning rate come after `gravac.transform` in the
+    chain: steps that wait then shrink as the learning rate falls.
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.

@@ -143,7 +143,8 @@ def _parts(
 def _are_vectors(arrays: list[jax.Array], all_of: dict[Path, list[jax.Array]]) -> bool:
     """Return whether arrays have an entry for each entry of their buckets."""
     residuals = all_of.get(("memory", "residual"), arrays)
-    return [x.shape for x in arrays] == [x.shape for x in residuals]
+    is_alike = [x.shape for x in arrays] == [x.shape for x in residuals]
+    return is_alike and all(x.ndim == 2 for x in arrays)
 
 
 def _stored_name(path: Path) -> Path:
