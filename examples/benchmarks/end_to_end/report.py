@@ -9,6 +9,7 @@ has another one; the speed-up over the better of both is given as a share of its
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -229,8 +230,8 @@ def briefly(name: str) -> str:
 
 
 def styles_of(labels: Iterable[str], styles: Sequence[str] = STYLES) -> dict[str, str]:
-    """Return a style for each label."""
-    return dict(zip(dict.fromkeys(labels), styles, strict=False))
+    """Return a style for each label; styles come again if there are too few."""
+    return dict(zip(dict.fromkeys(labels), itertools.cycle(styles), strict=False))
 
 
 def draw_panel(

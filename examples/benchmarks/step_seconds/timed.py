@@ -5,24 +5,23 @@ from collections.abc import Iterable
 
 import numpy as np
 from common.journal import Line
+from training.methods import LOCAL, OWNERS
 
 from step_seconds.methods import method
 
 Mbit = float | None  # of a network's links; None is no limit
-# The static methods whose steps are those of a controller's rungs, before the factor.
-RUNGS = {
-    "default": "allreduced",
-    "localdefault": "localallreduced",
-    "localdefaultadam": "localallreducedadam",
-    "localdefaultsgd": "localallreducedsgd",
-}
-SPARSE_RUNGS = "fixed"  # of all other controllers
-STATIC = re.compile(rf"({'|'.join([*RUNGS.values(), SPARSE_RUNGS])})(\d+)")
+# Methods whose steps may be those of a controller's rungs: the kind, and the factor.
+STATIC = re.compile(rf"(fixed|(?:{LOCAL})?allreduced(?:{'|'.join(OWNERS)})?)(\d+)")
 
 
 def ladder_of(name: str) -> tuple[float, ...]:
     """Return the factors that a method may take."""
     return method(name).ladder
+
+
+def _kind_of_rungs(name: str) -> str:
+    """Return the kind of the static methods that take a controller's steps."""
+    return name.replace("default", "allreduced") if "default" in name else "fixed"
 
 
 def _factor(static: str) -> float:
@@ -66,7 +65,7 @@ class Timed:
             return self.mean(link, name)
         if factor == 1:
             return self.mean(link, "dense")
-        kind = RUNGS.get(name, SPARSE_RUNGS)
+        kind = _kind_of_rungs(name)
         static = [x for x in self.static if STATIC.fullmatch(x)[1] == kind]  # type: ignore[index]
         if not static:
             raise SystemExit(f"no steps of {kind}<factor> are timed, for {name}")
