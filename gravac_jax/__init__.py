@@ -40,7 +40,6 @@ from gravac_jax._error_feedback import Steps as Steps
 from gravac_jax._exchanges import AllGather as AllGather
 from gravac_jax._exchanges import DenseMean as DenseMean
 from gravac_jax._exchanges import Exchange as Exchange
-from gravac_jax._exchanges import InTurn as InTurn
 from gravac_jax._exchanges import LeaderIndices as LeaderIndices
 from gravac_jax._exchanges import LowRank as LowRank
 from gravac_jax._exchanges import Quantized as Quantized

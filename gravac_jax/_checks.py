@@ -293,25 +293,6 @@ def no_rounds(controller: Any, owner: str) -> None:
         )
 
 
-def sends_in_every_step(exchange: Any, controller: Any, memory: Any) -> None:
-    """Refuse what does not go with an exchange of a fragment in each step."""
-    if not exchange.needs_every_step:
-        return
-    if controller.has_rounds or not controller.is_fixed:
-        raise ValueError(
-            f"{exchange!r} needs a fixed width or factor and no rounds, got"
-            f" controller={controller!r}, which does not see that other fragments wait."
-            f" Use controller=gravac.Fixed(16). To exchange more rarely, raise"
-            f" `fragments`."
-        )
-    if memory.forgets:
-        raise ValueError(
-            f"{exchange!r} needs a memory that keeps what waits for its turn, and"
-            f" {memory!r} forgets it. Use memory=gravac.Steps(optax.adamw(1e-3)) or"
-            f" gravac.Residual()."
-        )
-
-
 def steps_of_a_round(value: Any) -> None:
     """Refuse what is neither a number of steps nor a function to one."""
     if not callable(value):

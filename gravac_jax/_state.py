@@ -48,16 +48,19 @@ class Round(NamedTuple):
     Attributes:
       length: `[]` int32, steps of this round, of which the last one exchanges.
       next_length: `[]` int32, steps of the next one.
+      exchanges: `[]` int32, rounds before this one.
     """
 
     length: jax.Array
     next_length: jax.Array
+    exchanges: jax.Array
 
 
 def first_round(controller: Controller, state: Any) -> Round:
     """Return the lengths of the first two rounds."""
     steps = jnp.int32(controller.round_steps(jnp.zeros((), jnp.int32), state))
-    return Round(steps, jnp.int32(controller.round_steps(steps, state)))
+    following = jnp.int32(controller.round_steps(steps, state))
+    return Round(steps, following, jnp.zeros((), jnp.int32))
 
 
 class LocalState(NamedTuple):

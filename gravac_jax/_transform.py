@@ -21,7 +21,7 @@ from gravac_jax._controllers import Fastest
 from gravac_jax._controllers.base import Controller
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._controllers.ladders import geometric
-from gravac_jax._error_feedback import Momentum, Residual
+from gravac_jax._error_feedback import Momentum, Residual, Steps
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._exchanges import AllGather, Quantized, QuantizedAllReduce
 from gravac_jax._exchanges.base import Exchange
@@ -71,8 +71,9 @@ def transform(
         before they are compressed: the devices of a host or a slice. All of them take
         the same rung.
       exchange: how replicas average. Default: `QuantizedAllReduce()`, all entries in a
-        few bits each. `AllGather(Threshold())`, which selects entries, if a factor of
-        the controller is above 32 or the memory masks what was sent.
+        few bits each. `AllGather(Threshold())`, which selects entries, if the memory
+        masks what was sent, or holds no `Steps` and a factor of the controller is above
+        32.
       compressor: short for `exchange=AllGather(compressor)`.
       memory: what happens to entries that were not sent. Default: `Residual()`.
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
@@ -83,7 +84,9 @@ def transform(
         the clip and before momentum: coupled decay, as in Deep Gradient Compression.
         `update` then needs the params. Put decoupled decay after the transform.
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
-        factors 4, 8, 16 and 32 are 8, 4, 2 bits and 1; for other exchanges
+        factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
+        entries, in turn. With a memory of `Steps` `Fastest(gravac.geometric(4, 256))`,
+        which goes on to a sixteenth. For other exchanges
         `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
         see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
         if there is none.
@@ -217,12 +220,14 @@ def transform(
 def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:
     """Return the default controller, with factors that the exchange has."""
     if isinstance(exchange, Quantized) or (exchange is None and not memory.masks):
-        return Fastest()
+        # Turns lose much at the shared params, and only steps are surely made at own.
+        return Fastest(geometric(4, 256)) if isinstance(memory, Steps) else Fastest()
     return Fastest(geometric(10, 1000))
 
 
 def _exchange_for(controller: Controller, memory: Memory) -> Exchange:
     """Return the default exchange: all entries in few bits, unless few must be sent."""
-    if memory.masks or max(controller.ladder) > max(Fastest.ladder):
+    is_high = max(controller.ladder) > max(Fastest.ladder)
+    if memory.masks or (is_high and not isinstance(memory, Steps)):
         return AllGather(Threshold())
     return QuantizedAllReduce()

@@ -220,8 +220,6 @@ TOLERANCES = {"float32": 2.0**-16, "bfloat16": 2.0**-6}
 
 def tolerance(exchange: Any) -> float:
     """Return how far an exchange's mean may be off; 0 if it adds up exactly."""
-    if isinstance(exchange, gravac.InTurn):
-        return tolerance(exchange.inner)
     if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
         return TOLERANCES["float32"]
     is_low_rank = isinstance(exchange, gravac.LowRank)

@@ -274,6 +274,23 @@ def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
     return np.concatenate([rounded_row(row, bits) for row in rows])
 
 
+def in_turn(whole: Any) -> Any:
+    """Return an oracle of factors of too few bits, in step 0: of the first rows."""
+
+    def first_part(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+        n, highest = buckets.shape[1], 32 // exchange.least_bits
+        length = row_length(exchange.row_entries, n)
+        turns = max(1, math.ceil(factor / highest))
+        due = math.ceil(math.ceil(n / length) / turns) * length
+        if due >= n:
+            return whole(exchange, buckets, min(factor, highest))
+        sent = whole(exchange, buckets[:, :due], highest)
+        residuals = np.concatenate([sent.residuals, buckets[:, due:]], 1)
+        return Exchanged(np.pad(sent.mean, (0, n - due)), residuals, sent.energies)
+
+    return first_part
+
+
 def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     """Return the mean of all entries in few bits, row by row in float64."""
     replicas, n = buckets.shape
@@ -359,8 +376,8 @@ EXCHANGES = {
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
     gravac.LowRank: low_rank_mean,
-    gravac.Quantized: quantized_mean,
-    gravac.QuantizedAllReduce: quantized_all_reduce,
+    gravac.Quantized: in_turn(quantized_mean),
+    gravac.QuantizedAllReduce: in_turn(quantized_all_reduce),
     gravac.QuantizedTopK: rows_mean,
     gravac.SharedRandomK: random_mean,
 }

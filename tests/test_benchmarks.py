@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import remake
 import tyro
 from common import journal
 from common.network import Network
@@ -101,9 +102,9 @@ WORTH = run.Worth(
 
 
 def test_a_fixed_choice_in_closed_loop_takes_the_seconds_of_its_steps(monkeypatch):
-    args = run.Args(Path(), Path(), networks=6)
+    args = run.Args(remake.RECORDS / fit.SMALL, Path(), networks=6)
     networks = run.drawn(args)
-    fixed = run.best_fixed(WORTH, networks, args.delay)
+    fixed = run.best_fixed(WORTH, networks, args)
     for name, controller, choice in (
         ("Accordion", gravac.Fixed(16), (0, 3)),
         ("Fastest, rounds", gravac.Every(4, gravac.Fixed(32)), (1, 4)),

@@ -116,7 +116,10 @@ def test_parts_without_leaves_are_not_shown_to_the_optimizer():
 WAYS = {
     "rounds": {"controller": gravac.Every(2, gravac.Fixed(16))},
     "late, clipped": {"delay": 1, "clip": gravac.ClipByGlobalNorm(1.0)},
-    "in turn": {"exchange": gravac.InTurn(2, gravac.Quantized(row_entries=32))},
+    "in turn": {
+        "exchange": gravac.Quantized(row_entries=32),
+        "controller": gravac.Fixed(32),
+    },
     "decay": {"weight_decay": 0.1},
 }
 

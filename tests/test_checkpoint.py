@@ -56,7 +56,7 @@ RECIPES = {
     # of rungs doubles the time to compile: these have none, but for one of each.
     **{kind.__name__: {"memory": one_of(kind), **FIXED} for kind in MEMORIES},
     **{kind.__name__: {"exchange": one_of(kind), **FIXED} for kind in EXCHANGES},
-    "in turn": {"exchange": gravac.InTurn(2, gravac.AllGather()), **FIXED},
+    "in turn": {"exchange": gravac.Quantized(32), "controller": gravac.Fixed(64)},
     "Steps": {"memory": one_of(gravac.Steps)},
     "by leaf": {
         "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),

@@ -17,6 +17,7 @@ from gravac_jax._exchanges.quantizer import WIDTHS
 
 RNG = np.random.default_rng(0)
 LADDER = (1.0, 4.0, 8.0, 16.0, 32.0)
+ONE_BIT = gravac.Quantized(least_bits=1)  # at factor 32
 every_width = pytest.mark.parametrize("bits", WIDTHS)
 
 
@@ -65,7 +66,7 @@ def test_accelerators_round_rows_as_cpus_do(platform, bits, monkeypatch):
 
 
 def exchanged(bucket, rung, exchange=None):
-    exchange = exchange or gravac.Quantized()
+    exchange = exchange or ONE_BIT
     run = jax.jit(
         lambda x, rung: exchange.exchange(
             x, (), rung, ladder=LADDER, key=jax.random.key(0), comm=Comm(None)
@@ -75,7 +76,7 @@ def exchanged(bucket, rung, exchange=None):
 
 
 def test_a_look_at_some_rows_tells_what_all_of_them_would_send():
-    exchange, rng = gravac.Quantized(row_entries=32), np.random.default_rng(6)
+    exchange, rng = gravac.Quantized(32, least_bits=1), np.random.default_rng(6)
     of_layers = 4.0 ** rng.integers(-2, 3, (16, 1)).repeat(128, axis=0)
     rows = rng.standard_t(4, (2048, 32)) * of_layers
     bucket = rows.astype(np.float32).ravel()
@@ -156,13 +157,12 @@ def test_a_small_bucket_has_sixteen_rows_or_nearly():
 
 
 def test_a_factor_allows_as_many_bits_as_it_pays_for():
-    exchange = gravac.Quantized()
     factors = (2, 4, 5, 8, 16, 31, 32, 1000)
-    assert [exchange.bits(x) for x in factors] == [8, 8, 4, 4, 2, 1, 1, 1]
+    assert [ONE_BIT.bits(x) for x in factors] == [8, 8, 4, 4, 2, 1, 1, 1]
 
 
 def test_many_replicas_make_wide_rungs_dense():
-    exchange, n = gravac.Quantized(), 10**6
+    exchange, n = ONE_BIT, 10**6
     for replicas, dense in [(2, 1), (8, 2), (16, 3), (64, 5)]:
         entries = exchange.entries(n, LADDER, replicas)
         assert entries.count(n) == dense, replicas
@@ -176,4 +176,4 @@ def test_rows_fill_whole_words():
 def test_training_at_one_bit_follows_the_mean():
     """Over a run, what was sent and what is kept is what came in."""
     gradients = RNG.standard_normal((30, 4, 300)).astype(np.float32)
-    _harness.assert_follows_the_mean(gravac.Quantized(96), 32, gradients)
+    _harness.assert_follows_the_mean(gravac.Quantized(96, least_bits=1), 32, gradients)

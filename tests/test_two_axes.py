@@ -200,14 +200,13 @@ QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK())
 OTHERS = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
 
 
-IN_TURN = gravac.InTurn(2, gravac.Quantized(row_entries=32))
+ON_LADDER = [pytest.param(*x.values, LADDER, id=x.id, marks=x.marks) for x in OTHERS]
+IN_TURN = pytest.param(gravac.Quantized(32), (1.0, 32.0, 64.0, 128.0), id="in turn")
 
 
-@pytest.mark.parametrize("exchange", [*OTHERS, pytest.param(IN_TURN, id="in turn")])
-def test_every_exchange_keeps_and_sends_slices(exchange):
-    is_fixed = exchange.needs_every_step
-    controller = gravac.Fixed(8) if is_fixed else Scripted(LADDER)
-    deltas, states = run_sharded(controller, exchange=exchange)
+@pytest.mark.parametrize(("exchange", "ladder"), [*ON_LADDER, IN_TURN])
+def test_every_exchange_keeps_and_sends_slices(exchange, ladder):
+    deltas, states = run_sharded(Scripted(ladder), exchange=exchange)
     pairs = compensated_and_kept(states)
     for delta, (compensated, kept) in zip(deltas, pairs, strict=True):
         sent = (compensated - kept).mean(0).reshape(ROWS, COLUMNS)

@@ -28,9 +28,9 @@ entries `adam10`. They clip before the memory.
 clips before the exchange; so does `delayed`, whose exchange is one step late, and
 `every8`, which exchanges in every eighth step: `every8allreducedadam16`. Rounds of
 `every4until400then13` are longer from step 400 on, and so with more stages. `turns8`
-exchanges an eighth of the entries in each step, `delayedturns8` one step late. `wide`
-before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
-place of 4.
+before a method of few bits sends an eighth of the entries in each step, in turn, and
+`delayedturns8` one step late. `wide` before the name of an all-gather gives it entries
+of 8 bytes, as the papers have, in place of 4.
 
 `diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
 another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
@@ -105,6 +105,7 @@ OWNERS = {"adam": "AdamW's", "sgd": "SGD's", "muon": "Muon's"}
 NUMBERED = re.compile(rf"([a-z]*?)({'|'.join(OWNERS)})?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
+ONE_BIT = gravac.QuantizedAllReduce(least_bits=1)  # at factor 32
 WARM_UP_STEPS = 200
 DENSE = gravac.Fixed(factor=1)
 METHODS: dict[str, dict[str, Any]] = {
@@ -134,16 +135,22 @@ MEMORIES = {
     for name, optimizer in OPTIMIZERS.items()
 }
 METHODS |= {
-    f"default{name}": {"memory": memory, "clip": CLIP, **METHODS["default"]}
+    f"default{name}": {
+        "memory": memory,
+        "clip": CLIP,
+        "controller": gravac.Fastest(gravac.geometric(4, 256)),
+    }
     for name, memory in MEMORIES.items()
 }
 EXCHANGES: dict[str, dict[str, Any]] = {
     "leader": {"exchange": gravac.LeaderIndices()},
     "random": {"exchange": gravac.SharedRandomK()},
     "lowrankshort": {"exchange": SHORT_LOW_RANK},
-    "quantized": {"exchange": gravac.Quantized()},
-    "allreduced": {"exchange": gravac.QuantizedAllReduce()},
-    "allreducedfour": {"exchange": gravac.QuantizedAllReduce(mean_bits=4)},
+    "quantized": {"exchange": gravac.Quantized(least_bits=1)},
+    "allreduced": {"exchange": ONE_BIT},
+    "allreducedfour": {
+        "exchange": dataclasses.replace(ONE_BIT, mean_bits=4),
+    },
     "rows": {"exchange": gravac.QuantizedTopK()},
 }
 STEPS = {
@@ -271,7 +278,7 @@ def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
         return {**chosen, "controller": controller}
     if turns := re.fullmatch(rf"{TURNS}([a-z].*)", name):
         chosen = arguments((turns[1] or LOCAL) + turns[3], beside)
-        return _in_turn(int(turns[2]), **chosen)
+        return _in_turn(int(turns[2]), chosen)
     if name.startswith(DELAYED):
         return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
     return None
@@ -335,12 +342,14 @@ def _controller(family: str, factor: float) -> gravac.Controller:
     return gravac.warm_up(WARM_UP_STEPS, stages)
 
 
-def _in_turn(
-    fragments: int, compressor: Any = None, exchange: Any = None, **others: Any
-) -> dict[str, Any]:
-    """Return the same with fragments that are exchanged in turn."""
-    exchange = exchange or gravac.AllGather(compressor or gravac.Threshold())
-    return {**others, "exchange": gravac.InTurn(fragments, exchange)}
+def _in_turn(turns: int, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return a method of few bits with parts that are sent in turn."""
+    exchange, factor = chosen.get("exchange"), chosen["controller"].factor
+    if not isinstance(exchange, gravac.Quantized) or factor == 1:
+        raise SystemExit("turns goes before methods of few bits, such as allreduced32")
+    exchange = dataclasses.replace(exchange, least_bits=exchange.bits(factor))
+    controller = gravac.Fixed(turns * factor)
+    return {**chosen, "exchange": exchange, "controller": controller}
 
 
 def _widened(chosen: dict[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,9 @@ class Fastest(Controller):
       factor.
 
     Args:
-      ladder: factor 1, then larger ones. The default has a factor for each width of
-        `gravac.Quantized`: 8, 4, 2 bits and 1.
+      ladder: factor 1, then larger ones. The default has 8, 4 and 2 bits of all entries
+        and 2 bits of half of them, as `gravac.Quantized` sends them.
+        `gravac.geometric(4, 256)` goes on to a sixteenth.
       least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
         step makes 1. A choice in use is left when it is 3% below.
       rounds: the lengths of rounds to choose from, 1 and then rising, such as

@@ -8,7 +8,6 @@ the tests.
 from gravac_jax._exchanges.all_gather import AllGather
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._exchanges.dense import DenseMean
-from gravac_jax._exchanges.in_turn import InTurn as InTurn
 from gravac_jax._exchanges.leader import LeaderIndices
 from gravac_jax._exchanges.low_rank import LowRank
 from gravac_jax._exchanges.low_rank import by_rank as by_rank
@@ -17,7 +16,6 @@ from gravac_jax._exchanges.quantized_all_reduce import QuantizedAllReduce
 from gravac_jax._exchanges.quantized_top_k import QuantizedTopK
 from gravac_jax._exchanges.random_k import SharedRandomK
 
-# Those that average a bucket by themselves: `InTurn` is made of another one.
 EXCHANGES: tuple[type[Exchange], ...] = (
     AllGather,
     DenseMean,

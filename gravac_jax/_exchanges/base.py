@@ -69,7 +69,6 @@ class Exchange(abc.ABC):
 
     To write your own, implement `traffic`, `send` and `conclude`, and `prepare` if some
     work does not depend on the rung. An exchange may also override `exchange` itself.
-    One that does not do the same in each step gets its number from `at_step`.
 
     Law:
       On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean
@@ -112,19 +111,9 @@ class Exchange(abc.ABC):
         """Whether every entry is either sent or kept, apart from rounding."""
         return True
 
-    @property
-    def needs_every_step(self) -> bool:
-        """Whether it counts on a call in every step, so that none may be local."""
-        return False
-
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
         """Return this exchange for buckets that hold arrays of these `shapes`."""
         del shapes
-        return self
-
-    def at_step(self, step: jax.Array) -> "Exchange":
-        """Return this exchange for a step, `[]` int32, the same on all replicas."""
-        del step
         return self
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
@@ -169,7 +158,8 @@ class Exchange(abc.ABC):
 
         Returns:
           `[rungs]` float32, the shares of the largest entries. They stand in for other
-          choices, such as directions or places that another replica chose.
+          choices, such as directions or places that another replica chose. Of entries
+          that go in turn, the share that by chance would let them wait as long.
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
         return shares_of_rungs(gradient, counts, key, self.is_blind)
@@ -240,6 +230,7 @@ class Exchange(abc.ABC):
         key: jax.Array,
         comm: Comm,
         looks: jax.Array | bool = True,
+        step: jax.Array | int = 0,
     ) -> tuple[Exchanged, Any]:
         """Average a bucket over replicas: prepare, send in one branch, conclude.
 
@@ -253,12 +244,13 @@ class Exchange(abc.ABC):
           comm: the other replicas.
           looks: whether the step estimates what other rungs would send, `[]` bool, the
             same on every replica; static True if all steps do.
+          step: `[]` int32, exchanges before this one, the same on every replica.
 
         Returns:
           What came of it, and the new state.
         """
         counts = self.branch_sizes(bucket.size, ladder, comm.replicas)
-        rungs = Rungs(tuple(counts), bucket.size, rung, looks)
+        rungs = Rungs(tuple(counts), bucket.size, rung, looks, step)
         if rungs.are_all_dense:
             return self._exchange_whole(bucket, rungs, comm), state
         local = self.prepare(bucket, state, rungs, key, comm)

@@ -1,11 +1,13 @@
-"""Every replica sends every entry, in a few bits each."""
+"""Every replica sends every entry in a few bits, or a part of them in turn."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
@@ -35,45 +37,62 @@ class Told(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Quantized(RoundingExchange):
-    """All-gathers all entries in 8, 4, 2 or 1 bits, with two scales for every row.
+    """All-gathers entries in 8, 4 or 2 bits, with two scales for every row.
 
-    A rung of factor 4 sends 8 bits an entry in place of 32, factor 8 sends 4 bits,
-    factor 16 sends 2, and factor 32 sends 1; between them, the next fewer. Nothing is
-    selected and no index travels. It suits what has entries of like size, such as the
-    steps of Adam, of which a sparse exchange would send little.
+    A rung of factor 4 sends 8 bits an entry in place of 32, factor 8 sends 4 bits, and
+    factor 16 sends 2; between them, the next fewer. Nothing is selected and no index
+    travels. It suits what has entries of like size, such as the steps of Adam, of which
+    a sparse exchange would send little.
+
+    Factors above 16 send two bits of a part of the bucket, and the parts take turns: at
+    factor 64 a quarter goes in each step, and every entry in four steps. That is as
+    rare as in rounds of four steps (`gravac.Every`), but every step sends the same few
+    bytes, which a delay hides behind computation. What waits for its turn waits in the
+    memory, so take gradients at own params, as `gravac.train_step` does. With
+    `least_bits=1`, factor 32 sends one bit of all entries, and parts take turns above.
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
       the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.87, 0.96
       of a Gaussian at 1, 2 and 4 bits. Products round, so sent + kept is the bucket
-      within one unit in the last place of the larger. `Traffic.entries` counts words of
-      32 bits.
+      within one unit in the last place of the larger. In turns, the part that is due
+      obeys this law, and the rest of the bucket is kept. `Traffic.entries` counts words
+      of 32 bits.
 
     Cost:
       (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 8 bytes a row.
       A dense ring costs 2 (N - 1) / N 4 n beta: 64 / (N b) times as much. Widths for
-      which that is below 1 are dense.
+      which that is below 1 are dense. In turns, n is the entries of a part, which has
+      whole rows.
 
     Args:
       row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
         a quarter, if a bucket then divides into whole rows, and in buckets of fewer
         than 16 such rows.
+      least_bits: the fewest bits of an entry: 1, 2, 4 or 8. For the same bytes, two
+        bits of half of the entries kept as much quality as one bit of all for a GPT,
+        and far more for LSTMs, whose gradients have a few large entries.
 
     Raises:
-      ValueError: if `row_entries` is not a positive multiple of 32.
+      ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` is
+        not a width.
 
     Example:
       >>> import gravac_jax as gravac
       >>> exchange = gravac.Quantized()
-      >>> exchange.traffic(409_600, factor=32, replicas=4)
-      Traffic(entries=12800, payload_bytes=52000, wire_bytes=156000, messages=3)
+      >>> exchange.traffic(409_600, factor=16, replicas=4)
+      Traffic(entries=25600, payload_bytes=103200, wire_bytes=309600, messages=3)
+      >>> exchange.traffic(409_600, factor=64, replicas=4)
+      Traffic(entries=6400, payload_bytes=25800, wire_bytes=77400, messages=3)
 
     References:
       Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
-      al., Error feedback fixes SignSGD, ICML 2019, whose scale is this one.
+      al., Error feedback fixes SignSGD, ICML 2019, whose scale is this one. For parts
+      in turn: Douillard et al., Streaming DiLoCo, arXiv 2501.18512.
     """
 
     row_entries: int = 4096
+    least_bits: int = 2
 
     def __post_init__(self) -> None:
         _checks.positive_integer(
@@ -84,6 +103,7 @@ class Quantized(RoundingExchange):
                 f"row_entries must be a multiple of {WORD_BITS}, got"
                 f" {self.row_entries}: codes of a row share words of 32 bits."
             )
+        _checks.one_of(self.least_bits, "least_bits", WIDTHS)
 
     @property
     def sends_whole_entries(self) -> bool:
@@ -103,21 +123,39 @@ class Quantized(RoundingExchange):
         return next((x for x in lengths if n % x == 0), longest)
 
     def bits(self, factor: float) -> int:
-        """Return the bits of an entry at `factor`: as many as it allows, at least 1."""
-        return next((b for b in WIDTHS if b * factor <= WORD_BITS), min(WIDTHS))
+        """Return the bits of an entry at `factor`: as many as it allows, if enough."""
+        allowed = next((b for b in WIDTHS if b * factor <= WORD_BITS), 0)
+        return max(allowed, self.least_bits)
+
+    def turns(self, factor: float) -> int:
+        """Return in how many steps every entry goes once."""
+        return max(1, math.ceil(factor * self.least_bits / WORD_BITS))
+
+    def _due_entries(self, n: int, factor: float) -> int:
+        """Return the entries that go in one step: all, or those of some whole rows."""
+        rows = -(-self._rows(n) // self.turns(factor))
+        return min(n, rows * self._row(n))
 
     def _plane_words(self, n: int) -> int:
-        """Return the words that one bit of every entry takes."""
+        """Return the words that one bit of every entry takes, with padding."""
         return self._rows(n) * self._row(n) // WORD_BITS
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of the packed words, or of a dense mean if that is less."""
         if factor == 1:
             return _collectives.mean_traffic(n, replicas)
-        words = self.bits(factor) * self._plane_words(n)
-        payload_bytes = FLOAT32_BYTES * (words + SCALES * self._rows(n))
-        traffic = _collectives.all_gather_traffic(words, payload_bytes, replicas)
+        due = self._due_entries(n, factor)
+        traffic = self._traffic(due, self.bits(factor), replicas)
+        if due < n:  # without padding, so that `send` can tell how many are due
+            words = self.bits(factor) * due // WORD_BITS
+            traffic = traffic._replace(entries=words)
         return dense_if_cheaper(traffic, n, replicas)
+
+    def _traffic(self, n: int, bits: int, replicas: int) -> Traffic:
+        """Return the cost of `n` entries in some bits."""
+        words = bits * self._plane_words(n)
+        payload_bytes = FLOAT32_BYTES * (words + SCALES * self._rows(n))
+        return _collectives.all_gather_traffic(words, payload_bytes, replicas)
 
     def _energies(
         self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
@@ -130,6 +168,33 @@ class Quantized(RoundingExchange):
 
         return quantizer.by_blocks(look, rows)
 
+    def _shares(
+        self, bucket: jax.Array, counts: Sequence[int], key: jax.Array
+    ) -> jax.Array:
+        """Return the share of a bucket's energy that rungs would send, `[rungs]`.
+
+        What is due in turn is taken for as large as the rest.
+        """
+        least = self.least_bits * self._plane_words(bucket.size)
+        shares = super()._shares(bucket, [max(k, least) for k in counts], key)
+        due = np.minimum(1, np.asarray(counts, np.float32) / max(least, 1))
+        return shares * due
+
+    def shares(
+        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Return the shares of all rungs, in turn those that let entries wait as long.
+
+        If an exchange sends the share a by chance, entries wait (1 - a) / a steps. In H
+        turns they wait H times as many, and (H - 1) / 2 for the first one.
+        """
+        n, turns = gradient.size, [self.turns(x) for x in ladder]
+        widths = [x / h for x, h in zip(ladder, turns, strict=True)]
+        share = super().shares(gradient, widths, key, comm)
+        turns = np.asarray([min(h, self._rows(n)) for h in turns], np.float32)
+        waiting = (turns - 1) / 2 + turns * (1 - share) / share
+        return 1 / (1 + waiting)
+
     def _round(
         self, bucket: jax.Array, bits: int
     ) -> tuple[jax.Array, Levels, jax.Array]:
@@ -140,8 +205,25 @@ class Quantized(RoundingExchange):
     def send(
         self, bucket: jax.Array, local: Local, k: int, comm: Comm
     ) -> tuple[jax.Array, Any]:
+        """Send all entries in some bits, or in the fewest those whose turn it is."""
+        n, plane_words = bucket.size, self._plane_words(bucket.size)
+        if k >= self.least_bits * plane_words:
+            return self._send_all(bucket, local, k // plane_words, comm)
+        due = WORD_BITS * k // self.least_bits
+        start = jnp.minimum(local.step % -(-n // due) * due, n - due)
+        # Else XLA would make the bucket twice, for what is due and for the rest.
+        bucket = jax.lax.optimization_barrier(bucket)
+        part = jax.lax.dynamic_slice(bucket, (start,), (due,))
+        mean, told = self._send_all(part, local, self.least_bits, comm)
+        put = lambda x, part: jax.lax.dynamic_update_slice(x, part, (start,))
+        whole = put(jnp.zeros_like(mean, shape=(n,)), mean)
+        return whole, told._replace(kept=put(bucket, told.kept))
+
+    def _send_all(
+        self, bucket: jax.Array, local: Local, bits: int, comm: Comm
+    ) -> tuple[jax.Array, Told]:
         """Gather all words and scales; the energies travel with them."""
-        bits, rows = k // self._plane_words(bucket.size), self._rows(bucket.size)
+        rows, k = self._rows(bucket.size), bits * self._plane_words(bucket.size)
         words, levels, kept = self._round(bucket, bits)
         own = local.own(jnp.sum(levels.sent))
         figures = jnp.concatenate([levels.scales.reshape(-1), own])

@@ -1,15 +1,13 @@
 """Every replica averages a part of all entries, and both ways go in a few bits each."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _checks
-from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic, mean_traffic
+from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.base import dense_if_cheaper
 from gravac_jax._exchanges.quantized import Quantized, Told
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS
 from gravac_jax._exchanges.rounding import Local
@@ -17,7 +15,9 @@ from gravac_jax._exchanges.rounding import Local
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedAllReduce(Quantized):
-    """All-reduces all entries in 8, 4, 2 or 1 bits, whatever the number of replicas.
+    """All-reduces entries in 8, 4 or 2 bits, whatever the number of replicas.
+
+    Factors, and parts in turn, are those of `Quantized`.
 
     Every replica owns an equal part of the rows. In the first stage it receives this
     part from all replicas, as `Quantized` rounds it, and averages it. In the second it
@@ -37,17 +37,18 @@ class QuantizedAllReduce(Quantized):
 
     Args:
       row_entries: as for `Quantized`.
+      least_bits: as for `Quantized`.
       mean_bits: bits of an entry in the second stage; None for those of the first.
 
     Raises:
-      ValueError: if `row_entries` is not a positive multiple of 32, or `mean_bits` is
-        not a width.
+      ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` or
+        `mean_bits` is not a width.
 
     Example:
       >>> import gravac_jax as gravac
       >>> exchange = gravac.QuantizedAllReduce()
-      >>> exchange.traffic(409_600, factor=32, replicas=4)
-      Traffic(entries=12800, payload_bytes=65000, wire_bytes=78000.0, messages=6)
+      >>> exchange.traffic(409_600, factor=16, replicas=4)
+      Traffic(entries=25600, payload_bytes=129000, wire_bytes=154800.0, messages=6)
 
     References:
       Tang et al., 1-bit Adam, ICML 2021, whose servers also keep what they drop.
@@ -66,27 +67,24 @@ class QuantizedAllReduce(Quantized):
     def _row_bytes(self, n: int, bits: int) -> int:
         return self._row(n) * bits // 8 + FLOAT32_BYTES * SCALES
 
-    def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
-        """Return the cost of both stages, or of a dense mean if that is less."""
-        if factor == 1:
-            return mean_traffic(n, replicas)
-        bits, part = self.bits(factor), self._part_rows(n, replicas)
+    def _traffic(self, n: int, bits: int, replicas: int) -> Traffic:
+        """Return the cost of both stages."""
+        part = self._part_rows(n, replicas)
         first = self._row_bytes(n, bits) * part
         second = self._row_bytes(n, self.mean_bits or bits) * part
-        traffic = Traffic(
+        return Traffic(
             entries=bits * self._plane_words(n),
             payload_bytes=replicas * first + second,
             wire_bytes=float((replicas - 1) * (first + second)),
             messages=2 * (replicas - 1),
         )
-        return dense_if_cheaper(traffic, n, replicas)
 
-    def send(
-        self, bucket: jax.Array, local: Local, k: int, comm: Comm
-    ) -> tuple[jax.Array, Any]:
+    def _send_all(
+        self, bucket: jax.Array, local: Local, bits: int, comm: Comm
+    ) -> tuple[jax.Array, Told]:
         """Average this replica's part, and gather the rounded means of all parts."""
         n, length = bucket.size, self._row(bucket.size)
-        bits, rows = k // self._plane_words(n), self._part_rows(n, comm.replicas)
+        rows = self._part_rows(n, comm.replicas)
         words, levels, kept = self._round(bucket, bits)
         mine = _join(words, levels.scales, rows, comm.replicas)
         mean = _mean(*_split(comm.swap(mine), rows, bits), bits).reshape(rows, length)

@@ -28,10 +28,12 @@ class Local(NamedTuple):
       is_taken: `[rungs]` bool, a mask of the rung of this step.
       energies: `[rungs + 1]` float32, the energy that each rung would send of this
         replica's bucket, 0 without a look; then that of the bucket.
+      step: `[]` int32, exchanges before this one.
     """
 
     is_taken: jax.Array
     energies: jax.Array
+    step: jax.Array | int
 
     def own(self, sent: jax.Array) -> jax.Array:
         """Return the energies with `sent` for the rung that is taken."""
@@ -125,4 +127,4 @@ class RoundingExchange(GatheringExchange):
         if len(rungs.counts) > 1:
             look = lambda: self._shares(bucket, rungs.counts, key) * energy
             looked = _arrays.chosen(rungs.looks, look, looked)
-        return Local(rungs.is_taken, jnp.append(looked, energy))
+        return Local(rungs.is_taken, jnp.append(looked, energy), rungs.step)

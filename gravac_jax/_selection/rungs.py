@@ -37,6 +37,8 @@ class Rungs:
         known when the step is compiled.
       looks: whether the step estimates what other rungs would send, `[]` bool, the same
         on every replica; static True if all steps do.
+      step: `[]` int32, exchanges before this one, the same on every replica. It says
+        whose turn it is, if a rung sends another part of the bucket each time.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,6 +52,7 @@ class Rungs:
     n: int
     taken: jax.Array | np.int32
     looks: jax.Array | bool = True
+    step: jax.Array | int = 0
 
     @property
     def are_all_dense(self) -> bool:

@@ -55,13 +55,11 @@ class Components:
         _checks.ladder(self.controller.ladder)
         _checks.delay(self.delay)
         _checks.seed(self.seed)
-        _checks.sends_in_every_step(self.exchange, self.controller, self.memory)
-        something_waits = self.waits or self.exchange.needs_every_step
-        if something_waits and isinstance(self.memory, NoMemory):
+        if self.waits and isinstance(self.memory, NoMemory):
             raise ValueError(
-                "`delay`, gravac.Every and gravac.InTurn need a memory: what is not"
-                " sent yet waits there, and NoMemory() forgets it. Use"
-                " memory=gravac.Residual(), the default."
+                "`delay` and gravac.Every need a memory: what is not sent yet waits"
+                " there, and NoMemory() forgets it. Use memory=gravac.Residual(), the"
+                " default."
             )
         if self.memory.masks and not self.exchange.sends_whole_entries:
             _checks.cannot_mask(self.memory, self.exchange)

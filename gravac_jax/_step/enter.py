@@ -58,7 +58,7 @@ def setting_of(
         components=components,
         axes=axes,
         buckets=buckets,
-        exchanges=[x.at_step(state.steps) for x in exchanges],
+        exchanges=exchanges,
         tables=_info.tables(buckets, exchanges, controller, replicas),
         looks=controller.looks(state.steps, state.info.local_steps),
         key=jax.random.fold_in(jax.random.key(components.seed), good_steps),

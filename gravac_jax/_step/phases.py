@@ -237,6 +237,7 @@ def exchange(
             key=setting.key,
             comm=setting.axes.slow,
             looks=setting.looks,
+            step=setting.exchanges_before,
         )
         mean, residual = exchanged.mean, exchanged.residual
         if known is not None:
@@ -340,7 +341,8 @@ def _what_follows(arrived: Arrived, setting: Setting) -> tuple[jax.Array, Any]:
     agreed, round_ahead = arrived.agreed, ()
     if controller.has_rounds:
         length = number(agreed.round_steps[0])
-        round_ahead = _state.Round(state.round.next_length, length)
+        exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
+        round_ahead = _state.Round(state.round.next_length, length, exchanges)
     ahead = jnp.stack([state.ahead[1], number(agreed.rung)])
     is_local = arrived.rung == len(controller.ladder) + 1
     return _arrays.where(is_local, (state.ahead, state.round), (ahead, round_ahead))

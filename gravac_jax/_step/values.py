@@ -54,6 +54,12 @@ class Setting(NamedTuple):
             return self.is_due
         return self.state.info.local_steps + 1 >= self.state.round.length
 
+    @property
+    def exchanges_before(self) -> jax.Array:
+        """How many steps before this one have exchanged, `[]` int32."""
+        has_rounds = self.components.controller.has_rounds
+        return self.state.round.exchanges if has_rounds else self.state.steps
+
 
 class Gradient(NamedTuple):
     """This replica's own gradient.

@@ -27,7 +27,6 @@ from controllers.small import EVERY, ROWS, Small
 
 LADDER = (1.0, 4.0, 8.0, 16.0, 32.0)
 ROUNDS = (1, 2, 4, 8, 16)
-SHARED = ((4.0, 1), (8.0, 1), (16.0, 1), (32.0, 1))  # at the shared params, too
 DILOCO = "DiLoCo"
 # Momentum after the exchange, as in optax.sgd; before it, as in gravac.sgd; and Adam
 # before it, as in gravac.adamw.
@@ -51,7 +50,9 @@ class Args:
       seeds: The number of seeds of the batches.
       sgd: The learning rate of momentum SGD.
       adam: The learning rate of Adam.
-      rounds: The lengths of rounds.
+      ladder: The factors. At the shared params they are tried in rounds of one step.
+      rounds: The lengths of rounds; 1 alone if entries go in turns.
+      least_bits: The fewest bits of an entry.
     """
 
     data_dir: Path
@@ -62,7 +63,9 @@ class Args:
     seeds: int = 3
     sgd: float = 0.05
     adam: float = 0.006
+    ladder: tuple[float, ...] = LADDER
     rounds: tuple[int, ...] = ROUNDS
+    least_bits: int = 1
 
 
 class Seen(NamedTuple):
@@ -82,12 +85,13 @@ class Seen(NamedTuple):
 class Watching(gravac.Controller):
     """Stays at the choice in its state, so that all runs are one program."""
 
-    ladder: tuple[float, ...] = LADDER
+    ladder: tuple[float, ...]
+    rounds: tuple[int, ...]
 
     @property
     def has_rounds(self) -> bool:
-        """Whether some steps may be local: yes."""
-        return True
+        """Whether some steps may be local."""
+        return self.rounds != (1,)
 
     @property
     def samples_gradient(self) -> bool:
@@ -134,7 +138,11 @@ class Bench:
             is_adam = optimizer == "adam"
             inner = optax.adam(rate) if is_adam else optax.sgd(rate, momentum=0.9)
             return gravac.diloco(inner, 30, compress=True)
-        common = {"controller": Watching(), "compress": True}
+        common = {
+            "controller": Watching(self.args.ladder, self.args.rounds),
+            "compress": True,
+            "exchange": gravac.QuantizedAllReduce(least_bits=self.args.least_bits),
+        }
         clip = gravac.ClipByGlobalNorm(1.0)
         if optimizer == "sgd":
             exchange = gravac.transform(clip=clip, **common)
@@ -204,8 +212,9 @@ class Bench:
 
 def keys(args: Args) -> list[Line]:
     """Return the key of every run, the dense ones first."""
-    own = [("own", x, h) for h in args.rounds for x in LADDER]
-    kinds = [*own, *(("shared", x, h) for x, h in SHARED), (DILOCO, 1.0, 30)]
+    own = [("own", x, h) for h in args.rounds for x in args.ladder]
+    shared = [("shared", x, 1) for x in args.ladder[1:]]
+    kinds = [*own, *shared, (DILOCO, 1.0, 30)]
     names = ("seed", "optimizer", "params", "factor", "steps")
     return [
         dict(zip(names, (seed, optimizer, *kind), strict=True))
@@ -222,7 +231,7 @@ def measured(bench: Bench, journal: Journal, key: Line) -> Line:
     target = None if dense else journal.find(**first)[0]["target"]
     steps = args.steps if dense else round(args.longest * args.steps)
     losses, norms, opt_state = bench.run(
-        key, LADDER.index(key["factor"]), steps, target
+        key, args.ladder.index(key["factor"]), steps, target
     )
     target = target_of(losses) if target is None else target
     taken = reached(losses, [EVERY * (i + 1.0) for i in range(len(losses))], target)

@@ -11,6 +11,7 @@ target.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common.figures import FAINT, INK, legend_below, picture
-from common.journal import Journal, Line, configuration
+from common.journal import Journal, Line, configuration, read
 
 import gravac_jax as gravac
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of
@@ -36,6 +37,13 @@ CONTROLLERS: dict[str, gravac.Controller] = {
     "GraVAC": gravac.GraVAC(ladder=LADDER),
     "Accordion": gravac.Accordion(low=4, high=32, interval=50),
 }
+TURNS = gravac.geometric(4, 256)
+# For a record of `controllers.progress` with turns.
+WITH_TURNS: dict[str, gravac.Controller] = {
+    "Fastest, turns": gravac.Fastest(TURNS),
+    "Fastest, turns, progress 0.75": gravac.Fastest(TURNS, least_progress=0.75),
+    "GraVAC, turns": gravac.GraVAC(ladder=TURNS),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Args:
       noise: The standard deviation of the logarithm of a measured time.
       delay: Whether a step takes the longer of computation and exchange, in place of
         their sum.
+      highest: The highest factor of the record that is used.
     """
 
     measured: Path
@@ -60,6 +69,35 @@ class Args:
     entries: int = 10_000_000
     noise: float = 0.2
     delay: bool = False
+    highest: float = math.inf
+
+    @functools.cached_property
+    def choices(self) -> "Choices":
+        """The choices that the record of `controllers.progress` has."""
+        known = read(self.measured)[0]["configuration"]
+        ladder = tuple(x for x in known.get("ladder", LADDER) if x <= self.highest)
+        rounds = ROUNDS if len(known["rounds"]) > 1 else (1,)
+        exchange = gravac.QuantizedAllReduce(least_bits=known.get("least_bits", 1))
+        controllers = WITH_TURNS if max(ladder) > max(LADDER) else CONTROLLERS
+        if rounds == (1,):
+            controllers = {k: x for k, x in controllers.items() if not x.has_rounds}
+        return Choices(ladder, rounds, exchange, controllers)
+
+
+class Choices(NamedTuple):
+    """What a controller may choose from.
+
+    Attributes:
+      ladder: The factors.
+      rounds: The lengths of rounds.
+      exchange: What sends at these factors.
+      controllers: The controllers, by name.
+    """
+
+    ladder: tuple[float, ...]
+    rounds: tuple[int, ...]
+    exchange: gravac.Exchange
+    controllers: dict[str, gravac.Controller]
 
 
 class Worth(NamedTuple):
@@ -82,7 +120,7 @@ class Worth(NamedTuple):
     diloco: Any
 
 
-def worth_of(lines: list[Line], optimizer: str) -> Worth:
+def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
     """Return means over seeds of what was measured with an optimizer."""
     ours = [x for x in lines if x["optimizer"] == optimizer]
 
@@ -92,13 +130,14 @@ def worth_of(lines: list[Line], optimizer: str) -> Worth:
 
     def table(name: str) -> np.ndarray:
         at = lambda f, h: mean(name, params="own", factor=f, steps=h)
-        return np.asarray([[at(f, h) for f in LADDER] for h in ROUNDS], np.float32)
+        rows = [[at(f, h) for f in choices.ladder] for h in choices.rounds]
+        return np.asarray(rows, np.float32)
 
     return Worth(
         progress=DENSE_STEPS / table("taken"),
-        shares=table("shares"),
-        deviations=table("deviations"),
-        gains=table("gains"),
+        shares=table("shares")[..., : len(choices.ladder)],
+        deviations=table("deviations")[..., : len(choices.ladder)],
+        gains=table("gains")[..., : len(choices.ladder)],
         norms=np.asarray(mean("norms", params="own", factor=1.0, steps=1), np.float32),
         diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)),
     )
@@ -137,20 +176,20 @@ def drawn(args: Args) -> Networks:
             compute_seconds=compute,
             selection_seconds=SELECTION * compute,
         )
-        parts = lambda wire, n=replicas: _parts(wire, args.entries, n)
+        parts = lambda wire, n=replicas: _parts(wire, n, args)
         row = (replicas, ratio, latency, parts(wire), parts(gravac.WireCost()))
         found.append(row)
     return Networks(*(np.asarray(x, np.float32) for x in zip(*found, strict=True)))
 
 
-def _parts(wire: gravac.WireCost, entries: int, replicas: int) -> np.ndarray:
+def _parts(wire: gravac.WireCost, replicas: int, args: Args) -> np.ndarray:
     """Return the seconds of the parts of a step at each rung, `[rungs, 4]`."""
     agreed = gravac.DenseMean().traffic(20, 1, replicas)  # figures that all must know
     rows = []
-    for factor in LADDER:
-        sent = gravac.QuantizedAllReduce().traffic(entries, factor, replicas)
+    for factor in args.choices.ladder:
+        sent = args.choices.exchange.traffic(args.entries, factor, replicas)
         both = sent.wire_bytes + agreed.wire_bytes, sent.messages + agreed.messages
-        rows.append(wire.parts(*both, is_dense=sent.entries == entries))
+        rows.append(wire.parts(*both, is_dense=sent.entries == args.entries))
     return np.asarray(rows, np.float32)
 
 
@@ -181,7 +220,7 @@ def simulated(
     It takes the true parts, the guessed ones, the replicas and a key of each network,
     and returns, after each exchange, the steps, the seconds and the progress so far.
     """
-    tables = Worth(*map(jnp.asarray, worth))
+    tables, (ladder, rounds, *_) = Worth(*map(jnp.asarray, worth)), args.choices
 
     def one(parts: Any, guess: Any, key: Any) -> Any:
         rung, state = controller.init()
@@ -193,7 +232,7 @@ def simulated(
         def exchange(run: Run, _: Any) -> Any:
             key, now, seen, alone = jax.random.split(run.key, 4)
             steps = run.lengths[0]
-            which = jnp.argmax(jnp.asarray(ROUNDS) == steps), run.rung
+            which = jnp.argmax(jnp.asarray(rounds) == steps), run.rung
             looks = controller.looks(run.step + steps - 1, steps - 1)
             shares, deviations = tables.shares[which], tables.deviations[which]
             shares += deviations * jax.random.normal(seen, shares.shape, jnp.float32)
@@ -202,7 +241,7 @@ def simulated(
             stretch = jnp.int32(dense_steps / EVERY)
             norm = tables.norms[jnp.minimum(stretch, tables.norms.size - 1)]
             noise = lambda key: jnp.exp(args.noise * jax.random.normal(key))
-            is_told = jnp.arange(len(LADDER)) == run.told_rung
+            is_told = jnp.arange(len(ladder)) == run.told_rung
             evidence = gravac.Evidence(
                 step=run.step + steps - 1,
                 replicas=4,
@@ -247,18 +286,18 @@ def simulated(
     return jax.jit(jax.vmap(one))
 
 
-def best_fixed(worth: Worth, networks: Networks, delay: bool) -> np.ndarray:
+def best_fixed(worth: Worth, networks: Networks, args: Args) -> np.ndarray:
     """Return seconds to the target of fixed choices, `[networks, rounds, rungs]`."""
-    seconds = np.asarray(seconds_of(networks.parts, delay))[:, None]
+    seconds = np.asarray(seconds_of(networks.parts, args.delay))[:, None]
     local = networks.parts[:, :1, 0][:, None]
-    steps = np.asarray(ROUNDS, np.float32)[None, :, None]
+    steps = np.asarray(args.choices.rounds, np.float32)[None, :, None]
     mean = (seconds + (steps - 1) * local) / steps
     return DENSE_STEPS / worth.progress[None] * mean
 
 
 def measured(name: str, worth: Worth, networks: Networks, args: Args) -> Line:
     """Return what reaching the target took on each network."""
-    fixed = best_fixed(worth, networks, args.delay)
+    fixed = best_fixed(worth, networks, args)
     if name == DILOCO:
         local = networks.parts[:, 0, 0]
         dense = np.asarray(seconds_of(networks.parts, args.delay))[:, 0]
@@ -266,7 +305,8 @@ def measured(name: str, worth: Worth, networks: Networks, args: Args) -> Line:
         worths = np.full(len(taken), worth.diloco)
     else:
         exchanges = int(1.3 * DENSE_STEPS / worth.progress.min())
-        run = simulated(CONTROLLERS[name], worth, args, exchanges)
+        controller = args.choices.controllers[name]
+        run = simulated(controller, worth, args, exchanges)
         keys = jax.random.split(jax.random.key(1), args.networks)
         found = run(networks.parts, networks.guessed, keys)
         steps, seconds, progress = (np.asarray(x, np.float64) for x in found)
@@ -310,15 +350,16 @@ def table(lines: list[Line]) -> str:
 
 def _fast_networks(lines: list[Line]) -> list[str]:
     """Return rows of the default on networks where there is nothing to win."""
+    name = next(x["controller"] for x in lines if "controller" in x)
     rows = [
-        f"| `Fastest`, r up to {FAST:g} | networks | over dense: median, worst |"
+        f"| {name}, r up to {FAST:g} | networks | over dense: median, worst |"
         " within 2% of dense |",
         "|---|--:|--:|--:|",
     ]
     for optimizer, words in OPTIMIZERS.items():
         key = {"kind": "networks", "optimizer": optimizer}
         (drawn_ones,) = [x for x in lines if key.items() <= x.items()]
-        line = line_of(lines, "Fastest", optimizer)
+        line = line_of(lines, name, optimizer)
         dense = np.array(line["over_dense"])[np.array(drawn_ones["r"]) <= FAST]
         rows.append(
             f"| {words} | {dense.size} | {np.median(dense):.3f}, {dense.max():.3f} |"
@@ -329,7 +370,7 @@ def _fast_networks(lines: list[Line]) -> list[str]:
 
 def has_rounds(name: str) -> bool:
     """Return whether a method is compared with fixed choices that have rounds."""
-    return name == DILOCO or CONTROLLERS[name].has_rounds
+    return name == DILOCO or {**CONTROLLERS, **WITH_TURNS}[name].has_rounds
 
 
 def draw(lines: list[Line], path: Path) -> None:
@@ -369,7 +410,7 @@ def line_of(lines: list[Line], name: str, optimizer: str) -> Line:
 
 def described(networks: Networks, worth: Worth, args: Args) -> Line:
     """Return what the networks are, and the best fixed choice on each."""
-    fixed = best_fixed(worth, networks, args.delay)
+    fixed = best_fixed(worth, networks, args)
     listed = lambda x: [float(f"{y:.4g}") for y in x]
     return {
         "replicas": [int(x) for x in networks.replicas],
@@ -387,10 +428,10 @@ def main(args: Args) -> None:
     lines = runs_of(args.measured)
     networks = drawn(args)
     for optimizer in OPTIMIZERS:
-        worth = worth_of(lines, optimizer)
+        worth = worth_of(lines, optimizer, args.choices)
         make = functools.partial(described, networks, worth, args)
         journal.once(make, kind="networks", optimizer=optimizer)
-        for name in (*CONTROLLERS, DILOCO):
+        for name in (*args.choices.controllers, DILOCO):
             make = functools.partial(measured, name, worth, networks, args)
             journal.once(make, controller=name, optimizer=optimizer)
     print(table(journal.lines))

@@ -18,7 +18,7 @@ from common.report import markdown
 
 import gravac_jax as gravac
 
-ONE_BIT, TWO_BITS = 32, 16  # factors
+TWO_BITS, HALF, EIGHTH = 16, 32, 128  # factors: two bits of all entries, or of a part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +81,11 @@ METHODS = (
         "dense, one step late", gravac.DenseMean(), passes=4, kernels=19, is_late=True
     ),
     Method("two bits", BITS, TWO_BITS, passes=3.2, kernels=27),
-    Method("one bit", BITS, ONE_BIT, passes=3.2, kernels=27),
+    Method("two bits in 2 turns", BITS, HALF, passes=3.2, kernels=27),
     Method("two bits, one step late", BITS, TWO_BITS, 7.3, 46, is_late=True),
-    Method("one bit, one step late", BITS, ONE_BIT, 7.3, 46, is_late=True),
-    Method(
-        "one bit in 4 turns, late", gravac.InTurn(4, BITS), ONE_BIT, 4, 46, is_late=True
-    ),
-    Method("one bit, every fourth step", BITS, ONE_BIT, 3.2, 27, interval=4),
+    Method("two bits in 2 turns, late", BITS, HALF, 7.3, 46, is_late=True),
+    Method("two bits in 8 turns, late", BITS, EIGHTH, 4, 46, is_late=True),
+    Method("two bits in 2 turns, every fourth step", BITS, HALF, 3.2, 27, interval=4),
     # Its passes are assumed: two more than those of an optimizer's step.
     Method("DiLoCo, every 30 steps", gravac.DenseMean(), passes=4, interval=30),
 )

@@ -11,7 +11,9 @@ from step_seconds.methods import method
 
 Mbit = float | None  # of a network's links; None is no limit
 # Methods whose steps may be those of a controller's rungs: the kind, and the factor.
-STATIC = re.compile(rf"(fixed|(?:{LOCAL})?allreduced(?:{'|'.join(OWNERS)})?)(\d+)")
+STATIC = re.compile(
+    rf"(fixed|(?:{LOCAL}|turns(\d+))?allreduced(?:{'|'.join(OWNERS)})?)(\d+)"
+)
 
 
 def ladder_of(name: str) -> tuple[float, ...]:
@@ -24,8 +26,14 @@ def _kind_of_rungs(name: str) -> str:
     return name.replace("default", "allreduced") if "default" in name else "fixed"
 
 
+def _kind(static: str) -> str:
+    """Return the kind of a static method; parts in turn are of that of all entries."""
+    return re.sub(r"^turns\d+", LOCAL, STATIC.fullmatch(static)[1])  # type: ignore[index]
+
+
 def _factor(static: str) -> float:
-    return float(STATIC.fullmatch(static)[2])  # type: ignore[index]
+    _, turns, factor = STATIC.fullmatch(static).groups("1")  # type: ignore[union-attr]
+    return float(turns) * float(factor)
 
 
 class Timed:
@@ -66,7 +74,10 @@ class Timed:
         if factor == 1:
             return self.mean(link, "dense")
         kind = _kind_of_rungs(name)
-        static = [x for x in self.static if STATIC.fullmatch(x)[1] == kind]  # type: ignore[index]
+        static = [x for x in self.static if _kind(x) == kind]
+        # One bit of all entries and two bits of half of them have one factor.
+        if any(x.startswith("turns") for x in static):
+            static = [x for x in static if not x.endswith("32")]
         if not static:
             raise SystemExit(f"no steps of {kind}<factor> are timed, for {name}")
         at = [1 / _factor(x) for x in static]

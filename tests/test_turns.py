@@ -1,0 +1,204 @@
+"""High factors: few bits of a part of the bucket, and every part has its turn."""
+
+import functools
+
+import _harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import COMPRESS, PARAMS, N, assert_same, in_every_way
+
+import gravac_jax as gravac
+from gravac_jax import Comm
+
+TURNS = 3
+EXCHANGES = {
+    "gathered": gravac.Quantized(32),
+    "one bit": gravac.Quantized(32, least_bits=1),
+    "all-reduced": gravac.QuantizedAllReduce(32),
+    "all-reduced, another way back": gravac.QuantizedAllReduce(32, mean_bits=4),
+}
+by_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+RNG = np.random.default_rng(3)
+# No multiple of the turns: the last part overlaps the one before.
+BUCKETS = RNG.standard_normal((N, 1000)).astype(np.float32)
+PARTS = [slice(start, start + 352) for start in (0, 352, 1000 - 352)]
+GRADIENTS = _harness.gaussian_gradients(2 * TURNS)
+
+
+def ladder(exchange):
+    """Return dense steps, the narrowest width of all entries, and that in turns."""
+    narrowest = 32.0 / exchange.least_bits
+    return (1.0, narrowest, narrowest * TURNS)
+
+
+@functools.cache
+def on_all_replicas(exchange):
+    @jax.jit
+    def run(buckets, rung, step):
+        one = lambda bucket: exchange.exchange(
+            bucket,
+            (),
+            rung,
+            ladder=ladder(exchange),
+            key=jax.random.key(0),
+            comm=Comm("data"),
+            step=step,
+        )[0]
+        return jax.vmap(one, axis_name="data")(buckets)
+
+    return run
+
+
+@by_exchange
+def test_a_part_is_exchanged_as_if_alone(exchange):
+    run = on_all_replicas(exchange)
+    for step in range(2 * TURNS):
+        own, is_other = PARTS[step % TURNS], np.ones(1000, bool)
+        expected = run(BUCKETS[:, own], np.int32(1), np.int32(step))
+        found = run(BUCKETS, np.int32(2), np.int32(step))
+        assert_same(found.mean[:, own], expected.mean)
+        assert_same(found.residual[:, own], expected.residual)
+        assert_same(found.mean_energies[:, 2], expected.mean_energies[:, 1])
+        is_other[own] = False
+        assert not found.mean[:, is_other].any()
+        assert_same(found.residual[:, is_other], BUCKETS[:, is_other])
+
+
+@by_exchange
+def test_a_part_has_its_share_of_the_energy(exchange):
+    found = on_all_replicas(exchange)(BUCKETS, np.int32(1), np.int32(0))
+    np.testing.assert_allclose(
+        found.energies[:, 2] / found.energies[:, 1], 352 / 1024, rtol=1e-5
+    )
+
+
+@by_exchange
+def test_its_share_is_one_that_lets_entries_wait_as_long(exchange):
+    gradient = jnp.asarray(BUCKETS[0])
+    found = exchange.shares(gradient, ladder(exchange), jax.random.key(0), Comm(None))
+    _, whole, in_turn = np.float64(found)
+    # An entry is made in any step, waits for its turn, and goes with it by chance.
+    rng = np.random.default_rng(0)
+    tries = rng.geometric(whole, 200_000)
+    waited = rng.integers(0, TURNS, tries.size) + TURNS * (tries - 1)
+    assert 1 / in_turn - 1 == pytest.approx(waited.mean(), rel=0.02)
+
+
+def assert_adds_up(updates, states, gradients):
+    """What was sent plus what is kept is what was made."""
+    sent = updates["w"].astype(np.float64).sum(0)
+    kept = _harness.residual(_harness.at(states, -1)).mean(0, dtype=np.float64)
+    made = gradients.astype(np.float64).mean(1).sum(0)
+    np.testing.assert_allclose(sent + kept.reshape(sent.shape), made, atol=1e-5)
+    assert sent.any()
+
+
+@in_every_way
+@pytest.mark.parametrize("delay", [0, 1])
+def test_what_was_made_is_what_was_sent_and_what_is_kept(how, delay):
+    transform = gravac.transform(
+        compress=COMPRESS,
+        memory=gravac.Steps(optax.identity()),
+        exchange=gravac.QuantizedAllReduce(32),
+        controller=gravac.Fixed(16 * TURNS),
+        delay=delay,
+    )
+    updates, states = _harness.trajectory(transform, PARAMS, how)(GRADIENTS)
+    assert_adds_up(updates, states, GRADIENTS["w"])
+
+
+def test_each_entry_goes_once_in_as_many_steps_as_there_are_turns():
+    transform = gravac.transform(
+        compress=True, exchange=gravac.Quantized(), controller=gravac.Fixed(32)
+    )
+    n, params = 1024, np.zeros(1024, np.float32)
+    gradients = np.ones((4, N, n), np.float32)
+    updates, _ = _harness.trajectory(transform, params, "vmap")(gradients)
+    halves = updates.reshape(4, 2, n // 2)
+    assert_same(halves, halves[:, :, :1].repeat(n // 2, axis=2))
+    assert halves[:, :, 0].tolist() == [[1, 0], [0, 2], [2, 0], [0, 2]]
+
+
+def test_a_bad_step_sends_nothing_and_loses_nothing():
+    gradients = jax.tree.map(np.copy, GRADIENTS)
+    gradients["w"][1, 2, 0, 0] = np.nan
+    transform = gravac.transform(
+        compress=COMPRESS,
+        exchange=gravac.Quantized(32),
+        controller=gravac.Fixed(16 * TURNS),
+    )
+    updates, states = _harness.trajectory(transform, PARAMS, "vmap")(gradients)
+    assert np.isfinite(updates["w"]).all()
+    assert not updates["w"][1].any()
+    assert states.info.skipped_steps[-1] == 1
+    assert_adds_up(updates, states, np.delete(GRADIENTS["w"], 1, 0))
+
+
+@by_exchange
+@pytest.mark.parametrize("n", [2**20, 10**6 + 17, 5000])
+def test_it_costs_one_bit_of_a_part(exchange, n):
+    narrowest = 32 // exchange.least_bits
+    whole = exchange.traffic(n, narrowest, N)
+    for turns in (2, 4, 8, 31):
+        part = exchange.traffic(n, narrowest * turns, N)
+        assert part.messages == whole.messages
+        share = part.payload_bytes / whole.payload_bytes
+        assert 1 / turns <= share < 1 / turns + N * 33 / n
+        assert exchange.traffic(n, narrowest * turns - 1, N) == part
+
+
+def test_as_many_turns_as_a_factor_asks_for():
+    factors = (1, 16, 17, 32, 33, 64, 65, 128, 1000)
+    two_bits, one_bit = gravac.Quantized(), gravac.Quantized(least_bits=1)
+    assert [two_bits.turns(x) for x in factors] == [1, 1, 2, 2, 3, 4, 5, 8, 63]
+    assert [two_bits.bits(x) for x in factors] == [8, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert [one_bit.turns(x) for x in factors] == [1, 1, 1, 1, 2, 2, 3, 4, 32]
+    with pytest.raises(ValueError, match="`least_bits` must be 8 or 4 or 2 or 1"):
+        gravac.Quantized(least_bits=3)
+
+
+def test_a_bucket_of_one_row_goes_whole():
+    exchange = gravac.QuantizedAllReduce()
+    assert exchange.traffic(32, 256, N) == exchange.traffic(32, 16, N)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_in_rounds_parts_take_turns_as_well(delay):
+    """Every second step exchanges, and else the same half would go each time."""
+    controller = gravac.Every(2, gravac.Fixed(32))
+    tx = gravac.sgd(
+        1.0, momentum=0.0, compress=True, delay=delay, controller=controller
+    )
+    n, params = 1024, np.zeros(1024, np.float32)
+    gradients = -np.ones((8, N, n), np.float32)
+    updates, _ = _harness.trajectory(tx, params, "vmap")(gradients)
+    halves = updates.reshape(8, 2, n // 2)[:, :, 0]
+    expected = [[0, 0], [2, 0], [0, 0], [0, 4], [0, 0], [4, 0], [0, 0], [0, 4]]
+    if delay:  # what a step makes goes at the end of the next round
+        expected[1], expected[3], expected[5] = [1, 0], [0, 3], [4, 0]
+    assert halves.tolist() == expected
+
+
+def test_steps_have_turns_by_default():
+    tx = gravac.transform(None, memory=gravac.Steps(optax.sgd(0.1)), compress=True)
+    state = tx.init(np.zeros(4096, np.float32))
+    assert state.ladder.tolist() == [1, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_own_params_are_where_all_that_waits_leads():
+    tx = gravac.sgd(0.125, controller=gravac.Fixed(32), compress=True)
+    step = gravac.train_step(lambda params, batch: jnp.vdot(params, batch), tx, N)
+    params, state = step.init(jnp.zeros(1024))
+    batches = np.ones((N, 1024), np.float32)
+    for _ in range(3):
+        params, state, _ = step(params, state, batches.reshape(-1))
+    params, state = step.flush(params, state)
+    expected = optax.sgd(0.125, momentum=0.9)
+    theirs, kept = jnp.zeros(1024), expected.init(jnp.zeros(1024))
+    for _ in range(3):
+        updates, kept = expected.update(jnp.ones(1024), kept)
+        theirs = optax.apply_updates(theirs, updates)
+    np.testing.assert_allclose(params, theirs, rtol=1e-6)
