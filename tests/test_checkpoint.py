@@ -210,7 +210,7 @@ def test_every_kind_of_leaf_is_restored(tmp_path):
 # The format.
 
 
-def test_version_4_stores_these_names_and_shapes(tmp_path):
+def test_version_5_stores_these_names_and_shapes(tmp_path):
     """Checkpoints of earlier releases have them: a new name needs a new version."""
     run = run_of("Steps")
     state = run.train(run.begin(), 0, 2)
@@ -222,7 +222,7 @@ def test_version_4_stores_these_names_and_shapes(tmp_path):
         *("version", "replicas", "steps", "ladder", "rung", "ahead", "past_rungs"),
         *("controller", "info", "replica", "memory", "exchange"),
     }
-    assert (stored["version"], stored["replicas"]) == (4, N)
+    assert (stored["version"], stored["replicas"]) == (5, N)
     assert jax.tree.map(np.shape, stored["exchange"]) == {
         "0": {"reached": (N,), "threshold": (N,)}
     }

@@ -160,6 +160,30 @@ def test_as_many_turns_as_a_factor_asks_for():
         gravac.Quantized(least_bits=3)
 
 
+@by_exchange
+@pytest.mark.parametrize("n", [1, 3, 33, 70])
+def test_small_buckets_are_no_trouble(exchange, n):
+    rungs, gradient = ladder(exchange), jnp.arange(1.0, n + 1)
+    shares = exchange.shares(gradient, rungs, jax.random.key(0), Comm(None))
+    assert ((shares > 0) & (shares <= 1)).all()
+    assert shares[0] == 1
+    found = on_all_replicas(exchange)(BUCKETS[:, :n], np.int32(2), np.int32(1))
+    taken, others = found.energies[:, 2], found.energies
+    assert_same(others[:, 0], found.energy)
+    assert (taken <= found.energy * (1 + 1e-6)).all()
+
+
+def test_an_empty_bucket_is_no_trouble():
+    tx = gravac.sgd(0.5, None, controller=gravac.Fastest((1, 16, 32)))
+    params = {"small": jnp.ones(4)}
+    with pytest.warns(UserWarning, match="compresses none"):
+        state = tx.init(params)
+    with pytest.warns(UserWarning, match="no step time"):
+        updates, state = tx.update(params, state)
+    assert updates["small"].tolist() == [-0.5] * 4
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.controller.averages))
+
+
 def test_a_bucket_of_one_row_goes_whole():
     exchange = gravac.QuantizedAllReduce()
     assert exchange.traffic(32, 256, N) == exchange.traffic(32, 16, N)

@@ -222,7 +222,7 @@ def test_over_two_axes_a_delayed_run_is_the_other_one_step_later(is_sharded):
     chosen["exchange"] = gravac.QuantizedAllReduce(32)
 
     def deltas(delay):
-        tx = transform(gravac.Fixed(32), delay=delay, **chosen)
+        tx = transform(gravac.Fixed(16), delay=delay, **chosen)
         return run(tx, specs, gradients_of)[0]
 
     prompt, late = deltas(0), deltas(1)

@@ -17,6 +17,7 @@ import adaptivity.worker
 import controllers.fit
 import controllers.run
 import controllers.traces
+import controllers.worth
 import end_to_end.report
 import paper.report
 import programs.report
@@ -81,6 +82,23 @@ def _law(path: Path) -> None:
 
 def _networks(path: Path) -> None:
     controllers.run.draw(read(RECORDS / _CLOSED_LOOP / "networks.jsonl")[1], path)
+
+
+def _in_turn() -> dict[str, Make]:
+    folder = RECORDS / _IN_TURN
+    records = {
+        "two bits, in turns": folder / "small.jsonl",
+        "one bit, in turns above 32": folder / "small_one_bit.jsonl",
+    }
+    table = lambda path: controllers.run.table(read(path)[1])
+    return {
+        f"{_IN_TURN}/worth.md": _text(controllers.worth.table, records),
+        f"{_IN_TURN}/worth.png": functools.partial(controllers.worth.draw, records),
+        **{
+            f"{_IN_TURN}/{name}.md": _text(table, folder / f"{name}.jsonl")
+            for name in ("networks", "up_to_32")
+        },
+    }
 
 
 def _live(name: str) -> Make:
@@ -156,6 +174,7 @@ def _scale() -> dict[str, Make]:
 
 _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
+_IN_TURN = "2026-11-25_in_turn"
 _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
@@ -192,6 +211,7 @@ MADE: dict[str, Make] = {
         for name in ("networks", "delayed")
     },
     f"{_CLOSED_LOOP}/networks.png": _networks,
+    **_in_turn(),
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
     **_end_to_end(_TIME_TO_QUALITY, "dense"),

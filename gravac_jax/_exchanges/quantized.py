@@ -175,7 +175,8 @@ class Quantized(RoundingExchange):
 
         What is due in turn is taken for as large as the rest.
         """
-        least = self.least_bits * self._plane_words(bucket.size)
+        n = bucket.size
+        least = min(n, self.least_bits * self._plane_words(n))  # words, or all is dense
         shares = super()._shares(bucket, [max(k, least) for k in counts], key)
         due = np.minimum(1, np.asarray(counts, np.float32) / max(least, 1))
         return shares * due
@@ -188,10 +189,10 @@ class Quantized(RoundingExchange):
         If an exchange sends the share a by chance, entries wait (1 - a) / a steps. In H
         turns they wait H times as many, and (H - 1) / 2 for the first one.
         """
-        n, turns = gradient.size, [self.turns(x) for x in ladder]
-        widths = [x / h for x, h in zip(ladder, turns, strict=True)]
+        n, widths = gradient.size, [x / self.turns(x) for x in ladder]
         share = super().shares(gradient, widths, key, comm)
-        turns = np.asarray([min(h, self._rows(n)) for h in turns], np.float32)
+        parts = [-(-n // max(1, self._due_entries(n, x))) for x in ladder]
+        turns = np.maximum(1, np.asarray(parts, np.float32))
         waiting = (turns - 1) / 2 + turns * (1 - share) / share
         return 1 / (1 + waiting)
 

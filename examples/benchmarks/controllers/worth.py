@@ -1,0 +1,78 @@
+"""Say and draw what a step is worth at each factor, in several records side by side.
+
+The records are those of `controllers.progress`. A step is worth the dense steps to the
+target over the steps that the run took to it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from common.figures import FAINT, legend_below, picture
+from common.journal import Line
+from common.report import markdown
+
+from controllers.progress import OPTIMIZERS, runs_of
+
+FIRST = 16  # the lowest factor that is shown: below it the records have the same rungs
+
+
+def worths(lines: list[Line], optimizer: str, params: str) -> dict[float, list[float]]:
+    """Return what a step of each factor is worth, for each seed."""
+    ours = [x for x in lines if x["optimizer"] == optimizer]
+    of = lambda where, factor: {
+        x["seed"]: x["taken"]
+        for x in ours
+        if (x["params"], x["factor"], x["steps"]) == (where, factor, 1)
+    }
+    dense = of("own", 1.0)
+    factors = sorted({x["factor"] for x in ours if x["factor"] >= FIRST})
+    return {f: [dense[s] / x for s, x in of(params, f).items()] for f in factors}
+
+
+def table(records: Mapping[str, Path]) -> str:
+    """Return a table of all records: means, and the least and the most of the seeds."""
+    lines = {words: runs_of(path) for words, path in records.items()}
+    factors = sorted({f for x in lines.values() for f in worths(x, "adam", "own")})
+    rows = [["optimizer", "params", "sent", *(f"factor {x:g}" for x in factors)]]
+    for optimizer, words in OPTIMIZERS.items():
+        for params in ("own", "shared"):
+            for sent, found in lines.items():
+                mine = worths(found, optimizer, params)
+                said = [_said(mine.get(f, [])) for f in factors]
+                rows.append([words, params, sent, *said])
+    return markdown(rows)
+
+
+def _said(found: list[float]) -> str:
+    if not found:
+        return ""
+    return f"{np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def draw(records: Mapping[str, Path], path: Path) -> None:
+    """Draw what a step at own params is worth over the factor, by optimizer."""
+    with picture(path, (11, 4), columns=3) as (figure, axes):
+        for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
+            for i, (sent, record) in enumerate(records.items()):
+                mine = worths(runs_of(record), optimizer, "own")
+                mean = np.array([np.mean(x) for x in mine.values()])
+                ends = [
+                    [min(x) for x in mine.values()],
+                    [max(x) for x in mine.values()],
+                ]
+                spread = np.abs(np.array(ends) - mean)
+                axis.errorbar(
+                    list(mine),
+                    mean,
+                    spread,
+                    fmt="os"[i] + "-",
+                    color=f"C{i}",
+                    label=sent,
+                )
+            axis.axhline(1, color=FAINT)
+            axis.set(xlabel="factor", title=words, ylim=(0, 1.15))
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(list(mine), [f"{x:g}" for x in mine])
+        axes[0, 0].set(ylabel="what a step is worth, in dense steps")
+        legend_below(figure)
