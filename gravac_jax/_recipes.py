@@ -117,8 +117,9 @@ def adamw(
       mask: which leaves decay, as for `optax.adamw`; None for all.
       others: further arguments of `gravac.transform`, except its memory. They take
         precedence over `QuantizedAllReduce()` at factor 16, two bits an entry.
-        `controller=gravac.Fixed(64)` sends those of a quarter of the entries in each
-        step, in turn. A clip belongs here: `clip=gravac.ClipByGlobalNorm(1.0)`.
+        `controller=gravac.Fixed(64)` sends two bits of a quarter of the entries in each
+        step; the quarters take turns. A clip belongs here:
+        `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
       `optax.chain(gravac.transform(memory=gravac.Steps(optax.adam(learning_rate, ...)),

@@ -70,10 +70,9 @@ def transform(
       dense_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are compressed: the devices of a host or a slice. All of them take
         the same rung.
-      exchange: how replicas average. Default: `QuantizedAllReduce()`, all entries in a
-        few bits each. `AllGather(Threshold())`, which selects entries, if the memory
-        masks what was sent, or holds no `Steps` and a factor of the controller is above
-        32.
+      exchange: how replicas average. Default: `QuantizedAllReduce()`, few bits an
+        entry. `AllGather(Threshold())`, which selects entries, if the memory masks what
+        was sent, or if it is not `Steps` and a factor of the controller is above 32.
       compressor: short for `exchange=AllGather(compressor)`.
       memory: what happens to entries that were not sent. Default: `Residual()`.
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
@@ -85,8 +84,8 @@ def transform(
         `update` then needs the params. Put decoupled decay after the transform.
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
-        entries, in turn. With a memory of `Steps` `Fastest(gravac.geometric(4, 256))`,
-        which goes on to a sixteenth. For other exchanges
+        entries, in turn. If the memory is `Steps`, `Fastest(gravac.geometric(4, 256))`,
+        which goes on to a sixteenth; for other exchanges
         `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
         see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
         if there is none.
@@ -220,14 +219,18 @@ def transform(
 def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:
     """Return the default controller, with factors that the exchange has."""
     if isinstance(exchange, Quantized) or (exchange is None and not memory.masks):
-        # Turns lose much at the shared params, and only steps are surely made at own.
-        return Fastest(geometric(4, 256)) if isinstance(memory, Steps) else Fastest()
+        return Fastest(geometric(4, 256)) if _may_wait(memory) else Fastest()
     return Fastest(geometric(10, 1000))
 
 
 def _exchange_for(controller: Controller, memory: Memory) -> Exchange:
-    """Return the default exchange: all entries in few bits, unless few must be sent."""
+    """Return the default exchange: few bits, or few entries if less must be sent."""
     is_high = max(controller.ladder) > max(Fastest.ladder)
-    if memory.masks or (is_high and not isinstance(memory, Steps)):
+    if memory.masks or (is_high and not _may_wait(memory)):
         return AllGather(Threshold())
     return QuantizedAllReduce()
+
+
+def _may_wait(memory: Memory) -> bool:
+    """Return whether entries may wait for long: at the shared params they must not."""
+    return isinstance(memory, Steps) and not memory.forgets

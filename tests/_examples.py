@@ -49,9 +49,10 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.LeaderIndices: [{"compressor": gravac.TopK()}],
     gravac.DenseMean: [{}, {"values": "bfloat16"}],
     gravac.LowRank: [{}, {"values": "bfloat16"}],
-    gravac.Quantized: [{"row_entries": 32}],
+    gravac.Quantized: [{"row_entries": 32}, {"row_entries": 32, "least_bits": 1}],
     gravac.QuantizedAllReduce: [
         {"row_entries": 32},
+        {"row_entries": 32, "least_bits": 1},
         {"row_entries": 32, "mean_bits": 4},
     ],
     gravac.QuantizedTopK: [

@@ -278,10 +278,12 @@ def in_turn(whole: Any) -> Any:
     """Return an oracle of factors of too few bits, in step 0: of the first rows."""
 
     def first_part(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-        n, highest = buckets.shape[1], 32 // exchange.least_bits
+        (replicas, n), highest = buckets.shape, 32 // exchange.least_bits
         length = row_length(exchange.row_entries, n)
         turns = max(1, math.ceil(factor / highest))
-        due = math.ceil(math.ceil(n / length) / turns) * length
+        is_shared = isinstance(exchange, gravac.QuantizedAllReduce)
+        least = replicas if is_shared else 1  # a row for each owner
+        due = max(least, math.ceil(math.ceil(n / length) / turns)) * length
         if due >= n:
             return whole(exchange, buckets, min(factor, highest))
         sent = whole(exchange, buckets[:, :due], highest)

@@ -13,7 +13,7 @@ from _harness import AXIS_TYPES, assert_same, choices, make_mesh
 from flax import nnx
 
 import gravac_jax as gravac
-from gravac_jax import checkpoint
+from gravac_jax import _state, checkpoint
 from gravac_jax._controllers import CONTROLLERS
 from gravac_jax._error_feedback import MEMORIES
 from gravac_jax._exchanges import EXCHANGES
@@ -223,6 +223,7 @@ def test_version_5_stores_these_names_and_shapes(tmp_path):
         *("controller", "info", "replica", "memory", "exchange"),
     }
     assert (stored["version"], stored["replicas"]) == (5, N)
+    assert _state.Round._fields == ("length", "next_length", "exchanges")
     assert jax.tree.map(np.shape, stored["exchange"]) == {
         "0": {"reached": (N,), "threshold": (N,)}
     }

@@ -283,7 +283,7 @@ def test_what_is_sent_and_kept_is_what_came(exchange, factor):
         sharded=params,
         compress=IS_COMPRESSED,
         exchange=exchange,
-        controller=gravac.Fixed(4),
+        controller=gravac.Fixed(factor),
     )
     mesh, seen = follow(tx)
     params, state = seen[-1]

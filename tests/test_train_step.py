@@ -16,7 +16,7 @@ BATCHES = RNG.standard_normal((12, 4 * N, 16)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
 ONE_BIT = {
-    "exchange": gravac.Quantized(32),
+    "exchange": gravac.Quantized(32, least_bits=1),
     "controller": gravac.Fixed(32),
     "compress": COMPRESS,
 }

@@ -18,6 +18,7 @@ EXCHANGES = {
     "gathered": gravac.Quantized(32),
     "one bit": gravac.Quantized(32, least_bits=1),
     "all-reduced": gravac.QuantizedAllReduce(32),
+    "all-reduced, one bit": gravac.QuantizedAllReduce(32, least_bits=1),
     "all-reduced, another way back": gravac.QuantizedAllReduce(32, mean_bits=4),
 }
 by_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
@@ -71,7 +72,7 @@ def test_a_part_is_exchanged_as_if_alone(exchange):
 def test_a_part_has_its_share_of_the_energy(exchange):
     found = on_all_replicas(exchange)(BUCKETS, np.int32(1), np.int32(0))
     np.testing.assert_allclose(
-        found.energies[:, 2] / found.energies[:, 1], 352 / 1024, rtol=1e-5
+        found.energies[:, 2] / found.energies[:, 1], 352 / 1000, rtol=1e-5
     )
 
 
@@ -139,7 +140,7 @@ def test_a_bad_step_sends_nothing_and_loses_nothing():
 
 @by_exchange
 @pytest.mark.parametrize("n", [2**20, 10**6 + 17, 5000])
-def test_it_costs_one_bit_of_a_part(exchange, n):
+def test_it_costs_the_fewest_bits_of_a_part(exchange, n):
     narrowest = 32 // exchange.least_bits
     whole = exchange.traffic(n, narrowest, N)
     for turns in (2, 4, 8, 31):
@@ -206,10 +207,50 @@ def test_in_rounds_parts_take_turns_as_well(delay):
     assert halves.tolist() == expected
 
 
-def test_steps_have_turns_by_default():
-    tx = gravac.transform(None, memory=gravac.Steps(optax.sgd(0.1)), compress=True)
+@pytest.mark.parametrize(
+    ("memory", "highest"),
+    [
+        (gravac.Steps(optax.sgd(0.1)), 256),
+        (gravac.Steps(optax.sgd(0.1), residual_decay=0.9), 32),
+        (gravac.Residual(), 32),
+    ],
+)
+def test_a_memory_of_steps_has_turns_by_default(memory, highest):
+    tx = gravac.transform(None, memory=memory, compress=True)
     state = tx.init(np.zeros(4096, np.float32))
-    assert state.ladder.tolist() == [1, 4, 8, 16, 32, 64, 128, 256]
+    assert state.ladder.tolist()[-1] == highest
+    assert state.local.exchange == ((),)
+
+
+def test_above_factor_32_only_steps_go_in_turn_by_default():
+    state_of = lambda memory: gravac.transform(
+        None, memory=memory, compress=True, controller=gravac.Fixed(64)
+    ).init(np.zeros(4096, np.float32))
+    assert state_of(gravac.Steps(optax.sgd(0.1))).local.exchange == ((),)
+    assert state_of(gravac.Residual()).local.exchange != ((),)
+
+
+@pytest.mark.parametrize("replicas", [2, 16, 64, 256])
+def test_a_part_is_no_smaller_than_what_saves_bytes(replicas):
+    exchange, n = gravac.QuantizedAllReduce(), 10**6
+    bytes_of = lambda f: exchange.traffic(n, f, replicas).wire_bytes
+    for turns in (2, 4, 8, 16):
+        due = exchange.traffic(n, 16 * turns, replicas).entries * 16
+        fewer = bytes_of(16) / bytes_of(16 * turns)
+        assert fewer == pytest.approx(min(turns, n / due), rel=0.15)
+
+
+def test_a_share_is_that_of_the_bits_though_all_of_them_would_be_dense():
+    exchange, replicas = gravac.Quantized(), 32
+    gradient = jnp.asarray(RNG.standard_normal(2**16), jnp.float32)
+    factors = (1.0, 16.0, 32.0, 64.0)
+    entries = exchange.entries(gradient.size, factors, replicas)
+    assert [x == gradient.size for x in entries] == [True, True, False, False]
+    one = lambda: exchange.shares(gradient, factors, jax.random.key(0), Comm("data"))
+    found = jax.vmap(one, axis_name="data", axis_size=replicas, out_axes=None)()
+    alone = exchange.shares(gradient, factors, jax.random.key(0), Comm(None))
+    assert found[:2].tolist() == [1, 1]
+    assert_same(found[2:], alone[2:])
 
 
 def test_own_params_are_where_all_that_waits_leads():

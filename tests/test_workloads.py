@@ -231,6 +231,21 @@ def test_a_name_may_ask_for_rounds_of_the_largest_entries_of_rows():
     assert isinstance(found["memory"], gravac.Steps)
 
 
+@pytest.mark.parametrize(("factor", "bits"), [(8, 4), (16, 2), (32, 1)])
+def test_a_name_may_ask_for_parts_in_turn(factor, bits):
+    found = methods.arguments(f"delayedturns4allreducedadam{factor}")
+    assert found["controller"] == gravac.Fixed(4 * factor)
+    assert found["exchange"] == gravac.QuantizedAllReduce(least_bits=bits)
+    assert found["exchange"].turns(4 * factor) == 4
+    assert found["delay"] == 1
+
+
+@pytest.mark.parametrize("name", ["turns8default", "turns8gravac", "turns8rows64"])
+def test_parts_in_turn_need_few_bits(name):
+    with pytest.raises(SystemExit, match=r"turns8.* none of the methods"):
+        methods.arguments(name)
+
+
 def test_a_name_may_ask_for_rounds_that_begin_short():
     name = "every4until400then13allreducedadam16"
     rounds = methods.arguments(name)["controller"]
@@ -260,10 +275,10 @@ def test_a_name_may_ask_for_a_published_recipe():
     assert (
         methods.in_words("sparseloco15x32") == "SparseLoCo, every 15 steps, factor 32"
     )
-    ours = "insideturns4allreducedadam32"
+    ours = "insideturns4allreducedadam16"
     assert methods.is_recipe(ours)
     assert methods.in_words(ours) == (
-        "AdamW's steps in one bit, in 4 turns, learning rate inside"
+        "AdamW's steps in two bits, in 4 turns, learning rate inside"
     )
     with pytest.raises(SystemExit, match="goes before a method of steps only"):
         methods.is_recipe("insidelocalallreduced16")

@@ -278,7 +278,7 @@ def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
         return {**chosen, "controller": controller}
     if turns := re.fullmatch(rf"{TURNS}([a-z].*)", name):
         chosen = arguments((turns[1] or LOCAL) + turns[3], beside)
-        return _in_turn(int(turns[2]), chosen)
+        return _in_turn(int(turns[2]), name, chosen)
     if name.startswith(DELAYED):
         return {"delay": 1, **arguments(LOCAL + name.removeprefix(DELAYED), beside)}
     return None
@@ -342,13 +342,16 @@ def _controller(family: str, factor: float) -> gravac.Controller:
     return gravac.warm_up(WARM_UP_STEPS, stages)
 
 
-def _in_turn(turns: int, chosen: dict[str, Any]) -> dict[str, Any]:
+def _in_turn(turns: int, name: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return a method of few bits with parts that are sent in turn."""
-    exchange, factor = chosen.get("exchange"), chosen["controller"].factor
-    if not isinstance(exchange, gravac.Quantized) or factor == 1:
-        raise SystemExit("turns goes before methods of few bits, such as allreduced32")
-    exchange = dataclasses.replace(exchange, least_bits=exchange.bits(factor))
-    controller = gravac.Fixed(turns * factor)
+    exchange, controller = chosen.get("exchange"), chosen["controller"]
+    is_fixed = isinstance(controller, gravac.Fixed) and controller.factor > 1
+    if not isinstance(exchange, gravac.Quantized) or not is_fixed:
+        raise SystemExit(f"{name!r} is none of the methods of few bits: allreduced16")
+    exchange = dataclasses.replace(
+        exchange, least_bits=exchange.bits(controller.factor)
+    )
+    controller = gravac.Fixed(turns * controller.factor)
     return {**chosen, "exchange": exchange, "controller": controller}
 
 

@@ -158,8 +158,8 @@ class Exchange(abc.ABC):
 
         Returns:
           `[rungs]` float32, the shares of the largest entries. They stand in for other
-          choices, such as directions or places that another replica chose. Of entries
-          that go in turn, the share that by chance would let them wait as long.
+          choices, such as directions or places that another replica chose. For parts
+          in turn, the share of an exchange by chance in which entries wait as long.
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
         return shares_of_rungs(gradient, counts, key, self.is_blind)
@@ -244,7 +244,8 @@ class Exchange(abc.ABC):
           comm: the other replicas.
           looks: whether the step estimates what other rungs would send, `[]` bool, the
             same on every replica; static True if all steps do.
-          step: `[]` int32, exchanges before this one, the same on every replica.
+          step: `[]` int32, steps before this one, the same on every replica; with
+            rounds, exchanges before this one.
 
         Returns:
           What came of it, and the new state.

@@ -24,8 +24,8 @@ class Told(NamedTuple):
     """What the branch of a rung found out.
 
     Attributes:
-      kept: `[n]` float32, what rounding dropped; zeros if the rung is dense, and the
-        bucket if it is silent.
+      kept: `[n]` float32, what rounding dropped and what was not due; zeros if the rung
+        is dense, and the bucket if it is silent.
       own: `[rungs + 1]` float32, as `Local.energies`, with the rung that was taken.
       energies: `[rungs + 1]` float32, their means over replicas.
     """
@@ -48,16 +48,17 @@ class Quantized(RoundingExchange):
     factor 64 a quarter goes in each step, and every entry in four steps. That is as
     rare as in rounds of four steps (`gravac.Every`), but every step sends the same few
     bytes, which a delay hides behind computation. What waits for its turn waits in the
-    memory, so take gradients at own params, as `gravac.train_step` does. With
-    `least_bits=1`, factor 32 sends one bit of all entries, and parts take turns above.
+    memory, so take gradients at own params, as `gravac.train_step` does; a memory that
+    forgets loses it. With `least_bits=1`, factor 32 sends one bit of all entries, and
+    parts take turns above.
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
       the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.87, 0.96
       of a Gaussian at 1, 2 and 4 bits. Products round, so sent + kept is the bucket
       within one unit in the last place of the larger. In turns, the part that is due
-      obeys this law, and the rest of the bucket is kept. `Traffic.entries` counts words
-      of 32 bits.
+      obeys this law, and the rest of the bucket is kept. What is due in a step that is
+      skipped waits for its next turn. `Traffic.entries` counts words of 32 bits.
 
     Cost:
       (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 8 bytes a row.
@@ -70,8 +71,8 @@ class Quantized(RoundingExchange):
         a quarter, if a bucket then divides into whole rows, and in buckets of fewer
         than 16 such rows.
       least_bits: the fewest bits of an entry: 1, 2, 4 or 8. For the same bytes, two
-        bits of half of the entries kept as much quality as one bit of all for a GPT,
-        and far more for LSTMs, whose gradients have a few large entries.
+        bits of half of the entries lost as much as one bit of all for a GPT, and far
+        less for LSTMs, whose steps have a few large entries.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` is
@@ -131,10 +132,15 @@ class Quantized(RoundingExchange):
         """Return in how many steps every entry goes once."""
         return max(1, math.ceil(factor * self.least_bits / WORD_BITS))
 
-    def _due_entries(self, n: int, factor: float) -> int:
+    def _least_rows(self, replicas: int) -> int:
+        """Return of how many rows a part must be, or it would send padding."""
+        del replicas
+        return 1
+
+    def _due_entries(self, n: int, factor: float, replicas: int) -> int:
         """Return the entries that go in one step: all, or those of some whole rows."""
         rows = -(-self._rows(n) // self.turns(factor))
-        return min(n, rows * self._row(n))
+        return min(n, max(rows, self._least_rows(replicas)) * self._row(n))
 
     def _plane_words(self, n: int) -> int:
         """Return the words that one bit of every entry takes, with padding."""
@@ -144,7 +150,7 @@ class Quantized(RoundingExchange):
         """Return the cost of the packed words, or of a dense mean if that is less."""
         if factor == 1:
             return _collectives.mean_traffic(n, replicas)
-        due = self._due_entries(n, factor)
+        due = self._due_entries(n, factor, replicas)
         traffic = self._traffic(due, self.bits(factor), replicas)
         if due < n:  # without padding, so that `send` can tell how many are due
             words = self.bits(factor) * due // WORD_BITS
@@ -178,8 +184,8 @@ class Quantized(RoundingExchange):
         n = bucket.size
         least = min(n, self.least_bits * self._plane_words(n))  # words, or all is dense
         shares = super()._shares(bucket, [max(k, least) for k in counts], key)
-        due = np.minimum(1, np.asarray(counts, np.float32) / max(least, 1))
-        return shares * due
+        due = WORD_BITS / self.least_bits * np.asarray(counts, np.float32)
+        return shares * np.minimum(1, due / max(n, 1))
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
@@ -189,10 +195,16 @@ class Quantized(RoundingExchange):
         If an exchange sends the share a by chance, entries wait (1 - a) / a steps. In H
         turns they wait H times as many, and (H - 1) / 2 for the first one.
         """
-        n, widths = gradient.size, [x / self.turns(x) for x in ladder]
-        share = super().shares(gradient, widths, key, comm)
-        parts = [-(-n // max(1, self._due_entries(n, x))) for x in ladder]
-        turns = np.maximum(1, np.asarray(parts, np.float32))
+        n, replicas = gradient.size, comm.replicas
+        counts, turns = [], []
+        for factor in ladder:
+            is_dense = self.traffic(n, factor, replicas).entries == n
+            words = self.bits(factor) * self._plane_words(n)
+            due = self._due_entries(n, factor, replicas)
+            counts.append(n if is_dense else words)
+            turns.append(1 if is_dense else -(-n // due))
+        share = super()._shares(gradient, counts, key)
+        turns = np.asarray(turns, np.float32)
         waiting = (turns - 1) / 2 + turns * (1 - share) / share
         return 1 / (1 + waiting)
 
@@ -260,7 +272,7 @@ class Quantized(RoundingExchange):
         told: Told,
         rungs: Rungs,
     ) -> tuple[Kept, Any]:
-        """Keep what rounding dropped."""
+        """Keep what rounding dropped, and what was not due."""
         return Kept(told.kept, told.own[:-1], told.own[-1], told.energies), state
 
     def _held_back(self, bucket: jax.Array, kept: Kept, rungs: Rungs) -> jax.Array:

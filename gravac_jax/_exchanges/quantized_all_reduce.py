@@ -17,11 +17,12 @@ from gravac_jax._exchanges.rounding import Local
 class QuantizedAllReduce(Quantized):
     """All-reduces entries in 8, 4 or 2 bits, whatever the number of replicas.
 
-    Factors, and parts in turn, are those of `Quantized`.
+    Factors, and parts in turn, are those of `Quantized`; a part has a row for each
+    replica at least.
 
-    Every replica owns an equal part of the rows. In the first stage it receives this
-    part from all replicas, as `Quantized` rounds it, and averages it. In the second it
-    rounds the mean and sends it to all. What that rounding drops, N times, stays in the
+    Every replica owns as many of the rows. In the first stage it receives these from
+    all replicas, as `Quantized` rounds them, and averages them. In the second it rounds
+    the mean and sends it to all. What that rounding drops, N times, stays in the
     owner's residual, and comes with what it sends next.
 
     Prefer `Quantized` for few replicas: it rounds once. It sends N / 2 times as much.
@@ -60,6 +61,9 @@ class QuantizedAllReduce(Quantized):
         super().__post_init__()
         if self.mean_bits is not None:
             _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
+
+    def _least_rows(self, replicas: int) -> int:
+        return replicas
 
     def _part_rows(self, n: int, replicas: int) -> int:
         return -(-self._rows(n) // replicas)

@@ -28,7 +28,7 @@ class Local(NamedTuple):
       is_taken: `[rungs]` bool, a mask of the rung of this step.
       energies: `[rungs + 1]` float32, the energy that each rung would send of this
         replica's bucket, 0 without a look; then that of the bucket.
-      step: `[]` int32, exchanges before this one.
+      step: `[]` int32, steps before this one; with rounds, exchanges.
     """
 
     is_taken: jax.Array

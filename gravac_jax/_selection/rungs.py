@@ -37,8 +37,8 @@ class Rungs:
         known when the step is compiled.
       looks: whether the step estimates what other rungs would send, `[]` bool, the same
         on every replica; static True if all steps do.
-      step: `[]` int32, exchanges before this one, the same on every replica. It says
-        whose turn it is, if a rung sends another part of the bucket each time.
+      step: `[]` int32, steps before this one, or with rounds exchanges, the same on
+        every replica. It says whose turn it is, if parts of the bucket go in turn.
 
     Example:
       >>> import jax.numpy as jnp

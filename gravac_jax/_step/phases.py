@@ -237,7 +237,7 @@ def exchange(
             key=setting.key,
             comm=setting.axes.slow,
             looks=setting.looks,
-            step=setting.exchanges_before,
+            step=setting.turn,
         )
         mean, residual = exchanged.mean, exchanged.residual
         if known is not None:

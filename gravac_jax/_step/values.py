@@ -55,8 +55,8 @@ class Setting(NamedTuple):
         return self.state.info.local_steps + 1 >= self.state.round.length
 
     @property
-    def exchanges_before(self) -> jax.Array:
-        """How many steps before this one have exchanged, `[]` int32."""
+    def turn(self) -> jax.Array:
+        """The number of this step, or with rounds of this exchange, `[]` int32."""
         has_rounds = self.components.controller.has_rounds
         return self.state.round.exchanges if has_rounds else self.state.steps
 

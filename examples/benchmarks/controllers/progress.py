@@ -51,7 +51,7 @@ class Args:
       sgd: The learning rate of momentum SGD.
       adam: The learning rate of Adam.
       ladder: The factors. At the shared params they are tried in rounds of one step.
-      rounds: The lengths of rounds; 1 alone if entries go in turns.
+      rounds: The lengths of rounds.
       least_bits: The fewest bits of an entry.
     """
 

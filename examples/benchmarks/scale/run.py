@@ -73,7 +73,8 @@ class Method:
 
 BITS = gravac.QuantizedAllReduce()
 DENSE = Method("dense, float32", gravac.DenseMean())
-# Passes and kernels of h100.jsonl in 2026-11-25_programs and 2026-11-25_turns.
+# Passes and kernels of h100.jsonl in 2026-11-25_programs and 2026-11-25_turns; those of
+# two bits in 2 turns are taken to be those of one bit of all entries.
 METHODS = (
     DENSE,
     Method("dense, bfloat16", gravac.DenseMean("bfloat16"), passes=2, kernels=6),

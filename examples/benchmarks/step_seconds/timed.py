@@ -67,7 +67,7 @@ class Timed:
 
         A method with one factor has its own seconds; others have those of static
         factors. Between and below the timed factors, seconds are linear in the bytes,
-        and so in one over the factor.
+        and so in one over the factor; above the highest they are those of the highest.
         """
         if (link, name) in self.lines and len(ladder_of(name)) == 1:
             return self.mean(link, name)
@@ -75,7 +75,7 @@ class Timed:
             return self.mean(link, "dense")
         kind = _kind_of_rungs(name)
         static = [x for x in self.static if _kind(x) == kind]
-        # One bit of all entries and two bits of half of them have one factor.
+        # One bit of all entries, or of a part, has the factors of two bits in turn.
         if any(x.startswith("turns") for x in static):
             static = [x for x in static if not x.endswith("32")]
         if not static:
