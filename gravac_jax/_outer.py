@@ -31,8 +31,9 @@ def outer(
     What arrives is the mean of the steps that replicas made. Its negative, the
     *pseudo-gradient*, is the gradient of `optimizer`. In local steps (`gravac.Every`)
     nothing arrives, and it stands still. It steps on entries of which nothing arrived,
-    too: keep factors of few bits up to 16, above which parts take turns. Own params (`gravac.local_params`) and a flush
-    leave it out: both add what is held back as it is.
+    too: keep factors of few bits up to 16, above which parts take turns. Own params
+    (`gravac.local_params`) and a flush leave it out: both add what is held back as it
+    is.
 
     Args:
       transform: a `gravac.transform` whose memory is `gravac.Steps`, of a whole

@@ -202,9 +202,8 @@ class Quantized(RoundingExchange):
             words = self.bits(factor) * self._plane_words(n)
             due = self._due_entries(n, factor, replicas)
             counts.append(n if is_dense else words)
-            turns.append(1 if is_dense else -(-n // due))
-        share = super()._shares(gradient, counts, key)
-        turns = np.asarray(turns, np.float32)
+            turns.append(1.0 if is_dense else float(-(-n // due)))
+        share, turns = super()._shares(gradient, counts, key), jnp.asarray(turns)
         waiting = (turns - 1) / 2 + turns * (1 - share) / share
         return 1 / (1 + waiting)
 

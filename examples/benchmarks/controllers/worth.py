@@ -70,9 +70,9 @@ def draw(records: Mapping[str, Path], path: Path) -> None:
                     color=f"C{i}",
                     label=sent,
                 )
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(list(mine), [f"{x:g}" for x in mine])
             axis.axhline(1, color=FAINT)
             axis.set(xlabel="factor", title=words, ylim=(0, 1.15))
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(list(mine), [f"{x:g}" for x in mine])
         axes[0, 0].set(ylabel="what a step is worth, in dense steps")
         legend_below(figure)
