@@ -277,9 +277,19 @@ def draw(timed: Timed, runs: list[Line], path: Path, over: str | None = None) ->
         legend_below(figure)
 
 
-def draw_beside(records: dict[str, Args], path: Path) -> None:
-    """Draw several tasks side by side, each under its title, over dense float32."""
-    tasks = [read_all(args) for args in records.values()]
+def draw_beside(
+    records: dict[str, Args], path: Path, leave_out: str = "nothing"
+) -> None:
+    """Draw several tasks side by side, each under its title, over dense float32.
+
+    Args:
+      records: The files of each task, by its title.
+      path: The figure.
+      leave_out: A regular expression of the methods that are not drawn.
+    """
+    every = [read_all(args) for args in records.values()]
+    is_drawn = lambda run: not re.fullmatch(leave_out, run["method"])
+    tasks = [(timed, list(filter(is_drawn, runs))) for timed, runs in every]
     names = [x["method"] for _, runs in tasks for x in runs if x["method"] != "dense"]
     styles = styles_of(map(briefly, names), STYLES[2:])  # black is for the limits
     with picture(path, (11, 6), columns=len(records)) as (figure, axes):
