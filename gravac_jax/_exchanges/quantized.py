@@ -203,7 +203,8 @@ class Quantized(RoundingExchange):
             due = self._due_entries(n, factor, replicas)
             counts.append(n if is_dense else words)
             turns.append(1.0 if is_dense else float(-(-n // due)))
-        share, turns = super()._shares(gradient, counts, key), jnp.asarray(turns)
+        share = super()._shares(gradient, counts, key)
+        turns = jnp.asarray(turns, jnp.float32)
         waiting = (turns - 1) / 2 + turns * (1 - share) / share
         return 1 / (1 + waiting)
 
