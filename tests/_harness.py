@@ -47,6 +47,12 @@ def choices(every, is_quick, name=str):
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
 
 
+def beside(parameters, *values):
+    """Return parameters of a test from `choices`, with further values for each."""
+    more = lambda x: pytest.param(*x.values, *values, id=x.id, marks=x.marks)
+    return list(map(more, parameters))
+
+
 def covering(rows, things, together):
     """Return a few rows that together hold every combination of things.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, at, choices, make_mesh
+from _harness import AXIS_TYPES, at, beside, choices, make_mesh
 from jax import P
 from programs import reading
 
@@ -270,13 +270,10 @@ def test_everything_is_remembered_once():
 
 QUICK = gravac.QuantizedAllReduce(), gravac.LowRank()
 EVERY_EXCHANGE = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
-AT_FACTOR_4 = [
-    pytest.param(*x.values, 4, id=x.id, marks=x.marks) for x in EVERY_EXCHANGE
-]
 IN_TURN = pytest.param(gravac.Quantized(row_entries=32), 64, id="in turn")
 
 
-@pytest.mark.parametrize(("exchange", "factor"), [*AT_FACTOR_4, IN_TURN])
+@pytest.mark.parametrize(("exchange", "factor"), [*beside(EVERY_EXCHANGE, 4), IN_TURN])
 def test_what_is_sent_and_kept_is_what_came(exchange, factor):
     tx = lambda params: gravac.transform(
         "dcn",

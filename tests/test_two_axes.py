@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, Scripted, agreed, assert_same, at, choices, make_mesh
+from _harness import (
+    AXIS_TYPES,
+    Scripted,
+    agreed,
+    assert_same,
+    at,
+    beside,
+    choices,
+    make_mesh,
+)
 
 import gravac_jax as gravac
 from gravac_jax._exchanges import EXCHANGES
@@ -200,11 +209,10 @@ QUICK = gravac.SharedRandomK(), gravac.LeaderIndices(gravac.TopK())
 OTHERS = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
 
 
-ON_LADDER = [pytest.param(*x.values, LADDER, id=x.id, marks=x.marks) for x in OTHERS]
 IN_TURN = pytest.param(gravac.Quantized(32), (1.0, 32.0, 64.0, 128.0), id="in turn")
 
 
-@pytest.mark.parametrize(("exchange", "ladder"), [*ON_LADDER, IN_TURN])
+@pytest.mark.parametrize(("exchange", "ladder"), [*beside(OTHERS, LADDER), IN_TURN])
 def test_every_exchange_keeps_and_sends_slices(exchange, ladder):
     deltas, states = run_sharded(Scripted(ladder), exchange=exchange)
     pairs = compensated_and_kept(states)

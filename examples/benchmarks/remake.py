@@ -90,15 +90,18 @@ def _in_turn() -> dict[str, Make]:
         "two bits, in turns": folder / "small.jsonl",
         "one bit, in turns above 32": folder / "small_one_bit.jsonl",
     }
-    table = lambda path: controllers.run.table(read(path)[1])
     return {
         f"{_IN_TURN}/worth.md": _text(controllers.worth.table, records),
         f"{_IN_TURN}/worth.png": functools.partial(controllers.worth.draw, records),
-        **{
-            f"{_IN_TURN}/{name}.md": _text(table, folder / f"{name}.jsonl")
-            for name in ("networks", "up_to_32")
-        },
+        **_closed_loop(_IN_TURN, "networks", "up_to_32"),
     }
+
+
+def _closed_loop(folder: str, *names: str) -> dict[str, Make]:
+    """Make the tables of controllers on networks drawn at random."""
+    table = lambda path: controllers.run.table(read(path)[1])
+    lines = lambda name: RECORDS / folder / f"{name}.jsonl"
+    return {f"{folder}/{name}.md": _text(table, lines(name)) for name in names}
 
 
 def _live(name: str) -> Make:
@@ -204,13 +207,7 @@ MADE: dict[str, Make] = {
     **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
     "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
     "2026-11-25_progress/law.png": _law,
-    **{
-        f"{_CLOSED_LOOP}/{name}.md": _text(
-            lambda path: controllers.run.table(read(path)[1]),
-            RECORDS / _CLOSED_LOOP / f"{name}.jsonl",
-        )
-        for name in ("networks", "delayed")
-    },
+    **_closed_loop(_CLOSED_LOOP, "networks", "delayed"),
     f"{_CLOSED_LOOP}/networks.png": _networks,
     **_in_turn(),
     **_end_to_end("2026-11-23_end_to_end"),

@@ -148,9 +148,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "lowrankshort": {"exchange": SHORT_LOW_RANK},
     "quantized": {"exchange": gravac.Quantized(least_bits=1)},
     "allreduced": {"exchange": ONE_BIT},
-    "allreducedfour": {
-        "exchange": dataclasses.replace(ONE_BIT, mean_bits=4),
-    },
+    "allreducedfour": {"exchange": dataclasses.replace(ONE_BIT, mean_bits=4)},
     "rows": {"exchange": gravac.QuantizedTopK()},
 }
 STEPS = {

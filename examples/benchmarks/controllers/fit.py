@@ -21,7 +21,7 @@ from common.figures import FAINT, legend_below, picture
 from common.journal import Line, read
 from common.statistics import reached
 
-from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of
+from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
 from gravac_jax._controllers.progress import WAITING_COST, waiting_steps
 
 SMALL = "2026-11-25_progress/small.jsonl"
@@ -88,10 +88,8 @@ def small(path: Path) -> list[Run]:
             found = [x for x in ours if of(x) == kind]
             share = np.mean([x["shares"][LADDER.index(factor)] for x in found])
             wait = float(waiting_steps(jnp.float32(share), steps))
-            dense = {x["seed"]: x["taken"] for x in ours if of(x) == ("own", 1.0, 1)}
-            worths = [dense[x["seed"]] / x["taken"] for x in found]
             what = words(factor, steps), where == "own"
-            runs.append(made(name, what, wait, worths))
+            runs.append(made(name, what, wait, worths(ours, *kind)))
     return runs
 
 

@@ -261,6 +261,24 @@ def runs_of(path: Path) -> list[Line]:
     return [{**x, "taken": longest if is_missed(x) else x["taken"]} for x in lines]
 
 
+def worths(lines: list[Line], params: str, factor: float, steps: int) -> list[float]:
+    """Return what a step of one kind is worth in dense steps, for each seed.
+
+    Args:
+      lines: Those of one optimizer, from `runs_of`.
+      params: Where gradients are taken.
+      factor: The factor.
+      steps: The steps of a round.
+    """
+    taken = lambda *kind: {
+        x["seed"]: x["taken"]
+        for x in lines
+        if (x["params"], x["factor"], x["steps"]) == kind
+    }
+    dense = taken("own", 1.0, 1)
+    return [dense[seed] / x for seed, x in taken(params, factor, steps).items()]
+
+
 def main(args: Args) -> None:
     """Make the runs that are missing."""
     bench, journal = Bench(args), Journal(args.out, configuration(args))

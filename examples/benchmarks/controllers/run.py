@@ -133,11 +133,13 @@ def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
         rows = [[at(f, h) for f in choices.ladder] for h in choices.rounds]
         return np.asarray(rows, np.float32)
 
+    # The record may have seen higher factors, too.
+    seen = lambda name: table(name)[..., : len(choices.ladder)]
     return Worth(
         progress=DENSE_STEPS / table("taken"),
-        shares=table("shares")[..., : len(choices.ladder)],
-        deviations=table("deviations")[..., : len(choices.ladder)],
-        gains=table("gains")[..., : len(choices.ladder)],
+        shares=seen("shares"),
+        deviations=seen("deviations"),
+        gains=seen("gains"),
         norms=np.asarray(mean("norms", params="own", factor=1.0, steps=1), np.float32),
         diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)),
     )

@@ -12,33 +12,29 @@ from common.figures import FAINT, legend_below, picture
 from common.journal import Line
 from common.report import markdown
 
-from controllers.progress import OPTIMIZERS, runs_of
+from controllers.progress import OPTIMIZERS, runs_of, worths
 
 FIRST = 16  # the lowest factor that is shown: below it the records have the same rungs
 
 
-def worths(lines: list[Line], optimizer: str, params: str) -> dict[float, list[float]]:
+def by_factor(
+    lines: list[Line], optimizer: str, params: str
+) -> dict[float, list[float]]:
     """Return what a step of each factor is worth, for each seed."""
     ours = [x for x in lines if x["optimizer"] == optimizer]
-    of = lambda where, factor: {
-        x["seed"]: x["taken"]
-        for x in ours
-        if (x["params"], x["factor"], x["steps"]) == (where, factor, 1)
-    }
-    dense = of("own", 1.0)
     factors = sorted({x["factor"] for x in ours if x["factor"] >= FIRST})
-    return {f: [dense[s] / x for s, x in of(params, f).items()] for f in factors}
+    return {f: worths(ours, params, f, 1) for f in factors}
 
 
 def table(records: Mapping[str, Path]) -> str:
     """Return a table of all records: means, and the least and the most of the seeds."""
     lines = {words: runs_of(path) for words, path in records.items()}
-    factors = sorted({f for x in lines.values() for f in worths(x, "adam", "own")})
+    factors = sorted({f for x in lines.values() for f in by_factor(x, "adam", "own")})
     rows = [["optimizer", "params", "sent", *(f"factor {x:g}" for x in factors)]]
     for optimizer, words in OPTIMIZERS.items():
         for params in ("own", "shared"):
             for sent, found in lines.items():
-                mine = worths(found, optimizer, params)
+                mine = by_factor(found, optimizer, params)
                 said = [_said(mine.get(f, [])) for f in factors]
                 rows.append([words, params, sent, *said])
     return markdown(rows)
@@ -52,10 +48,11 @@ def _said(found: list[float]) -> str:
 
 def draw(records: Mapping[str, Path], path: Path) -> None:
     """Draw what a step at own params is worth over the factor, by optimizer."""
+    lines = {words: runs_of(path) for words, path in records.items()}
     with picture(path, (11, 4), columns=3) as (figure, axes):
         for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
-            for i, (sent, record) in enumerate(records.items()):
-                mine = worths(runs_of(record), optimizer, "own")
+            for i, (sent, found) in enumerate(lines.items()):
+                mine = by_factor(found, optimizer, "own")
                 mean = np.array([np.mean(x) for x in mine.values()])
                 ends = [
                     [min(x) for x in mine.values()],

@@ -277,9 +277,7 @@ def draw(timed: Timed, runs: list[Line], path: Path, over: str | None = None) ->
         legend_below(figure)
 
 
-def draw_beside(
-    records: dict[str, Args], path: Path, leave_out: str = "nothing"
-) -> None:
+def draw_beside(records: dict[str, Args], path: Path, leave_out: str) -> None:
     """Draw several tasks side by side, each under its title, over dense float32.
 
     Args:
