@@ -159,8 +159,9 @@ RUNS = {
     "controllers.progress": ("--replicas 2 --steps 40 --seeds 1 --rounds 1", 10),
     "controllers.traces": ("--steps 60 --picture picture.png", 6),
     "accelerator": (
-        "--methods dense --millions 1 --rows 1 --steps 1 --entries 1e4",
-        7,
+        "--methods dense --alone fixed100 --millions 1 --rows 1 --steps 1"
+        " --entries 1e4",
+        4,
     ),
     "adaptivity": (
         "--methods dense default --bandwidths-mbit 1000 20 --steps 4 --turn 2"

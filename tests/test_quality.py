@@ -1,5 +1,6 @@
 """The quality harness: its statistics, its files, and that it reproduces itself."""
 
+import dataclasses
 import io
 import json
 import math
@@ -139,6 +140,37 @@ def test_the_same_command_writes_the_same_file_also_after_a_cut(
     with pytest.raises(KeyboardInterrupt):
         toy(text, cut)
     assert toy(text, cut) == whole
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_are_what_each_of_them_is_alone(tmp_path, text):
+    setting = dataclasses.replace(TOY, multiples=(0.5, 1.0))
+    methods = {"methods": ("allreduced16", "diloco3"), "seeds": 3, "setting": setting}
+    losses = {}
+    for at_once in (1, 2):
+        out = tmp_path / f"{at_once}.jsonl"
+        toy(text, out, at_once=at_once, **methods)
+        lines = [x for x in journal.read(out)[1] if x["step"] == TOY.steps]
+        runs = ("phase", "method", "learning_rate", "seed")
+        losses[at_once] = {tuple(x[y] for y in runs): x["loss"] for x in lines}
+    assert len(set(losses[1].values())) == 2 * (2 + 3)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_runs_of_one_method_and_phase_go_side_by_side():
+    made = [
+        trial.Trial(phase, method, 1.0, seed, 6)
+        for phase in ("tune", "test")
+        for seed in range(3)
+        for method in ("a", "b")
+    ]
+    groups = quality.side_by_side(made, 2)
+    seeds = [(x[0].phase, x[0].method, [y.seed for y in x]) for x in groups]
+    assert seeds[:4] == [
+        *(("tune", "a", [0, 1]), ("tune", "b", [0, 1])),
+        *(("tune", "a", [2]), ("tune", "b", [2])),
+    ]
+    assert quality.side_by_side(made, 1) == [[x] for x in made]
 
 
 @pytest.mark.slow

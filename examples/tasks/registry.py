@@ -40,6 +40,11 @@ TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rat
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
 VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
 SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
+# What needs a GPU: ResNet-18, and a GPT of 10.7 million params.
+RESNET18 = Size(
+    {"widths": (64, 128, 256, 512), "blocks": 2}, rows=8, learning_rate=0.05
+)
+GPT = Size({"width": 384, "layers": 6, "heads": 6}, rows=8, learning_rate=0.3)
 BYTES, WORDS = 64, 35  # predictions per window; GraVAC has 35 words
 
 
@@ -132,7 +137,9 @@ TASKS = {
     "lstm-ptb": _language(LSTMLanguageModel, LSTM, *_WORDS),
     "transformer-bytes": _language(TransformerLanguageModel, TRANSFORMER, *_BYTES),
     "transformer-ptb": _language(TransformerLanguageModel, TRANSFORMER, *_WORDS),
+    "gpt-bytes": _language(TransformerLanguageModel, GPT, *_BYTES),
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
+    "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
     "vgg-cifar10": _images(VGG, SMALL_VGG, cifar.CIFAR10),
 }

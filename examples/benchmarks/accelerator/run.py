@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import quality.run
 from common.journal import Journal, Line
 from common.report import show, table
@@ -33,7 +34,7 @@ from training.methods import arguments
 
 import gravac_jax as gravac
 
-ALONE = {"allreduced4", "allreduced16", "allreduced32", "fixed100", "rows64"}
+AT_ONCE = 4  # steps on their way, as in a training loop that does not wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +45,23 @@ class Args:
       out: The record, JSONL; what is in it is not timed again. Runs of the quality go
         to a file beside it, with `_quality` in its name.
       methods: Methods whose steps are timed, as in training/methods.py.
+      alone: Methods whose exchange is timed without other replicas.
       millions: Entries of the GPT, in millions: 1, 25 or 100.
       entries: Entries of the bucket whose exchange is timed.
       rows: Windows of a replica in a step.
-      steps: Timed steps.
+      steps: Timings, each of four steps.
       trace: A folder for profiles.
       data_dir: A folder with a text, for the quality.
     """
 
     out: Path
     methods: tuple[str, ...] = (
-        *("dense", "allreduced16", "allreduced32", "allreducedadam16"),
-        *("delayedallreducedadam16", "default", "fixed100"),
+        *("dense", "allreducedadam16", "turns4allreducedadam16"),
+        *("delayedallreducedadam16", "defaultadam", "fixed100"),
+    )
+    alone: tuple[str, ...] = (
+        *("allreduced4", "allreduced16", "allreduced32", "turns4allreduced16"),
+        *("allreducedadam16", "turns4allreducedadam16", "fixed100", "rows64"),
     )
     millions: int = 100
     entries: float = 1e8
@@ -66,13 +72,15 @@ class Args:
 
 
 def timed(take: Any, state: Any, steps: int) -> Line:
-    """Return quartiles of milliseconds; `take` maps a state to the next."""
+    """Return quartiles of milliseconds a step; `take` maps a state to the next."""
     state = jax.block_until_ready(take(state))  # compile
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
-        state = jax.block_until_ready(take(state))
-        seconds.append(time.perf_counter() - start)
+        for _ in range(AT_ONCE):
+            state = take(state)
+        jax.block_until_ready(state)
+        seconds.append((time.perf_counter() - start) / AT_ONCE)
     quartiles = statistics.quantiles(seconds, n=4) if steps > 1 else seconds * 3
     return {"milliseconds": [round(1e3 * x, 3) for x in quartiles]}
 
@@ -100,11 +108,14 @@ def whole_step(name: str, args: Args) -> Line:
 
 
 def alone(name: str, args: Args) -> Line:
-    """Time an exchange without other replicas; "floor" is one pass."""
+    """Time an exchange without other replicas; "floor" is one pass, "adam" Optax's."""
     gradient = jax.random.normal(jax.random.key(0), (int(args.entries),))
     if name == "floor":
         work = lambda x, state: ((), 0.99 * (x + state))
         state: Any = jnp.zeros_like(gradient)
+    elif name == "adam":
+        tx = optax.scale_by_adam()
+        work, state = tx.update, tx.init(gradient)
     else:
         tx = gravac.transform(axis_name=None, compress=True, **arguments(name))
         work, state = tx.update, tx.init(gradient)
@@ -120,7 +131,7 @@ def main(args: Args) -> None:
     for name in args.methods:
         make = lambda name=name: whole_step(name, args)
         journal.once(make, kind="step", method=name)
-    for name in ("floor", *sorted(ALONE)):
+    for name in ("floor", "adam", *args.alone):
         make = lambda name=name: alone(name, args)
         journal.once(make, kind="passes", method=name)
     middle = lambda line: line["milliseconds"][1]

@@ -12,6 +12,7 @@ import functools
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from common.journal import Journal, Line
 from common.report import show
@@ -35,6 +36,8 @@ class Args:
       out: The record, JSONL; runs that are in it are not made again.
       methods: Names as in training/methods.py; gaps are to "dense".
       seeds: The number of runs that count; their seeds are 0, 1, ...
+      at_once: Runs of a method that one program makes side by side. More than one fill
+        an accelerator, and run all branches of a method that chooses.
       setting: What all runs of the record share.
     """
 
@@ -42,6 +45,7 @@ class Args:
     out: Path
     methods: tuple[str, ...] = ("dense", "default", "fixed10", "fixed100", "fixed1000")
     seeds: int = 5
+    at_once: int = 1
     setting: Annotated[Setting, tyro.conf.OmitArgPrefixes] = Setting()  # noqa: RUF009
 
 
@@ -71,6 +75,19 @@ def is_done(trial: Trial, lines: list[Line]) -> bool:
     return any(trial.owns(x) and x["step"] == trial.steps for x in lines)
 
 
+def side_by_side(missing: list[Trial], at_once: int) -> list[list[Trial]]:
+    """Divide runs into groups of one method and phase, in the order of first runs."""
+    groups: list[list[Trial]] = []
+    newest: dict[tuple[str, str], list[Trial]] = {}
+    for trial in missing:
+        kind = trial.phase, trial.method
+        if kind not in newest or len(newest[kind]) == at_once:
+            newest[kind] = []
+            groups.append(newest[kind])
+        newest[kind].append(trial)
+    return groups
+
+
 def make_runs(args: Args, console: Console) -> None:
     """Make what is missing in the file.
 
@@ -80,17 +97,22 @@ def make_runs(args: Args, console: Console) -> None:
     bench = Bench(args.setting, args.data_dir)
     unit, learning_rate = bench.task.unit, bench.task.learning_rate
     own = {"unit": unit, "learning_rate": learning_rate, "data": bench.digest()}
+    if jax.default_backend() != "cpu":
+        own["device"] = jax.devices()[0].device_kind
     journal = Journal(args.out, {**dataclasses.asdict(args.setting), **own})
     with Progress(console=console, transient=True) as progress:
         for _ in ("tune", "test"):  # the second is planned from what the first finds
-            for trial in trials(args, learning_rate, journal.lines):
-                if is_done(trial, journal.lines):
-                    continue
-                bar = progress.add_task(trial.name, total=trial.steps)
+            planned = trials(args, learning_rate, journal.lines)
+            missing = [x for x in planned if not is_done(x, journal.lines)]
+            for group in side_by_side(missing, args.at_once):
+                title = ", ".join(x.name for x in group)
+                bar = progress.add_task(title, total=group[0].steps)
                 tick = functools.partial(progress.advance, bar)
-                run(trial, bench, journal, tick)
+                run(group, bench, journal, tick)
                 progress.remove_task(bar)
-                console.print(f"{trial.name}: {journal.lines[-1]['loss']} {unit}")
+                last = journal.lines[-len(group) :]
+                for trial, line in zip(group, last, strict=True):
+                    console.print(f"{trial.name}: {line['loss']} {unit}")
 
 
 def check(args: Args) -> None:
@@ -105,9 +127,10 @@ def check(args: Args) -> None:
     setting = args.setting
     evaluations = setting.evaluations, setting.evaluation_rows
     rows = 1 if setting.rows is None else setting.rows
-    if min(args.seeds, setting.replicas, rows, setting.steps, *evaluations) < 1:
+    counts = args.seeds, args.at_once, setting.replicas, rows, setting.steps
+    if min(*counts, *evaluations) < 1:
         raise SystemExit(
-            "seeds, replicas, rows, steps and evaluations must be at least 1"
+            "seeds, --at-once, replicas, rows, steps and evaluations must be at least 1"
         )
     if not setting.multiples or min(setting.multiples) <= 0:
         raise SystemExit("--multiples must be above 0")

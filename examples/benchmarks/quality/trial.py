@@ -1,10 +1,10 @@
-"""Make one run of `quality`."""
+"""Make runs of `quality`: one, or several of a method side by side."""
 
 import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -72,10 +72,14 @@ class Trial(NamedTuple):
         """The run's name, and that of its folder."""
         return f"{self.phase}-{self.method}-{self.learning_rate:g}-{self.seed}"
 
+    @property
+    def own(self) -> Line:
+        """What says of a line of the journal that it is of this run."""
+        return {k: x for k, x in self._asdict().items() if k != "steps"}
+
     def owns(self, line: Line) -> bool:
         """Return whether a line of the journal is of this run."""
-        own = ("phase", "method", "learning_rate", "seed")
-        return all(line[x] == getattr(self, x) for x in own)
+        return self.own.items() <= line.items()
 
 
 class Bench:
@@ -93,38 +97,30 @@ class Bench:
         self.setting = setting
         self.task: Task = load(setting.task, data_dir)
         self.init = jax.jit(self.task.init)
-        self._compiled = functools.cache(self._compile)
+        self.compiled = functools.cache(self._compile)
         self.held_out = functools.cache(self._held_out)
 
-    def compiled(self, trial: Trial) -> tuple[Any, Any]:
-        """Return the transformation and the step of a run, compiled once for many."""
-        same = trial._replace(phase="", seed=0)
-        if not is_recipe(trial.method):
-            same = same._replace(learning_rate=0.0, steps=0)
-        return self._compiled(same)
+    def transformation(
+        self, method: str, learning_rate: Any = 0.0
+    ) -> optax.GradientTransformation:
+        """Return a method's optimizer; whole ones know their learning rate."""
+        optimizer = OPTIMIZERS[self.setting.optimizer]
+        if is_recipe(method):
+            scale = optax.scale_by_learning_rate(learning_rate)
+            return recipe(method, optax.chain(optimizer, scale))
+        chosen = arguments(method)
+        rest = after(chosen, optimizer, self.setting.clip)
+        return optax.chain(gravac.transform(**chosen), *rest)
 
-    def _transformation(self, trial: Trial) -> optax.GradientTransformation:
-        optimizer, name = OPTIMIZERS[self.setting.optimizer], trial.method
-        if not is_recipe(name):
-            chosen = arguments(name)
-            rest = after(chosen, optimizer, self.setting.clip)
-            return optax.chain(gravac.transform(**chosen), *rest)
-        schedule = self.setting.schedule
-        rates = [learning_rate_at(x, trial, schedule) for x in range(trial.steps)]
-        at = lambda step: jnp.asarray(rates, jnp.float32)[step]
-        return recipe(name, optax.chain(optimizer, optax.scale_by_learning_rate(at)))
-
-    def _compile(self, trial: Trial) -> tuple[Any, Any]:
-        name, tx = trial.method, self._transformation(trial)
-
+    def _compile(self, method: str, is_one: bool) -> Any:
         # The learning rate is an argument, so that a method compiles once for all runs.
         def train_step(
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
-            where = params
-            if is_recipe(name):  # its updates are params' own
+            tx, where = self.transformation(method, learning_rate), params
+            if is_recipe(method):  # its updates are params' own
                 learning_rate = jnp.float32(-1)
-            if is_local(name):
+            if is_local(method):
                 # What follows in the chain has no learning rate: it is applied here.
                 own = gravac.local_params(tx, params, opt_state)
                 where = jax.tree.map(
@@ -135,7 +131,8 @@ class Bench:
             params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
             return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")
 
-        return tx, gravac.simulate(train_step, self.setting.replicas)
+        step = gravac.simulate(train_step, self.setting.replicas)
+        return step if is_one else jax.jit(jax.vmap(step), donate_argnums=(0, 1))
 
     def _held_out(self, phase: str) -> Callable[[Any], float]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
@@ -152,15 +149,63 @@ class Bench:
                     found.update(np.ascontiguousarray(leaf).tobytes())
         return found.hexdigest()[:16]
 
-    def start(self, trial: Trial) -> tuple[Any, Any]:
-        """Return the initial state and the batches; they depend on the seed alone."""
-        tx, _ = self.compiled(trial)
+    def start(self, trial: Trial) -> Any:
+        """Return the initial state; the params depend on the seed alone."""
+        tx = self.transformation(trial.method)
         params = self.init(jax.random.key(trial.seed))
+        return gravac.place((params, tx.init(params)), self.setting.replicas)
+
+    def batches(self, seed: int) -> Iterator[Any]:
+        """Return the batches of all replicas, which depend on the seed alone."""
         replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
-        batches = pipeline.batches(
-            self.task.train, rows=rows, replicas=replicas, seed=trial.seed
-        )
-        return gravac.place((params, tx.init(params)), replicas), batches
+        train = self.task.train
+        return pipeline.batches(train, rows=rows, replicas=replicas, seed=seed)
+
+
+class SideBySide:
+    """Runs of one method as one: their arrays are stacked along a new first axis.
+
+    They fill an accelerator that one small model leaves idle. A single run is left as
+    it is: only then one branch of a conditional runs, not all of them.
+
+    Args:
+      bench: The task.
+      trials: The runs, of one method and as many steps.
+    """
+
+    def __init__(self, bench: Bench, trials: Sequence[Trial]):
+        self.trials, self._schedule = trials, bench.setting.schedule
+        self._is_one = len(trials) == 1
+        self._step = bench.compiled(trials[0].method, self._is_one)
+        self._state = self._stacked(map(bench.start, trials), jnp.stack)
+        self._streams = {x.seed: bench.batches(x.seed) for x in trials}
+
+    def step(self, i: int) -> Any:
+        """Take step `i` of all runs, and return their losses and infos."""
+        rates = [learning_rate_at(i, x, self._schedule) for x in self.trials]
+        rate = self._stacked(np.asarray(rates, np.float32), np.stack)
+        batches = {seed: next(stream) for seed, stream in self._streams.items()}
+        batch = self._stacked([batches[x.seed] for x in self.trials], np.stack)
+        *self._state, loss, info = self._step(*self._state, batch, learning_rate=rate)
+        return loss, info
+
+    @property
+    def params(self) -> list[Any]:
+        """The shared params of each run."""
+        return self.divided(self._state[0])
+
+    def divided(self, tree: Any) -> list[Any]:
+        """Return the part of each run."""
+        if self._is_one:
+            return [tree]
+        part = lambda i: jax.tree.map(lambda x: x[i], tree)
+        return [part(i) for i in range(len(self.trials))]
+
+    def _stacked(self, trees: Iterable[Any], stack: Any) -> Any:
+        first, *others = trees
+        if self._is_one:
+            return first
+        return jax.tree.map(lambda *leaves: stack(leaves), first, *others)
 
 
 def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:
@@ -174,40 +219,42 @@ def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:
     return trial.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
-    """Make one run, and add a line for each evaluation.
+def run(trials: Sequence[Trial], bench: Bench, journal: Journal, tick: Any) -> None:
+    """Make runs side by side, and add a line of each for each evaluation.
 
     Args:
-      trial: The run.
+      trials: The runs, of one method and phase.
       bench: The task and its compiled steps.
-      journal: The record; lines of the run from before it was cut off are dropped.
+      journal: The record; lines of the runs from before they were cut off are dropped.
       tick: A function that is called after every step.
     """
-    journal.drop(trial.owns)
-    setting, (_, step) = bench.setting, bench.compiled(trial)
-    every = max(1, setting.steps // setting.evaluations)
-    state, stream = bench.start(trial)
-    own = dict(zip(trial._fields[:-1], trial[:-1], strict=True))
-    totals: Line = {}
+    journal.drop(lambda line: any(x.owns(line) for x in trials))
+    every = max(1, bench.setting.steps // bench.setting.evaluations)
+    together = SideBySide(bench, trials)
+    totals: list[Line] = [{} for _ in trials]
     pending: list[Any] = []
-    for i in range(trial.steps):
-        rate = learning_rate_at(i, trial, setting.schedule)
-        *state, loss, info = step(*state, next(stream), learning_rate=jnp.float32(rate))
-        pending.append((loss, info))
+    steps = trials[0].steps
+    for i in range(steps):
+        pending.append(together.step(i))
         tick()
-        if (i + 1) % every == 0 or i + 1 == trial.steps:
-            figures = add_up(totals, pending, setting.replicas)
-            held_out = bench.held_out(trial.phase)(state[0])
-            journal.append({**own, "step": i + 1, "loss": finite(held_out), **figures})
+        if (i + 1) % every == 0 or i + 1 == steps:
+            found = [together.divided(x) for x in jax.device_get(pending)]
+            pending.clear()
+            parts = zip(
+                trials, together.params, totals, zip(*found, strict=True), strict=True
+            )
+            for trial, params, total, own in parts:
+                held_out = bench.held_out(trial.phase)(params)
+                figures = add_up(total, own, bench.setting.replicas)
+                line = {"step": i + 1, "loss": finite(held_out), **figures}
+                journal.append({**trial.own, **line})
 
 
-def add_up(totals: Line, pending: list[Any], replicas: int) -> Line:
+def add_up(totals: Line, steps: Sequence[Any], replicas: int) -> Line:
     """Add the steps since the last evaluation to `totals`, and return their figures.
 
     A coordinate touch is one replica sending one coordinate: N / factor a step.
     """
-    steps: list[Any] = jax.device_get(pending)
-    pending.clear()
     for name in ("payload_bytes", "wire_bytes", "dense_bytes", "dense_wire_bytes"):
         sent = sum(int(getattr(info, name)) for _, info in steps)
         totals[name] = totals.get(name, 0) + sent
