@@ -125,8 +125,8 @@ def _learn(
     shares = jnp.clip(sent / jnp.where(left > 0, left, 1), 0, 1)
     begun = jnp.where(is_found, scaled, state.right[:, :rank])
     return PowerState(
-        state.right.at[:, :rank].set(begun),
-        state.remaining_shares.at[:rank].set(shares),
+        jax.lax.dynamic_update_slice(state.right, begun, (0, 0)),
+        jax.lax.dynamic_update_slice(state.remaining_shares, shares, (0,)),
     )
 
 
