@@ -44,6 +44,16 @@ def _losses(*names: str) -> Make:
     return make
 
 
+def _quality(folder: str, *names: str) -> dict[str, Make]:
+    """Make a table and a figure of each workload."""
+    made: dict[str, Make] = {}
+    for name in names:
+        lines = f"{folder}/{name}.jsonl"
+        made[f"{folder}/{name}.md"] = _text(quality.report.text, [RECORDS / lines])
+        made[f"{folder}/{name}.png"] = _losses(lines)
+    return made
+
+
 def _growth(path: Path) -> None:
     """Draw bytes, and milliseconds at 1 Gbit/s, over the number of replicas."""
     lines = read(RECORDS / "2026-11-21_growth/growth.jsonl")[1]
@@ -215,6 +225,7 @@ MADE: dict[str, Make] = {
     **_end_to_end(_TIME_TO_QUALITY, "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
+    **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),

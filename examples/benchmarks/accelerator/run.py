@@ -1,6 +1,7 @@
 """Time steps and exchanges on the GPUs or TPUs of this machine, in twenty minutes.
 
-Nobody has run it on a GPU or a TPU yet. It asks three questions, in this order:
+The record 2026-11-26_h200 is of one GPU; nobody has run it on a TPU or on several
+GPUs. It asks three questions, in this order:
 
 - `step`: milliseconds of a GPT's whole step, by method, over all devices.
 - `passes`: the work of an exchange without other replicas, at 100 million entries, in

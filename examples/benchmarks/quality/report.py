@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 from common.figures import legend_below, picture
 from common.journal import Line, read
-from common.report import show, table
+from common.report import markdown, show, table
 from common.statistics import upper_bound
 from training.methods import in_words
 
@@ -125,6 +125,37 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
         if axis.endswith("bytes"):
             ax.set(xscale="log")
         legend_below(figure, title=_seeds_in_words(by_method(runs).values()))
+
+
+def text(files: Iterable[Path]) -> str:
+    """Return what each method loses against dense, in Markdown."""
+    configuration, lines = read_all(files)
+    runs, tried = results(lines), tuning(lines)
+    rows = [["", "rate", "fewer bytes", "loss", "above dense: mean (each)", "bound"]]
+    for name, own in by_method(runs).items():
+        gaps = [100 * gap(*pair) for pair in paired(own, runs)]
+        mean, each = statistics.fmean(gaps), ", ".join(f"{x:+.1f}" for x in gaps)
+        rate = own[0].learning_rate
+        rates = tried.get(name, {rate: 0.0})
+        is_at_edge = len(rates) > 1 and rate in (min(rates), max(rates))
+        rows.append(
+            [
+                in_words(name),
+                f"{rate:g}{' (edge)' if is_at_edge else ''}",
+                f"{statistics.fmean(x.wire_factor for x in own):.1f}",
+                f"{statistics.fmean(x.loss for x in own):.4f}",
+                "" if name == "dense" else f"{mean:+.1f}% ({each})",
+                "" if name == "dense" else f"{upper_bound(gaps):.1f}%",
+            ]
+        )
+    dense = [x.lines for x in runs if x.method == "dense"]
+    falls = [100 * (1 - x[-1]["loss"] / x[-1 - len(x) // 4]["loss"]) for x in dense]
+    notes = (
+        "{task}, {replicas} replicas, {steps} steps. ".format(**configuration)
+        + f"Dense steps fall by {min(falls):.1f}% to {max(falls):.1f}% in the last "
+        "quarter."
+    )
+    return f"{markdown(rows)}\n\n{notes}"
 
 
 def _seeds_in_words(methods: Iterable[list[Result]]) -> str:
