@@ -40,7 +40,7 @@ TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rat
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
 VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
 SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
-# What needs a GPU: ResNet-18, and a GPT of 10.7 million params.
+# What needs a GPU: ResNet-18, and a GPT of 10.9 million params.
 RESNET18 = Size(
     {"widths": (64, 128, 256, 512), "blocks": 2}, rows=8, learning_rate=0.05
 )

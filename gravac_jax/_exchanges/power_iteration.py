@@ -124,6 +124,7 @@ def _learn(
     left = energy - jnp.cumsum(sent) + sent
     shares = jnp.clip(sent / jnp.where(left > 0, left, 1), 0, 1)
     begun = jnp.where(is_found, scaled, state.right[:, :rank])
+    # At the top rank, x.at[:, :rank].set crashes the compiler (jaxlib 0.11.2, CPU).
     return PowerState(
         jax.lax.dynamic_update_slice(state.right, begun, (0, 0)),
         jax.lax.dynamic_update_slice(state.remaining_shares, shares, (0,)),

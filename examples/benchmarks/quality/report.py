@@ -136,7 +136,7 @@ def text(files: Iterable[Path]) -> str:
         gaps = [100 * gap(*pair) for pair in paired(own, runs)]
         mean, each = statistics.fmean(gaps), ", ".join(f"{x:+.1f}" for x in gaps)
         rate = own[0].learning_rate
-        rates = tried.get(name, {rate: 0.0})
+        rates = tried.get(name, {})
         is_at_edge = len(rates) > 1 and rate in (min(rates), max(rates))
         rows.append(
             [
@@ -148,12 +148,15 @@ def text(files: Iterable[Path]) -> str:
                 "" if name == "dense" else f"{upper_bound(gaps):.1f}%",
             ]
         )
+    steps = configuration["steps"]
     dense = [x.lines for x in runs if x.method == "dense"]
-    falls = [100 * (1 - x[-1]["loss"] / x[-1 - len(x) // 4]["loss"]) for x in dense]
+    before = [[y for y in x if y["step"] <= 0.75 * steps][-1] for x in dense]
+    pairs = zip(dense, before, strict=True)
+    falls = [100 * (1 - x[-1]["loss"] / y["loss"]) for x, y in pairs]
     notes = (
         "{task}, {replicas} replicas, {steps} steps. ".format(**configuration)
         + f"Dense steps fall by {min(falls):.1f}% to {max(falls):.1f}% in the last "
-        "quarter."
+        f"{steps - before[0]['step']}."
     )
     return f"{markdown(rows)}\n\n{notes}"
 

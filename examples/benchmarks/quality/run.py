@@ -4,7 +4,7 @@ Every method gets the same task, initial params and batches per seed, and the sa
 budget to tune its learning rate: one run for each of a few multiples of the task's own
 rate, judged by the validation loss of a seed that is used for nothing else. The runs
 that count then report the test loss. One JSONL line per evaluation; a run that was cut
-off is made again, and the same command writes the same file.
+off is made again. Without `--at-once`, the same command writes the same file.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ def check(args: Args) -> None:
     counts = args.seeds, args.at_once, setting.replicas, rows, setting.steps
     if min(*counts, *evaluations) < 1:
         raise SystemExit(
-            "seeds, --at-once, replicas, rows, steps and evaluations must be at least 1"
+            "seeds, at-once, replicas, rows, steps and evaluations must be at least 1"
         )
     if not setting.multiples or min(setting.multiples) <= 0:
         raise SystemExit("--multiples must be above 0")

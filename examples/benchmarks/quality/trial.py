@@ -74,7 +74,7 @@ class Trial(NamedTuple):
 
     @property
     def own(self) -> Line:
-        """What says of a line of the journal that it is of this run."""
+        """The fields that identify the lines of this run."""
         return {k: x for k, x in self._asdict().items() if k != "steps"}
 
     def owns(self, line: Line) -> bool:
@@ -165,8 +165,8 @@ class Bench:
 class SideBySide:
     """Runs of one method as one: their arrays are stacked along a new first axis.
 
-    They fill an accelerator that one small model leaves idle. A single run is left as
-    it is: only then one branch of a conditional runs, not all of them.
+    They fill an accelerator that one small model leaves idle. Under `vmap` all branches
+    of a conditional run, so a single run is left as it is.
 
     Args:
       bench: The task.
