@@ -23,6 +23,7 @@ from training.methods import in_words
 from quality.results import (
     Result,
     by_method,
+    edges,
     gap,
     number,
     paired,
@@ -59,7 +60,7 @@ def tuning_table(lines: list[Line]) -> list[Any]:
     tried = sorted({rate for losses in losses_of.values() for rate in losses})
     best, rows = tuned(lines), []
     for name, losses in losses_of.items():
-        mark = "!" if best[name] in (min(tried), max(tried)) else "*"
+        mark = "!" if best[name] in edges(lines) else "*"
         marks = {best[name]: mark}
         cells = [f"{losses[x]:.4f}{marks.get(x, ' ')}" for x in tried if x in losses]
         rows.append([name, *cells])
@@ -130,18 +131,16 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
 def text(files: Iterable[Path]) -> str:
     """Return what each method loses against dense, in Markdown."""
     configuration, lines = read_all(files)
-    runs, tried = results(lines), tuning(lines)
+    runs = results(lines)
     rows = [["", "rate", "fewer bytes", "loss", "above dense: mean (each)", "bound"]]
     for name, own in by_method(runs).items():
         gaps = [100 * gap(*pair) for pair in paired(own, runs)]
         mean, each = statistics.fmean(gaps), ", ".join(f"{x:+.1f}" for x in gaps)
         rate = own[0].learning_rate
-        rates = tried.get(name, {})
-        is_at_edge = len(rates) > 1 and rate in (min(rates), max(rates))
         rows.append(
             [
                 in_words(name),
-                f"{rate:g}{' (edge)' if is_at_edge else ''}",
+                f"{rate:g}{' (edge)' if rate in edges(lines) else ''}",
                 f"{statistics.fmean(x.wire_factor for x in own):.1f}",
                 f"{statistics.fmean(x.loss for x in own):.4f}",
                 "" if name == "dense" else f"{mean:+.1f}% ({each})",
