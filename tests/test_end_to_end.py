@@ -61,6 +61,17 @@ def test_a_method_that_was_timed_has_its_own_seconds():
     assert timed.step(100.0, "dense16", 1) == pytest.approx(0.12)
 
 
+def test_a_ladder_of_turns_has_the_seconds_of_two_bits_in_turn():
+    seconds = {"dense": 0.22, "localallreducedadam16": 0.06, "fixed10": 0.5}
+    seconds |= {"turns4allreducedadam16": 0.03, "localallreducedadam32": 0.01}
+    seconds |= {"turns4allreducedadam32": 0.01, "turns8allreducedsgd16": 0.01}
+    timed = Timed([line(100.0, *x) for x in seconds.items()], 2)
+    step = lambda factor: timed.step(100.0, "localdefaultadam", factor)
+    found = [step(factor) for factor in (1, 16, 32, 64, 256)]
+    # Half of the bytes are a third of the way from a quarter of them to all.
+    assert found == pytest.approx([0.22, 0.06, 0.04, 0.03, 0.03])
+
+
 @pytest.mark.parametrize("own_seconds", [0.0, 0.003, -0.001])
 def test_a_controller_costs_what_its_steps_take_beside_static_ones(own_seconds):
     timed = Timed(record(own_seconds), 2)

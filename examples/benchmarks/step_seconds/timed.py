@@ -14,6 +14,7 @@ Mbit = float | None  # of a network's links; None is no limit
 STATIC = re.compile(
     rf"(fixed|(?:{LOCAL}|turns(\d+))?allreduced(?:{'|'.join(OWNERS)})?)(\d+)"
 )
+ONE_BIT = "32"  # the factor in the names of methods of one bit
 
 
 def ladder_of(name: str) -> tuple[float, ...]:
@@ -27,8 +28,13 @@ def _kind_of_rungs(name: str) -> str:
 
 
 def _kind(static: str) -> str:
-    """Return the kind of a static method; parts in turn are of that of all entries."""
-    return re.sub(r"^turns\d+", LOCAL, STATIC.fullmatch(static)[1])  # type: ignore[index]
+    """Return the kind of a static method; parts in turn are of that of all entries.
+
+    One bit is a kind of its own: no ladder of a controller has it.
+    """
+    name, _, factor = STATIC.fullmatch(static).groups()  # type: ignore[union-attr]
+    one_bit = ONE_BIT if "allreduced" in name and factor == ONE_BIT else ""
+    return re.sub(r"^turns\d+", LOCAL, name) + one_bit
 
 
 def _factor(static: str) -> float:
@@ -75,9 +81,6 @@ class Timed:
             return self.mean(link, "dense")
         kind = _kind_of_rungs(name)
         static = [x for x in self.static if _kind(x) == kind]
-        # One bit of all entries, or of a part, has the factors of two bits in turn.
-        if any(x.startswith("turns") for x in static):
-            static = [x for x in static if not x.endswith("32")]
         if not static:
             raise SystemExit(f"no steps of {kind}<factor> are timed, for {name}")
         at = [1 / _factor(x) for x in static]
