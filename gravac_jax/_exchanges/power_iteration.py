@@ -124,10 +124,9 @@ def _learn(
     left = energy - jnp.cumsum(sent) + sent
     shares = jnp.clip(sent / jnp.where(left > 0, left, 1), 0, 1)
     begun = jnp.where(is_found, scaled, state.right[:, :rank])
-    # At the top rank, x.at[:, :rank].set crashes the compiler (jaxlib 0.11.2, CPU).
     return PowerState(
-        jax.lax.dynamic_update_slice(state.right, begun, (0, 0)),
-        jax.lax.dynamic_update_slice(state.remaining_shares, shares, (0,)),
+        state.right.at[:, :rank].set(begun),
+        state.remaining_shares.at[:rank].set(shares),
     )
 
 
