@@ -24,9 +24,9 @@ from quality.results import (
     Result,
     by_method,
     edges,
-    gap,
+    ended,
+    gaps,
     number,
-    paired,
     results,
     tuned,
     tuning,
@@ -58,9 +58,9 @@ def tuning_table(lines: list[Line]) -> list[Any]:
     """Return what every learning rate gave; a best one at the edge is marked."""
     losses_of = tuning(lines)
     tried = sorted({rate for losses in losses_of.values() for rate in losses})
-    best, rows = tuned(lines), []
+    best, outermost, rows = tuned(lines), edges(lines), []
     for name, losses in losses_of.items():
-        mark = "!" if best[name] in edges(lines) else "*"
+        mark = "!" if best[name] in outermost else "*"
         marks = {best[name]: mark}
         cells = [f"{losses[x]:.4f}{marks.get(x, ' ')}" for x in tried if x in losses]
         rows.append([name, *cells])
@@ -81,16 +81,16 @@ def gap_table(runs: list[Result]) -> list[Any]:
     columns += ("payload\nfactor", "wire\nfactor", "touches")
     rows = []
     for name, own in by_method(runs).items():
-        gaps = [100 * gap(x, dense) for x, dense in paired(own, runs)]
-        is_compared = gaps and name != "dense"
+        found = gaps(own, runs)
+        is_compared = found and name != "dense"
         touches = statistics.median(x.final["touches"] for x in own)
         rows.append(
             [
                 name,
                 str(len(own)),
                 f"{statistics.median(x.loss for x in own):.4f}",
-                spread(gaps) if is_compared else "",
-                f"{upper_bound(gaps):.2f}" if is_compared else "",
+                spread(found) if is_compared else "",
+                f"{upper_bound(found):.2f}" if is_compared else "",
                 f"{statistics.median(x.payload_factor for x in own):.1f}",
                 f"{statistics.median(x.wire_factor for x in own):.1f}",
                 f"{touches:.0f}{'!' if touches < MIN_TOUCHES else ' '}",
@@ -131,33 +131,35 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
 def text(files: Iterable[Path]) -> str:
     """Return what each method loses against dense, in Markdown."""
     configuration, lines = read_all(files)
-    runs = results(lines)
+    steps, outermost = configuration["steps"], edges(lines)
+    runs = ended(results(lines), steps)
     rows = [["", "rate", "fewer bytes", "loss", "above dense: mean (each)", "bound"]]
     for name, own in by_method(runs).items():
-        gaps = [100 * gap(*pair) for pair in paired(own, runs)]
-        mean, each = statistics.fmean(gaps), ", ".join(f"{x:+.1f}" for x in gaps)
-        rate = own[0].learning_rate
+        found, rate = gaps(own, runs), own[0].learning_rate
+        mean, each = statistics.fmean(found), ", ".join(f"{x:+.1f}" for x in found)
         rows.append(
             [
                 in_words(name),
-                f"{rate:g}{' (edge)' if rate in edges(lines) else ''}",
+                f"{rate:g}{' (edge)' if rate in outermost else ''}",
                 f"{statistics.fmean(x.wire_factor for x in own):.1f}",
                 f"{statistics.fmean(x.loss for x in own):.4f}",
                 "" if name == "dense" else f"{mean:+.1f}% ({each})",
-                "" if name == "dense" else f"{upper_bound(gaps):.1f}%",
+                "" if name == "dense" else f"{upper_bound(found):.1f}%",
             ]
         )
-    steps = configuration["steps"]
     dense = [x.lines for x in runs if x.method == "dense"]
     before = [[y for y in x if y["step"] <= 0.75 * steps][-1] for x in dense]
     pairs = zip(dense, before, strict=True)
     falls = [100 * (1 - x[-1]["loss"] / y["loss"]) for x, y in pairs]
     notes = (
-        "{task}, {replicas} replicas, {steps} steps. ".format(**configuration)
-        + f"Dense steps fall by {min(falls):.1f}% to {max(falls):.1f}% in the last "
-        f"{steps - before[0]['step']}."
+        f"{_heading(configuration)}. Dense steps fall by {min(falls):.1f}% to "
+        f"{max(falls):.1f}% in the last {steps - before[0]['step']}."
     )
     return f"{markdown(rows)}\n\n{notes}"
+
+
+def _heading(configuration: Line) -> str:
+    return "{task}, {replicas} replicas, {steps} steps".format(**configuration)
 
 
 def _seeds_in_words(methods: Iterable[list[Result]]) -> str:
@@ -187,15 +189,13 @@ def tables(files: Iterable[Path], figures: Path | None = None) -> list[Any]:
     configuration, lines = read_all(files)
     if not lines:
         raise SystemExit("there is nothing in the record yet")
-    found: list[Any] = [
-        "{task}, {replicas} replicas, {steps} steps".format(**configuration)
-    ]
+    found: list[Any] = [_heading(configuration)]
     steps = configuration["steps"]
     tuned_lines = [x for x in lines if x["phase"] == "tune" and x["step"] == steps]
     if tuned_lines:
         found += tuning_table(tuned_lines)
     begun = results(lines)
-    runs = [x for x in begun if x.final["step"] >= steps]
+    runs = ended(begun, steps)
     if unfinished := len(begun) - len(runs):
         found.append(f"{unfinished} runs that have not ended are left out")
     if not runs:

@@ -93,6 +93,16 @@ def gap(run: Result, dense: Result) -> float:
     return run.loss / dense.loss - 1
 
 
+def gaps(own: list[Result], runs: list[Result]) -> list[float]:
+    """Return the gap in percent of each run with a dense run of its seed in `runs`."""
+    return [100 * gap(*pair) for pair in paired(own, runs)]
+
+
+def ended(runs: Iterable[Result], steps: int) -> list[Result]:
+    """Return the runs that have taken all steps."""
+    return [x for x in runs if x.final["step"] >= steps]
+
+
 def by_method(runs: list[Result]) -> dict[str, list[Result]]:
     """Return the runs of each method, in the order of the record."""
     names = dict.fromkeys(x.method for x in runs)
