@@ -6,6 +6,7 @@ from common import journal
 from end_to_end import report
 from end_to_end import run as end_to_end
 from pytorch import run as pytorch
+from pytorch import train
 from step_seconds.timed import Timed
 from step_seconds.worker import Link
 
@@ -172,6 +173,72 @@ def test_what_is_beyond_computation_stands_beside_that_of_others():
     assert table["Mbit/s"] == ["1000", "100"]
     assert table["PyTorch: topk10"] == ["-", "130"]
     assert table["ours: fixed10"] == ["10", "100"]
+
+
+def test_rounds_take_an_exchange_in_their_last_step():
+    seconds = {"dense": 0.22, "localallreducedadam16": 0.06}
+    timed = Timed([line(100.0, *x) for x in seconds.items()], 2)
+    # 20 ms of computation, and a tenth of what the exchange of each takes beyond it.
+    assert timed.step(100.0, "diloco10", 1) == pytest.approx(0.02 + 0.2 / 10)
+    assert timed.step(100.0, "diloco10momentum0.5", 1) == pytest.approx(0.02 + 0.2 / 10)
+    every = timed.step(100.0, "every10allreducedadam16", 16)
+    assert every == pytest.approx(0.02 + 0.04 / 10)
+
+
+def test_pytorch_is_compared_with_its_own_dense_steps():
+    ddp = {"dense": 0.4, "fp16": 0.2, "powersgd1": 0.1}
+    torch = [line(mbit, *x) for mbit in (100.0, 1000.0) for x in ddp.items()]
+    steps = {"dense": (50, 100), "fp16": (50, 100), "powersgd1": (100, 100)}
+    runs = [
+        {
+            "method": name,
+            "seed": seed,
+            "target": 1.0,
+            "losses": [2.0, 1.0],
+            "steps": [25, taken],
+        }
+        for name, each in steps.items()
+        for seed, taken in enumerate(each)
+    ]
+    never = {"method": "topk100", "seed": 0, "target": 1.0, "losses": [2.0]}
+    torch.append(line(100.0, "topk100", 0.1))
+    runs.append(never | {"steps": [25]})
+    head, *rows = report.of_pytorch(Timed(record(), 2), torch, runs)
+    assert head[1:] == ["steps, each seed", "1000", "100"]
+    table = {x[0]: x[1:] for x in rows}
+    assert table["fp16"] == ["50, 100", "2.00", "2.00"]
+    # Four times as fast a step, and twice as many steps for the first seed.
+    assert table["powersgd1"] == ["100, 100", "3.00", "3.00"]
+    assert table["topk100"] == ["-", "-", "-"]
+
+
+@pytest.mark.slow
+def test_pytorch_is_trained_once_to_the_loss_of_its_dense_steps(tmp_path, capsys):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
+    args = train.Args(
+        tmp_path,
+        tmp_path / "out.jsonl",
+        task="transformer-bytes",
+        methods=("dense", "fp16", "powersgd1", "topk100", "postlocal4"),
+        seeds=1,
+        steps=2 * train.EVERY,
+        multiple=0.01,
+        optimizer="adam",
+    )
+    train.main(args)
+    _, lines = journal.read(args.out)
+    assert [x["method"] for x in lines] == list(args.methods)
+    dense = lines[0]
+    assert dense["losses"][1] < dense["losses"][0]
+    for x in lines:
+        assert x["target"] == dense["losses"][0]
+        assert x["steps"] == [train.EVERY * (i + 1) for i in range(len(x["losses"]))]
+        assert x["losses"][-1] < dense["losses"][0] + 1
+    before = args.out.read_text()
+    train.main(args)
+    assert args.out.read_text() == before
+    assert "powersgd1" in capsys.readouterr().out
 
 
 @pytest.mark.slow

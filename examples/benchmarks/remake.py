@@ -29,7 +29,12 @@ from common.journal import read
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 RECORDS = Path(__file__).with_name("records")
-BESIDE = ("runs", "torch", "live")  # what an end-to-end record may have besides steps
+BESIDE = (
+    "runs",
+    "torch",
+    "torch_runs",
+    "live",
+)  # what an end-to-end record may have besides steps
 Make = Callable[[Path], object]
 
 

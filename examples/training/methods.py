@@ -296,6 +296,17 @@ def is_recipe(name: str) -> bool:
     return any(x.fullmatch(name) for x in (DILOCO, SPARSE_LOCO))
 
 
+def in_rounds(name: str) -> tuple[int, str] | None:
+    """Return the steps of a method's rounds, and whose exchange ends one.
+
+    None for methods that exchange in every step, and for rounds that grow longer.
+    """
+    if match := DILOCO.fullmatch(name):
+        return int(match[1]), "dense"
+    match = re.fullmatch(rf"{EVERY}(\d+)([a-z].*)", name)
+    return (int(match[1]), LOCAL + match[2]) if match else None
+
+
 def recipe(
     name: str, inner: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:

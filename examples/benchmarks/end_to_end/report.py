@@ -38,6 +38,7 @@ class Args:
       runs: A record of `end_to_end`; without it, the tables are of steps alone.
       hosts: The number of replicas of both.
       torch: A record of `pytorch`.
+      torch_runs: A record of `pytorch.train`.
       live: A record of `adaptivity` on one of the networks, with the same seed and
         learning rate.
       picture: The file of a figure, PNG or SVG: speed-ups over the ratio.
@@ -49,6 +50,7 @@ class Args:
     runs: Path | None = None
     hosts: int = 4
     torch: Path | None = None
+    torch_runs: Path | None = None
     live: Path | None = None
     picture: Path | None = None
     over: str | None = None
@@ -194,6 +196,27 @@ def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
     return table
 
 
+def of_pytorch(timed: Timed, torch: list[Line], runs: list[Line]) -> list[list[str]]:
+    """Return how many times as fast PyTorch's methods are as its own dense steps."""
+    table = [["PyTorch, Mbit/s", "steps, each seed", *map(rate, timed.links)]]
+    step = {(x["bandwidth_mbit"], x["method"]): x["mean_step_seconds"] for x in torch}
+    steps: dict[str, dict[int, float]] = {}
+    for x in runs:
+        found = reached(x["losses"], x["steps"], x["target"])
+        of_seed = steps.setdefault(x["method"], {})
+        of_seed[x["seed"]] = math.inf if found is None else found
+    for name, of_seed in steps.items():
+        fewer = [steps["dense"][seed] / x for seed, x in of_seed.items()]
+        seeds = ("-" if math.isinf(x) else f"{x:.0f}" for x in of_seed.values())
+        cells = [name, ", ".join(seeds)]
+        for link in timed.links:
+            faster = np.mean(fewer) * step[link, "dense"]
+            is_known = min(fewer) > 0 and (link, name) in step
+            cells.append(f"{faster / step[link, name]:.2f}" if is_known else "-")
+        table.append(cells)
+    return table
+
+
 def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
     """Return seconds to the target of the first seed, beside those of real hosts."""
     table = [["Mbit/s", "method", "product", "live", "live / product"]]
@@ -326,6 +349,9 @@ def text(args: Args) -> str:
     if args.torch:
         _, torch = read(args.torch)
         parts.append(markdown(beyond(timed, torch, args.hosts)))
+        if args.torch_runs:
+            _, trained = read(args.torch_runs)
+            parts.append(markdown(of_pytorch(timed, torch, trained)))
     if args.live:
         _, live = read(args.live)
         parts.append(markdown(validation(timed, runs, live)))

@@ -30,7 +30,14 @@ from rich.console import Console
 from rich.progress import track
 from step_seconds.timed import Timed, ladder_of
 from tasks import load, pipeline
-from training.methods import OPTIMIZERS, after, arguments, is_local
+from training.methods import (
+    OPTIMIZERS,
+    after,
+    arguments,
+    is_local,
+    is_recipe,
+    recipe,
+)
 
 import gravac_jax as gravac
 from end_to_end import report
@@ -78,6 +85,8 @@ class Args:
 
 def is_told(name: str) -> bool:
     """Return whether the method's course depends on the seconds of its steps."""
+    if is_recipe(name):
+        return False
     controller = arguments(name)["controller"]
     return isinstance(controller, gravac.Fastest | gravac.GraVAC)
 
@@ -95,12 +104,13 @@ class Bench:
     def _compiled(self, name: str) -> tuple[Any, Any]:
         rate = self.args.multiple * self.task.learning_rate
         ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
-        chosen = arguments(name)
-        tx = optax.chain(
-            gravac.transform(**chosen),
-            *after(chosen, OPTIMIZERS[self.args.optimizer], 1.0),
-            optax.scale_by_learning_rate(ramp),
-        )
+        optimizer, scale = OPTIMIZERS[self.args.optimizer], optax.scale_by_learning_rate
+        if is_recipe(name):
+            tx = recipe(name, optax.chain(optimizer, scale(ramp)))
+        else:
+            chosen = arguments(name)
+            rest = *after(chosen, optimizer, 1.0), scale(ramp)
+            tx = optax.chain(gravac.transform(**chosen), *rest)
 
         step = train_step(tx, self.task.loss, is_local(name))
 
@@ -108,7 +118,7 @@ class Bench:
             params: Any, opt_state: Any, clock: Any, batch: Any, *, seconds: jax.Array
         ) -> Any:
             last, key, average = clock
-            rung = opt_state[0].rung
+            rung = optax.tree.get(opt_state, "TransformState").rung
             params, opt_state, _ = step(params, opt_state, batch, step_seconds=last)
             key, now = jax.random.split(key)
             noise = jnp.exp(self.args.noise * jax.random.normal(now))

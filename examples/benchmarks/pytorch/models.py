@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY = {"lstm-ptb": 10_000, "lstm-bytes": 256}
-LENGTH = {"lstm-ptb": 35, "lstm-bytes": 64}
-WIDTH = 128  # of the LSTM
+VOCABULARY = {"lstm-ptb": 10_000, "lstm-bytes": 256, "transformer-bytes": 256}
+LENGTH = {"lstm-ptb": 35, "lstm-bytes": 64, "transformer-bytes": 64}
+WIDTH = 128  # of the language models
+HEADS, LAYERS = 4, 2
 WIDTHS = (16, 32, 64)  # of the residual network
 ROWS = 8  # of a batch
 
 
-def language_model(task: str) -> Any:
+def next_token_loss(logits: Any, tokens: Any) -> Any:
+    """Return the mean cross-entropy of all tokens but the first."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def lstm(task: str) -> Any:
     """Return `tasks.lstm`'s model, but for a second bias in each layer."""
 
     class Model(nn.Module):
@@ -26,8 +32,42 @@ def language_model(task: str) -> Any:
 
         def forward(self, tokens: Any) -> Any:
             hidden, _ = self.lstm(self.embed(tokens[:, :-1]))
-            logits, targets = self.head(hidden), tokens[:, 1:]
-            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return next_token_loss(self.head(hidden), tokens)
+
+    return Model()
+
+
+def transformer(task: str) -> Any:
+    """Return `tasks.transformer`'s model."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+            self.mix = nn.Linear(WIDTH, WIDTH)
+            inner = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU("tanh")
+            self.perceptron = nn.Sequential(*inner, nn.Linear(4 * WIDTH, WIDTH))
+
+        def forward(self, x: Any) -> Any:
+            per_head = lambda y: y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            q, k, v = map(per_head, self.qkv(self.norms[0](x)).chunk(3, dim=-1))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.mix(mixed.transpose(1, 2).flatten(2))
+            return x + self.perceptron(self.norms[1](x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY[task], WIDTH)
+            self.positions = nn.Parameter(0.02 * torch.randn(LENGTH[task], WIDTH))
+            blocks = (Block() for _ in range(LAYERS))
+            self.body = nn.Sequential(*blocks, nn.LayerNorm(WIDTH))
+            self.head = nn.Linear(WIDTH, VOCABULARY[task])
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens[:, :-1]) + self.positions
+            return next_token_loss(self.head(self.body(x)), tokens)
 
     return Model()
 
@@ -78,6 +118,16 @@ def random_batch(task: str, rows: int) -> Any:
     return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
 
 
+def as_tensors(batch: Any) -> Any:
+    """Return what a model takes of a batch of `tasks.pipeline`."""
+    if "tokens" in batch:
+        return torch.from_numpy(batch["tokens"]).long()
+    images = torch.from_numpy(batch["image"]).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return images, torch.from_numpy(batch["label"]).long()
+
+
 def build(task: str) -> nn.Module:
-    """Return a fresh model of a task."""
-    return language_model(task) if task in VOCABULARY else residual_network()
+    """Return a fresh model of a task; it maps a batch to its loss."""
+    if task not in VOCABULARY:
+        return residual_network()
+    return transformer(task) if task.startswith("transformer") else lstm(task)

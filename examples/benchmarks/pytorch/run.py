@@ -1,9 +1,9 @@
 """Time PyTorch's DistributedDataParallel and its hooks on the networks of a record.
 
 The networks, the task and its batch are those of a record of `step_seconds`. Besides
-DDP's own all-reduce there are its float16 hook, its PowerSGD hook, and the largest
-entries of error-fed gradients by an all-gather, as peers do. Inputs are random: only
-time is taken.
+DDP's own all-reduce there are its float16 hook, its PowerSGD hook, post-local SGD, and
+the largest entries of error-fed gradients by an all-gather, as peers do. Inputs are
+random: only time is taken. `pytorch.train` finds the steps to a held-out loss.
 
 PyTorch's kernels are not XLA's, so a step is compared by what it takes beyond the same
 step without other replicas; `step` and `compute` are as in `step_seconds`.
@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from common import hosts
@@ -34,7 +34,9 @@ class Setting:
     """What all lines of a record depend on.
 
     Args:
-      methods: DDP's own mean, its hooks with a rank, and the all-gather with a factor.
+      methods: DDP's own mean, its hooks with a rank or a period, and the all-gather
+        with a factor.
+      optimizer: What follows the mean.
       steps: Timed steps of each method at each bandwidth.
       turns: The number of turns in which these steps are timed.
       threads: Threads of each process.
@@ -42,7 +44,9 @@ class Setting:
 
     methods: tuple[str, ...] = (
         *("dense", "fp16", "powersgd1", "powersgd4", "topk10", "topk100"),
+        *("postlocal4", "postlocal16"),
     )
+    optimizer: Literal["sgd", "adam"] = "sgd"
     steps: int = 100
     turns: int = 5
     threads: int = 1

@@ -2,7 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-import dataclasses
 import json
 import os
 import time
@@ -16,72 +15,23 @@ from common import network
 from common.journal import write
 from common.statistics import in_turn, quartiles
 from torch import distributed
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
+from pytorch.methods import averaging, optimizer_of, wrapped
 from pytorch.models import ROWS, build, random_batch
 
-WARM_UP_STEPS = 4  # PowerSGD begins with the third, when DDP's buckets are final
+START = 2  # dense steps before PowerSGD and local steps begin
+WARM_UP_STEPS = 4
 ALONE_EVERY = 4
 
 
-@dataclasses.dataclass
-class LargestEntries:
-    """Error feedback, and an all-gather of the largest entries of each bucket."""
-
-    factor: float
-    residuals: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    def hook(
-        self, bucket: distributed.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Return a future of the mean."""
-        flat, replicas = bucket.buffer(), distributed.get_world_size()
-        residual = self.residuals.get(bucket.index())
-        if residual is not None and residual.shape == flat.shape:
-            flat += residual
-        count = max(1, round(flat.numel() / self.factor))
-        at = torch.topk(flat.abs(), count, sorted=False).indices
-        # Values and 32-bit places travel as one buffer.
-        mine = torch.cat([flat[at].view(torch.int32), at.to(torch.int32)])
-        flat[at] = 0
-        self.residuals[bucket.index()] = flat.clone()
-        gathered = [torch.empty_like(mine) for _ in range(replicas)]
-        work = distributed.all_gather(gathered, mine, async_op=True)
-
-        def add(_: Any) -> Any:
-            flat.zero_()
-            for payload in gathered:
-                values, places = payload[:count].view(torch.float32), payload[count:]
-                flat.index_add_(0, places, values, alpha=1 / replicas)
-            return flat
-
-        return work.get_future().then(add)
-
-
-def wrapped(model: Any, name: str) -> Any:
-    """Return the model under DDP, with the method's hook."""
-    # On gloo, PowerSGD's callbacks of several buckets run in another order on every
-    # replica, and receive each other's data.
-    whole = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
-    if name == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name.startswith("powersgd"):
-        rank = int(name.removeprefix("powersgd"))
-        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name.startswith("topk"):
-        state = LargestEntries(float(name.removeprefix("topk")))
-        model.register_comm_hook(state, LargestEntries.hook)
-    elif name != "dense":
-        raise SystemExit(f"no method is called {name!r}")
-    return model
-
-
-def stepper(model: Any) -> Callable[[Any], float]:
+def stepper(
+    name: str, model: Any, kind: str = "sgd", is_alone: bool = False
+) -> Callable[[Any], float]:
     """Return a train step that returns its seconds, with `step_seconds`' optimizer."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = optimizer_of(model, kind, 1e-3)
+    if not is_alone:
+        model = wrapped(model, name, START)
+        optimizer = averaging(optimizer, name, START)
 
     def step(batch: Any) -> float:
         start = time.perf_counter()
@@ -105,8 +55,9 @@ class Replica:
         self.meet = distributed.barrier
         task, fresh = setting["task"], lambda: build(setting["task"])
         self.params = sum(x.numel() for x in fresh().parameters())
-        self.alone = stepper(fresh())
-        self.steps = {x: stepper(wrapped(fresh(), x)) for x in setting["methods"]}
+        kind = setting["optimizer"]
+        self.alone = stepper("dense", fresh(), kind, is_alone=True)
+        self.steps = {x: stepper(x, fresh(), kind) for x in setting["methods"]}
         draw = lambda: random_batch(task, setting["rows"] or ROWS)
         self.batches = [draw() for _ in range(setting["steps"])]
         for step in (self.alone, *self.steps.values()):

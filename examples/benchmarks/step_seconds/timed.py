@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from common.journal import Line
-from training.methods import LOCAL, OWNERS
+from training.methods import LOCAL, OWNERS, in_rounds, is_recipe
 
 from step_seconds.methods import method
 
@@ -19,7 +19,7 @@ ONE_BIT = "32"  # the factor in the names of methods of one bit
 
 def ladder_of(name: str) -> tuple[float, ...]:
     """Return the factors that a method may take."""
-    return method(name).ladder
+    return (1.0,) if is_recipe(name) else method(name).ladder
 
 
 def _kind_of_rungs(name: str) -> str:
@@ -74,9 +74,15 @@ class Timed:
         A method with one factor has its own seconds; others have those of static
         factors. Between and below the timed factors, seconds are linear in the bytes,
         and so in one over the factor; above the highest they are those of the highest.
+        Steps of a round take no more than computation, but for the last one. This
+        favours rounds: what a replica does to hold its steps back is left out.
         """
         if (link, name) in self.lines and len(ladder_of(name)) == 1:
             return self.mean(link, name)
+        if rounds := in_rounds(name):
+            steps, inner = rounds
+            local = self.median(link, "dense", "slowest_compute")
+            return local + (self.step(link, inner, factor) - local) / steps
         if factor == 1:
             return self.mean(link, "dense")
         kind = _kind_of_rungs(name)
