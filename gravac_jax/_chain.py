@@ -68,6 +68,21 @@ def the_transform(state: Any, caller: str) -> TransformState:
     return found[0]
 
 
+def checked(
+    tx: optax.GradientTransformation, caller: str
+) -> optax.GradientTransformationExtraArgs:
+    """Return `tx`, whose `init` refuses an optimizer without a transform at work."""
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        check_momentum(state)
+        the_transform(state, caller)
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, tx.update)
+
+
 def waits(state: Any) -> bool:
     """Return whether steps wait in the memory before other replicas hear of them."""
     return bool(the_transform(state, "gravac.train_step").local.told)

@@ -180,12 +180,14 @@ def _words(x: Any) -> jax.Array:
 def guard(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep params and optimizer as they are when some gradient is not finite.
+    """Skip a step on all replicas when the gradient of one is not finite.
 
-    If a gradient of any replica is not finite, `gravac.transform` skips the step. But
-    it can only emit zeros, and an optimizer with momentum or weight decay moves on
-    zeros, too. Put `guard` around the whole chain: in such a step it emits zero updates
-    and restores every state except the transform's own, whose counters go on.
+    Without it, a replica whose gradient is not finite leaves that gradient out, and the
+    others go on. With `guard` around the whole chain, all updates of such a step are
+    zero and every state stays as it is, but for the transform's counters. A loss scale
+    needs that, and so does an optimizer that must not move when all gradients are bad:
+    momentum and weight decay move on zeros, too. With a delay or rounds, replicas hear
+    of a gradient too late: `guard` then does nothing.
 
     Args:
       tx: a chain with exactly one `gravac.transform` in it.
@@ -199,7 +201,8 @@ def guard(
         than one.
 
     Cost:
-      One select per leaf, which XLA fuses into the optimizer's own pass.
+      One select per leaf of the state, and as much memory as the state takes: the old
+      one is kept until the exchange is over.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -218,36 +221,20 @@ def guard(
       1
     """
     _checks.optimizer(tx, "gravac.guard(tx)")
-    return guarded(tx, "gravac.guard")
-
-
-def guarded(
-    tx: optax.GradientTransformation, caller: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return `guard(tx)`, whose errors name the function that the user called."""
-    tx = optax.with_extra_args_support(tx)
-
-    def init(params: Any) -> Any:
-        state = tx.init(params)
-        _chain.check_momentum(state)
-        _chain.the_transform(state, caller)
-        return state
+    tx = _chain.checked(tx, "gravac.guard")
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        _chain.the_transform(state, caller)
-        updates, new_state = tx.update(updates, state, params, **extra)
-        is_finite = _chain.the_transform(new_state, caller).info.is_finite
+        _chain.the_transform(state, "gravac.guard")
+        updates, after = tx.update(updates, state, params, **extra)
+        is_finite = _chain.the_transform(after, "gravac.guard").info.is_finite
 
-        def restore(new: Any, old: Any) -> Any:
-            if _state.is_transform_state(new):
-                return new
-            return jnp.where(is_finite, new, old)
+        def restored(new: Any, old: Any) -> Any:
+            return _state.restored(new, old) if _state.is_transform_state(new) else old
 
-        updates = jax.tree.map(lambda x: jnp.where(is_finite, x, 0), updates)
-        return updates, jax.tree.map(
-            restore, new_state, state, is_leaf=_state.is_transform_state
-        )
+        before = jax.tree.map(restored, after, state, is_leaf=_state.is_transform_state)
+        nothing = jax.tree.map(jnp.zeros_like, updates)
+        return _arrays.where(is_finite, (updates, after), (nothing, before))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)

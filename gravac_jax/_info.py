@@ -23,9 +23,9 @@ class StepInfo(NamedTuple):
     """What the last step sent; the same on every replica.
 
     Read it from any optimizer state: `optax.tree.get(opt_state, "StepInfo")`. Bytes are
-    float32: exact below 2**24, and to seven digits above. A silent or skipped step has
-    factor infinity, since it sent nothing of the compressed leaves, and gain 0. With
-    two axes the bytes are those that one device sends over the slow axis.
+    float32: exact below 2**24, and to seven digits above. A silent step has factor
+    infinity, since it sent nothing of the compressed leaves, and gain 0. With two axes
+    the bytes are those that one device sends over the slow axis.
 
     Attributes:
       factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.
@@ -42,12 +42,12 @@ class StepInfo(NamedTuple):
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
       is_finite: `[]` bool, whether every gradient of every replica was finite and,
-        without a clip, below 2**50. Always True with a
-        delay or rounds, since no step is skipped.
+        without a clip, below 2**50. Always True with a delay or rounds, where replicas
+        are told of a gradient after its step.
       dense_steps: `[]` int32, steps so far that sent everything.
-      skipped_steps: `[]` int32, steps so far that sent nothing because `is_finite` was
-        False. With a delay or rounds, exchanges that told of a gradient that was not
-        finite and counted for nothing on its replica.
+      skipped_steps: `[]` int32, steps so far that some replica has skipped, because
+        its gradient was not finite. It has sent a part of what it held back. With a
+        delay or rounds, exchanges that told of such a step.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
       alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
@@ -255,14 +255,14 @@ def count_faults(
     info: StepInfo,
     *,
     is_bad: jax.Array,
-    is_skipped: jax.Array,
+    is_told_late: bool,
     is_alike: jax.Array,
     apart: jax.Array,
 ) -> StepInfo:
     """Return `info` with its counters of what went wrong."""
     is_apart = jnp.any(apart).astype(jnp.int32)
     return info._replace(
-        is_finite=~is_skipped,
+        is_finite=~is_bad | is_told_late,
         skipped_steps=info.skipped_steps + is_bad.astype(jnp.int32),
         disagreements=info.disagreements + is_apart,
         alike_steps=info.alike_steps + is_alike.astype(jnp.int32),

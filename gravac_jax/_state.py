@@ -87,7 +87,7 @@ class TransformState(NamedTuple):
     """The state of `gravac.transform`.
 
     Attributes:
-      steps: `[]` int32, updates so far, including skipped ones.
+      steps: `[]` int32, updates so far, including those that `gravac.guard` skipped.
       ladder: `[rungs]` float32, the factors.
       layout: `[pieces, 3]` int32, for each piece of a bucket, in order, and then each
         leaf that goes dense: the index of the leaf, the number of entries, and the
@@ -98,7 +98,8 @@ class TransformState(NamedTuple):
         branches.
       ahead: `[2]` int32, for a host that has a program for each rung: the rungs of the
         next two exchanges, as all replicas have agreed. They are decisions of the two
-        exchanges before the last one. A bad step moves them on as a good one does.
+        exchanges before the last one. A step that `gravac.guard` skips moves them on,
+        too.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent, and one more if it was local.
@@ -136,6 +137,12 @@ def replaced(tree: Any, ours: Any) -> Any:
     """Return `tree` with `ours` in place of every transform state."""
     replace = lambda x: ours if is_transform_state(x) else x
     return jax.tree.map(replace, tree, is_leaf=is_transform_state)
+
+
+def restored(new: TransformState, old: TransformState) -> TransformState:
+    """Return the state before a step, with the step counted."""
+    local = old.local._replace(replica=new.local.replica)
+    return new._replace(local=local, rung=old.rung, controller=old.controller)
 
 
 def _is_local(x: Any) -> bool:

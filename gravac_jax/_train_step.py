@@ -13,7 +13,6 @@ from gravac_jax import (
     _chain,
     _checks,
     _collectives,
-    _consistency,
     _gradients,
     _overlap,
     _parallel,
@@ -42,8 +41,7 @@ def train_step(
 
     It puts together what is public: the gradient of each replica
     (`gravac.value_and_grad`), taken at the replica's own params where that is right
-    (`gravac.local_params`), the exchange and the update, which leaves everything as it
-    is if a gradient is not finite (`gravac.guard`), the times of the steps
+    (`gravac.local_params`), the exchange and the update, the times of the steps
     (`gravac.StepClock`), and the mesh (`gravac.data_parallel`). A loop that needs more,
     such as batch statistics, has these parts.
 
@@ -92,8 +90,9 @@ def train_step(
       ValueError: if the mesh does not have the axis; for overlap=True with simulated
         replicas, a mesh that has other axes, or branches=False, and, when called,
         without a delay or with a loss that has a collective. From `init`: as
-        `gravac.place` and `gravac.guard`. When called: as the parts; if own params are
-        asked for and an optimizer such as Adam comes after the transform.
+        `gravac.place`, and if `tx` holds no `gravac.transform`, or more than one. When
+        called: as the parts; if own params are asked for and an optimizer such as Adam
+        comes after the transform.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -110,7 +109,7 @@ def train_step(
     call = "gravac.train_step(loss_fn, tx, mesh)"
     _checks.function(loss_fn, "loss_fn", call)
     _checks.optimizer(tx, call)
-    tx = _consistency.guarded(tx, "gravac.train_step")
+    tx = _chain.checked(tx, "gravac.train_step")
     axes = _collectives.join(axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches

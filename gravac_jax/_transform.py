@@ -135,10 +135,10 @@ def transform(
       and to a rounding of float32 in few bits and at low rank. Clip, decay and momentum
       come before: the law holds for what they make of the gradient. Without them the
       update at factor 1 is `jax.lax.pmean` of the gradients, unless the exchange
-      rounds. If a gradient of any replica is not finite, or without a clip has an entry
-      of 2**50 or more, the update is zero and the state stays as it was, apart from its
-      counters, on all replicas. With a delay or rounds that replica alone learns
-      nothing from it, and the counters follow at the next exchange.
+      rounds. A replica whose gradient is not finite, or without a clip has an entry of
+      2**50 or more, leaves that gradient out: its memory learns nothing from it, and it
+      sends from what it holds back. The others go on, and all count the step; with a
+      delay or rounds at the next exchange. `gravac.guard` skips such a step.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -37,15 +37,15 @@ def report(before, rung, gains, is_bad=False, apart=0.0):
     info = _info.after(before, tables(), rung, gains, jnp.float32(1))
     is_bad, apart = jnp.asarray(is_bad), jnp.asarray(apart)
     return _info.count_faults(
-        info, is_bad=is_bad, is_skipped=is_bad, is_alike=is_bad, apart=apart
+        info, is_bad=is_bad, is_told_late=False, is_alike=is_bad, apart=apart
     )
 
 
 def reports(*rungs, gains=(1.0, 0.5, 0.25)):
-    """Return the report after steps at these rungs; a silent step is a bad one."""
+    """Return the report after steps at these rungs."""
     info = _info.before_the_first_step(len(LADDER))
     for rung in rungs:
-        info = report(info, jnp.int32(rung), jnp.array(gains), rung == SILENT)
+        info = report(info, jnp.int32(rung), jnp.array(gains))
     return info
 
 
@@ -118,11 +118,11 @@ def test_the_byte_factor_is_dense_bytes_over_bytes_sent():
     assert _info.before_the_first_step(len(LADDER)).byte_factor == 1
 
 
-def test_a_bad_step_sent_nothing_and_gained_nothing():
+def test_a_silent_step_sent_nothing_and_gained_nothing():
     info = reports(SILENT)
     assert (info.factor, info.gain) == (np.inf, 0)
     assert info.payload_bytes == tables().payload_bytes[SILENT]
-    assert not info.is_finite
+    assert info.is_finite
 
 
 def test_a_local_step_sends_nothing_at_all_and_is_counted():
@@ -133,11 +133,25 @@ def test_a_local_step_sends_nothing_at_all_and_is_counted():
 
 
 def test_dense_and_bad_steps_and_disagreements_are_counted():
-    info = reports(0, SILENT, 1, 0, SILENT, SILENT)
-    assert (info.dense_steps, info.skipped_steps) == (2, 3)
+    info = reports(0, SILENT, 1, 0)
+    assert (info.dense_steps, info.skipped_steps) == (2, 0)
+    for is_bad in (True, False, True, True):
+        info = report(info, jnp.int32(1), jnp.ones(3), is_bad)
+        assert info.is_finite == (not is_bad)
     for apart in (0.0, 0.5, 0.0, 1.0):
         info = report(info, jnp.int32(1), jnp.ones(3), apart=apart)
-    assert (info.skipped_steps, info.disagreements) == (3, 2)
+    assert (info.dense_steps, info.skipped_steps, info.disagreements) == (2, 3, 2)
+
+
+def test_what_is_told_late_is_counted_and_is_no_bad_step():
+    info = _info.count_faults(
+        reports(1),
+        is_bad=jnp.bool(True),
+        is_told_late=True,
+        is_alike=jnp.bool(False),
+        apart=jnp.zeros(1),
+    )
+    assert (info.skipped_steps, info.is_finite) == (1, True)
 
 
 def test_no_two_figures_share_a_buffer():

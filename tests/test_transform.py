@@ -68,6 +68,15 @@ def spoil(gradients):
     return gradients
 
 
+def left_out(gradients):
+    """Return them with zeros in place of those that `spoil` makes bad."""
+    gradients = jax.tree.map(np.copy, gradients)
+    for step, replica, *_ in BAD:
+        for x in gradients.values():
+            x[step, replica] = 0
+    return gradients
+
+
 def times(seconds=np.nan, lag=1):
     """Return `update`'s arguments for step times `[STEPS, N]`, `lag` steps late."""
     step = np.arange(STEPS, dtype=np.int32)[:, None] - np.broadcast_to(lag, N)
@@ -119,7 +128,7 @@ def story(recipe, how):
     """Return gradients, updates and states of a run through every branch."""
     gradients = spoil(FLOATS)
     updates, states = compiled(recipe, how)(gradients, **times())
-    factors = {1: "dense", 4: "minimum", 16: "candidate", np.inf: "skip"}
+    factors = {1: "dense", 4: "minimum", 16: "candidate"}
     assert {float(x) for x in states.info.factor} == set(factors)
     return gradients, updates, states
 
@@ -219,18 +228,17 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
 @in_every_way
 @pytest.mark.parametrize("recipe", ["scripted", "gravac"])
 def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, how):
-    gradients, updates, states = story(recipe, how)
+    _, updates, states = story(recipe, how)
+    gradients = left_out(FLOATS)
     kept, before = residuals(states)
     for step, factor in enumerate(states.info.factor):
-        if factor == np.inf:
-            assert (kept[step] == before[step]).all()
-            continue
         compensated = gradients["w"][step].reshape(N, SIZE) + before[step]
-        is_sent = kept[step] == 0
-        # In a bucket this small the threshold misses by one entry at most.
-        sent = is_sent.sum(axis=1)
-        assert (sent <= ENTRIES[factor]).all()
-        assert (sent >= ENTRIES[factor] - (factor > 1)).all()
+        is_sent = (kept[step] == 0) & (compensated != 0)
+        if step not in BAD_STEPS:  # else what a replica holds may be less
+            # In a bucket this small the threshold misses by one entry at most.
+            sent = is_sent.sum(axis=1)
+            assert (sent <= ENTRIES[factor]).all()
+            assert (sent >= ENTRIES[factor] - (factor > 1)).all()
         assert (kept[step] == np.where(is_sent, 0, compensated)).all()
         sent = np.where(is_sent, compensated, 0)
         mean = functools.reduce(np.add, sent) / np.float32(N)  # in replica order
@@ -243,8 +251,7 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, ho
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
 def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
-    came_in = INTEGERS["w"].sum(axis=1)
-    came_in[BAD_STEPS] = 0
+    came_in = left_out(INTEGERS)["w"].sum(axis=1)
     left = residuals(states)[0].sum(axis=1).reshape(STEPS, 8, 8)
     assert np.any(left)
     total = N * np.cumsum(updates["w"], axis=0) + left
@@ -416,13 +423,9 @@ def test_replicas_that_disagree_on_times_hear_the_same_mean(how):
     np.testing.assert_array_equal(received, credited(seconds, lags))
 
 
-def test_a_bad_step_has_no_rung_to_credit():
+def test_a_bad_gradient_takes_no_time_from_its_rung():
     received = heard("shard_map", spoil(FLOATS), seconds=2.0, lag=1)
-    expected = credited([2.0] * N, [1] * N, bad=BAD_STEPS)
-    # The controller learns nothing from a bad step, so it keeps its old state.
-    for step in BAD_STEPS:
-        expected[step] = expected[step - 1]
-    np.testing.assert_array_equal(received, expected)
+    np.testing.assert_array_equal(received, credited([2.0] * N, [1] * N))
 
 
 def test_a_time_without_its_step_measures_the_step_before():
@@ -436,27 +439,24 @@ def test_a_time_without_its_step_measures_the_step_before():
 
 
 @in_every_way
-@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
-def test_from_a_bad_gradient_nothing_is_learned(recipe, how):
-    _, updates, states = story(recipe, how)
+@pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
+def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
+    updates, states = compiled(recipe, how)(spoil(FLOATS), **times())
+    expected, expected_states = compiled(recipe, how)(left_out(FLOATS), **times())
     is_bad = np.isin(np.arange(STEPS), BAD_STEPS)
     assert (states.info.is_finite == ~is_bad).all()
     assert (states.info.skipped_steps == np.cumsum(is_bad)).all()
     assert (states.steps == np.arange(STEPS) + 1).all()
-    for step in BAD_STEPS:
-        assert not any(np.any(x) for x in jax.tree.leaves(at(updates, step)))
-        before, after = at(states, step - 1), at(states, step)
-        assert_same((after.local, after.controller), (before.local, before.controller))
+    uncounted = lambda x: x._replace(info=x.info._replace(is_finite=0, skipped_steps=0))
+    assert_same(updates, expected)
+    assert_same(uncounted(states), uncounted(expected_states))
 
 
 @in_every_way
-def test_a_silent_step_keeps_the_gradient_and_a_bad_one_leaves_the_memory(how):
-    gradients = spoil(FLOATS)
+def test_a_silent_step_keeps_the_gradient(how):
+    gradients = FLOATS
     updates, states = compiled("pausing", how)(gradients, **times())
-    is_bad = ~states.info.is_finite
-    sent_nothing = np.flatnonzero(states.info.factor == np.inf)
-    silent = sorted(set(sent_nothing.tolist()) - set(BAD_STEPS))
-    assert np.flatnonzero(is_bad).tolist() == BAD_STEPS
+    silent = np.flatnonzero(states.info.factor == np.inf)
     assert len(silent) > 3
     kept, before = residuals(states)
     for step in silent:
@@ -464,26 +464,8 @@ def test_a_silent_step_keeps_the_gradient_and_a_bad_one_leaves_the_memory(how):
         assert_same(kept[step], expected)
         assert not updates["w"][step].any()
         assert updates["b"][step].any()
-    for step in BAD_STEPS:
-        assert_same(kept[step], before[step])
-        assert not updates["b"][step].any()
-    for step in sent_nothing:
         was, now = at(states, step - 1).local, at(states, step).local
         assert_same(now.exchange, was.exchange)
-    assert states.info.skipped_steps[-1] == len(BAD_STEPS)
-
-
-@in_every_way
-def test_after_a_bad_step_training_goes_on_as_if_without_it(how):
-    updates, states = compiled("gravac", how)(spoil(FLOATS), **times())
-    good = np.delete(np.arange(STEPS), BAD_STEPS)
-    # The bad steps follow at the end, so that both runs have as many steps.
-    gradients = at(FLOATS, np.append(good, BAD_STEPS))
-    expected, expected_states = compiled("gravac", how)(gradients, **times())
-    first = slice(len(good))
-    assert_same(at(updates, good), at(expected, first))
-    parts = lambda state: (state.local, state.controller, state.info.factor)
-    assert_same(at(parts(states), good), at(parts(expected_states), first))
 
 
 CONTROLLERS = {

@@ -146,8 +146,8 @@ class GraVAC(Controller):
         state = self._record_prediction(state, rung, gains, evidence)
 
         # A window ends where the paper's `i % window == 0` holds, counting from 1. It
-        # does not limit how far the averages reach back. A skipped step decides
-        # nothing, so a window that would end there goes on into the next.
+        # does not limit how far the averages reach back. A step that gravac.guard skips
+        # decides nothing, so a window that would end there goes on into the next.
         now = evidence.step + 1
         is_end = now // self.window > (now - evidence.steps) // self.window
         is_move = is_end & ~state.is_settled

@@ -17,7 +17,8 @@ STAGES = (4, 16, 64, 250, 1000)  # Deep Gradient Compression's warm-up
 class Scheduled(Controller):
     """Takes the highest rung that a schedule allows.
 
-    After a skipped step, the next one takes the rung that was meant for it.
+    After a step that `gravac.guard` skipped, the next one takes the rung that was meant
+    for it.
 
     Args:
       schedule: a function from the step, `[]` int32 counted from 0, to a factor, such

@@ -99,10 +99,9 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def held(self, state: Any, n: int) -> jax.Array:
-        """Return what is held back, which is what a bad step selects from.
+        """Return what is held back, which a replica with a bad gradient sends from.
 
-        A bad step is silent, so all of this comes back to `retain` as the residual, and
-        `retain` must return `state` as it was.
+        `keep` must return `state` as it was when it is given this.
 
         Args:
           state: from `init` or `retain`.

@@ -15,10 +15,10 @@ last step of a round exchanges what has gathered there. The others are *local*: 
 have no collective, and all but the memory stays as it is. Replicas know which step is
 which because all count alike.
 
-Three more things may happen to a step, and they are separate. A *bad* step has a
-gradient that is not finite on some replica: nothing is learned from it, on any of them.
-With a delay or rounds the others hear of it later, so that this replica alone learns
-nothing. A *silent* step sends nothing of the buckets, because its rung lies beyond the
+Three more things may happen to a step, and they are separate. A *bad* gradient is not
+finite: its replica leaves it out, sends from what it holds back, and tells the others,
+who go on. So no exchange waits for what replicas have to tell each other. A *silent*
+step sends nothing of the buckets, because its rung lies beyond the
 ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
 for what is held back (`_residuals.py`).
 

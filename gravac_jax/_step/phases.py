@@ -1,7 +1,7 @@
 """The six phases of a step, in the order in which they happen.
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
-2. `feed` it to the memory, which adds what was held back.
+2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
 3. `agree` on what all replicas must know: whether a gradient is bad, and the rung.
 4. `exchange` the buckets, in the branch of the rung.
 5. `decide` the rung of the next step from what this one showed.
@@ -25,7 +25,6 @@ from gravac_jax._controllers.base import Evidence
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._state import LocalState, Told, TransformState
-from gravac_jax._step.components import Components
 from gravac_jax._step.values import (
     Agreed,
     Arrived,
@@ -71,7 +70,7 @@ def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]
 
 
 def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
-    """Add the gradient to what the memory holds back."""
+    """Add the gradient to what the memory holds back, unless the gradient is bad."""
     components, buckets = setting.components, setting.buckets
     given = (gradient.parts, local.memory)
     if components.memory.needs_params:
@@ -79,7 +78,11 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     pairs = zip(components.memories(buckets), zip(*given, strict=True), strict=True)
     fed = [memory.compensate(*x) for memory, x in pairs]
     parts, states = zip(*fed, strict=True)
-    return Fed(parts, states)
+    # One device of a replica may see an entry that the others do not.
+    is_bad = setting.axes.slices.mean(gradient.bad) != 0
+    unfed = held(components.memory, local, buckets)
+    # This is no branch, because XLA would copy the memory in and out of one.
+    return _arrays.where(is_bad, unfed, Fed(parts, states))
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
@@ -90,15 +93,12 @@ def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
 
 def keep(gradient: Gradient, local: LocalState, setting: Setting) -> LocalState:
     """Add the gradient to the memory, for a later exchange to send."""
-    memory = setting.components.memory
-    is_bad = setting.axes.slices.mean(gradient.bad) != 0
     fed = feed(gradient, local, setting)
-    kept = tuple(map(memory.keep, fed.parts, fed.memory))
+    kept = tuple(map(setting.components.memory.keep, fed.parts, fed.memory))
     before = local.told
     told = tell(gradient, (before.seconds, before.timed), setting)
     told = told._replace(bad=jnp.maximum(told.bad, before.bad))
-    # This is no branch, because XLA would copy the memory in and out of one.
-    return local._replace(memory=_arrays.where(is_bad, local.memory, kept), told=told)
+    return local._replace(memory=kept, told=told)
 
 
 def tell(
@@ -198,12 +198,6 @@ def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
     return figures._replace(dense=axes.slow.mean(dense))
 
 
-def _is_skipped(agreed: Agreed, components: Components) -> jax.Array:
-    """Return whether nothing at all is learned in this step, `[]` bool."""
-    # What has waited in the memory was fed to it because it is good.
-    return jnp.zeros((), bool) if components.waits else agreed.bad != 0
-
-
 def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
     """Return whether all gradients have the same norm, and are no zeros."""
     is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
@@ -216,14 +210,8 @@ def exchange(
     """Exchange bucket by bucket, and let the memory keep the rest."""
     components = setting.components
     controller, memory = components.controller, components.memory
-    skips = _is_skipped(agreed, components)
-    # This is no branch, because XLA would copy the memory in and out of one.
-    unfed = held(memory, local, setting.buckets)
-    fed = _arrays.where(skips, unfed, fed)
-    silent = jnp.int32(len(controller.ladder))
     known = None if setting.rung is None else np.int32(setting.rung)
     rung = jnp.int32(agreed.rung + 0.5) if known is None else known
-    rung_or_silent = jnp.where(skips, silent, rung)
     means, residuals, states, mean_energies = [], [], [], []
     *flat, dense = fed.parts
     for bucket, compensated, before in zip(
@@ -232,25 +220,15 @@ def exchange(
         exchanged, after = bucket.exchange(
             compensated,
             before,
-            rung_or_silent if known is None else known,
+            rung,
             ladder=controller.ladder,
             key=setting.key,
             comm=setting.axes.slow,
             looks=setting.looks,
             step=setting.turn,
         )
-        mean, residual = exchanged.mean, exchanged.residual
-        if known is not None:
-            # There is no branch: a GPU's host would have to read the rung. So what a
-            # skipped step receives is dropped here. XLA must not know the zero: it
-            # would read those that payloads are added to, which stay in memory so.
-            zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
-            mean = jnp.where(skips, zero, mean)
-            residual, after = _arrays.where(
-                skips, (compensated, before), (residual, after)
-            )
-        means.append(mean)
-        residuals.append(residual)
+        means.append(exchanged.mean)
+        residuals.append(exchanged.residual)
         states.append(after)
         mean_energies.append(exchanged.mean_energies)
     residuals.append(jnp.zeros_like(dense))  # it went whole
@@ -262,7 +240,7 @@ def exchange(
     if controller.has_rounds:  # one more pass, but only at the end of a round
         energy = _arrays.total(map(_arrays.energy, means))
     energies = setting.axes.slices.mean((_arrays.total(mean_energies), energy))
-    return Arrived(agreed, rung_or_silent, tuple(means), *energies), local
+    return Arrived(agreed, jnp.asarray(rung), tuple(means), *energies), local
 
 
 def decide(arrived: Arrived, setting: Setting) -> Decision:
@@ -296,35 +274,28 @@ def decide(arrived: Arrived, setting: Setting) -> Decision:
 
 
 def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
-    """Return the updates, and the state with what a human wants to know.
-
-    Nothing is learned from a bad step: what it would have changed stays as it was.
-    """
+    """Return the updates, and the state with what a human wants to know."""
     arrived, local, decision = step
     agreed, taken, state = arrived.agreed, arrived.rung, setting.state
-    skips = _is_skipped(agreed, setting.components)
     ahead, following = _what_follows(arrived, setting)
-    learned = (agreed.dense, decision.rung, decision.controller)
-    before = (jnp.zeros_like(agreed.dense), state.rung, state.controller)
-    dense, rung, controller = _arrays.where(skips, before, learned)
     slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
     rungs = len(setting.components.controller.ladder)
     sent = arrived.mean_energies[jnp.minimum(taken, rungs)]
     is_known = (sent > 0) & (arrived.energy > 0)
     alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
     info = _info.after(state.info, setting.tables, taken, decision.gains, alignment)
-    return setting.buckets.unpack((*arrived.means, dense)), state._replace(
+    return setting.buckets.unpack((*arrived.means, agreed.dense)), state._replace(
         steps=jnp.asarray(optax.safe_increment(state.steps)),
         local=_state.leave(local, state.local),
-        rung=rung,
+        rung=decision.rung,
         ahead=ahead,
-        controller=controller,
+        controller=decision.controller,
         past_rungs=jnp.where(slot, taken, state.past_rungs),
         round=following,
         info=_info.count_faults(
             info,
             is_bad=agreed.bad != 0,
-            is_skipped=skips,
+            is_told_late=setting.components.waits,
             is_alike=_are_alike(agreed, setting.axes),
             apart=agreed.apart,
         ),
