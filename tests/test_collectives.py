@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gravac_jax import Comm, _collectives
+from gravac_jax._carrier import Carrier
 
 N = 4
 TREE = {
@@ -163,6 +164,58 @@ def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(
     assert gathered == (7, 1000, others * 1000, others)
     short = _collectives.bfloat16_mean_traffic(1001, replicas)
     assert short.wire_bytes == 2 * others * 2 * -(-1001 // replicas)
+
+
+def two_stages(comm, words):
+    """Swap rows of words, and gather what this replica has received."""
+    return comm.gather(comm.swap(jnp.stack([words + i for i in range(N)])).reshape(-1))
+
+
+@pytest.mark.parametrize("how", ["vmap", True, False])
+def test_figures_travel_with_the_messages_of_two_stages(how):
+    words = np.arange(3 * N, dtype=np.uint32).reshape(N, 3)
+
+    def exchange(carry):
+        def one(given):
+            words, figures = given
+            if not carry:
+                comm = Comm("data")
+                return two_stages(comm, words), comm.mean(figures)
+            carrier = Carrier("data", figures)
+            return two_stages(carrier, words), carrier.mean_of_figures()
+
+        if how == "vmap":
+            return each(one, (words, TREE))
+        return under_shard_map(one, (words, TREE), how, jax.P())
+
+    (words, figures), expected = exchange(carry=True), exchange(carry=False)
+    np.testing.assert_array_equal(words, expected[0])
+    for name, x in figures.items():
+        np.testing.assert_array_equal(x, expected[1][name])
+
+
+def test_figures_that_travel_along_have_no_collective_of_their_own():
+    def one(words, figures):
+        carrier = Carrier("data", figures)
+        return two_stages(carrier, words), carrier.mean_of_figures()
+
+    given = jnp.arange(3, dtype=jnp.uint32), jax.tree.map(lambda x: x[0], TREE)
+    program = str(jax.make_jaxpr(one, axis_env=[("data", N)])(*given))
+    assert "psum[" not in program
+    assert (program.count("all_to_all["), program.count("all_gather[")) == (1, 1)
+
+
+@pytest.mark.parametrize("told", [lambda comm, x: x, lambda comm, x: comm.mean(x)])
+def test_figures_that_nothing_takes_along_are_averaged_by_themselves(told):
+    def one(figures):
+        carrier = Carrier("data", figures)
+        told(carrier, figures)
+        carrier.bfloat16_mean([figures["b"]])
+        return carrier.mean_of_figures()
+
+    means = each(one, TREE)
+    for name, x in TREE.items():
+        np.testing.assert_array_equal(means[name], np.stack([x.mean(0)] * N))
 
 
 def test_what_is_gathered_is_a_row_between_barriers():

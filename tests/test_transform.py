@@ -347,6 +347,18 @@ def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
     )
 
 
+def of_update(factor):
+    """Return the kinds of collectives of a step at a factor that never changes."""
+    tx = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(factor))
+    found, _ = collectives(trajectory(tx, PARAMS, "shard_map").text(FLOATS))
+    return {kind for kind, *_ in found}
+
+
+def test_at_a_known_rung_what_is_agreed_on_travels_with_the_exchange():
+    assert of_update(16) == {"all-to-all", "all-gather"}
+    assert of_update(1) == {"all-reduce"}
+
+
 @in_every_mapped_way
 def test_selected_entries_travel_in_16_bits_by_default(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.

@@ -1,6 +1,6 @@
 """One step of the transform.
 
-`update.py` takes the six phases of `phases.py` in their order: prepare, feed, agree,
+`update.py` takes the six phases of `phases.py` in their order: prepare, feed, announce,
 exchange, decide, report.
 
 With a delay of one step, the memory is fed last: the exchange sends what the last step

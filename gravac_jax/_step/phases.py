@@ -2,8 +2,8 @@
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
-3. `agree` on what all replicas must know: whether a gradient is bad, and the rung.
-4. `exchange` the buckets, in the branch of the rung.
+3. `announce` what all replicas must know: whether a gradient is bad, and the rung.
+4. `exchange` both: the buckets at the rung, and what all must agree on.
 5. `decide` the rung of the next step from what this one showed.
 6. `report` what was sent.
 """
@@ -18,6 +18,7 @@ import optax
 
 from gravac_jax import _arrays, _consistency, _info, _state
 from gravac_jax._buckets import Buckets
+from gravac_jax._carrier import Carrier
 from gravac_jax._clipping import NoClip, global_norm
 from gravac_jax._collectives import Axes
 from gravac_jax._controllers import compression_gain
@@ -161,8 +162,8 @@ def add_times(local: LocalState, times: tuple[jax.Array, jax.Array]) -> LocalSta
     return local._replace(told=told)
 
 
-def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
-    """Average what all replicas must know, in one collective.
+def announce(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
+    """Return this replica's part of what all replicas must know.
 
     Decisions made from the same figures may still differ by a rounding between programs
     that were compiled apart, and different branches would hang. So the rung is agreed
@@ -179,7 +180,7 @@ def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
         apart = _consistency.is_apart(
             setting.params, state.steps, unseen, components.check_every, axes.alike
         )
-    own = Agreed(
+    return Agreed(
         dense=dense,
         bad=told.bad,
         gradient_energy=told.gradient_energy,
@@ -191,11 +192,11 @@ def agree(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
         timed=told.timed,
         apart=apart,
     )
-    if not axes.is_cut:
-        return axes.both.mean(own)
-    # Dense leaves are slices, too. XLA joins both means over the slow axis.
-    figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
-    return figures._replace(dense=axes.slow.mean(dense))
+
+
+def _over_fast(own: Agreed, axes: Axes) -> Agreed:
+    """Average over the fast axis, where dense leaves are alike, or slices."""
+    return axes.fast.mean(own._replace(dense=()))._replace(dense=own.dense)
 
 
 def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
@@ -205,13 +206,16 @@ def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
 
 
 def exchange(
-    fed: Fed, agreed: Agreed, local: LocalState, setting: Setting
+    fed: Fed, own: Agreed, local: LocalState, setting: Setting
 ) -> tuple[Arrived, LocalState]:
-    """Exchange bucket by bucket, and let the memory keep the rest."""
-    components = setting.components
+    """Agree, exchange bucket by bucket, and let the memory keep the rest."""
+    axes, components = setting.axes, setting.components
     controller, memory = components.controller, components.memory
-    known = None if setting.rung is None else np.int32(setting.rung)
-    rung = jnp.int32(agreed.rung + 0.5) if known is None else known
+    comm = carrier = Carrier(axes.slow.axis_name, _over_fast(own, axes))
+    agreed, rung = own, np.int32(setting.rung or 0)
+    if setting.rung is None:  # the branch to take is agreed on first
+        agreed, comm = carrier.mean_of_figures(), axes.slow
+        rung = jnp.int32(agreed.rung + 0.5)
     means, residuals, states, mean_energies = [], [], [], []
     *flat, dense = fed.parts
     for bucket, compensated, before in zip(
@@ -223,7 +227,7 @@ def exchange(
             rung,
             ladder=controller.ladder,
             key=setting.key,
-            comm=setting.axes.slow,
+            comm=comm,
             looks=setting.looks,
             step=setting.turn,
         )
@@ -236,10 +240,12 @@ def exchange(
         memory.retain(*x) for x in zip(residuals, fed.parts, fed.memory, strict=True)
     ]
     local = local._replace(memory=tuple(kept), exchange=tuple(states))
+    if setting.rung is not None:
+        agreed = carrier.mean_of_figures()
     energy = jnp.zeros((), jnp.float32)
     if controller.has_rounds:  # one more pass, but only at the end of a round
         energy = _arrays.total(map(_arrays.energy, means))
-    energies = setting.axes.slices.mean((_arrays.total(mean_energies), energy))
+    energies = axes.slices.mean((_arrays.total(mean_energies), energy))
     return Arrived(agreed, jnp.asarray(rung), tuple(means), *energies), local
 
 

@@ -99,7 +99,7 @@ def _update(
 def _take(
     gradient: Gradient, local: LocalState, arrived: Arrived | None, setting: Setting
 ) -> Taken:
-    """Feed, agree, exchange and decide, in the order that delay and rounds ask."""
+    """Feed, announce, exchange and decide, in the order that delay and rounds ask."""
     keep = lambda local: phases.keep(gradient, local, setting)
     if arrived is not None:
         return Taken(arrived, keep(local), phases.decide(arrived, setting))
@@ -147,6 +147,6 @@ def _send_held(local: LocalState, setting: Setting) -> tuple[Arrived, LocalState
 def _send(
     told: Told, fed: Fed, local: LocalState, setting: Setting
 ) -> tuple[Arrived, LocalState]:
-    """Agree on what all must know, then exchange."""
-    agreed = phases.agree(told, fed.parts[-1], setting)
-    return phases.exchange(fed, agreed, local, setting)
+    """Exchange what was fed, and what all must know."""
+    own = phases.announce(told, fed.parts[-1], setting)
+    return phases.exchange(fed, own, local, setting)
