@@ -392,7 +392,9 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
             (f"f32[{ROWS},{COLUMNS}]", "all-gather", "{0,1,2,3},{4,5,6,7}"),
             (f"f32[{ROWS // FAST},{COLUMNS}]", "reduce-scatter", "{0,1,2,3},{4,5,6,7}"),
             (f"f32[{evidence}]", "all-reduce", "{0,1,2,3,4,5,6,7}"),
-            # With them, how alike rounds were.
+            # Whether a device of the replica has a gradient that is not finite.
+            ("f32[1]", "all-reduce", "{0,1,2,3},{4,5,6,7}"),
+            # With energies, how alike rounds were.
             (f"f32[{energies + 1}]", "all-reduce", "{0,1,2,3},{4,5,6,7}"),
             # Each replica's own mean of the leaf that goes dense.
             (f"f32[{COLUMNS}]", "all-reduce", "{0,1,2,3},{4,5,6,7}"),

@@ -194,9 +194,13 @@ def announce(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
     )
 
 
-def _over_fast(own: Agreed, axes: Axes) -> Agreed:
-    """Average over the fast axis, where dense leaves are alike, or slices."""
-    return axes.fast.mean(own._replace(dense=()))._replace(dense=own.dense)
+def agree(own: Agreed, axes: Axes) -> Agreed:
+    """Average what all replicas must know, in one collective."""
+    if not axes.is_cut:
+        return axes.both.mean(own)
+    # Dense leaves are slices, too. XLA joins both means over the slow axis.
+    figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
+    return figures._replace(dense=axes.slow.mean(own.dense))
 
 
 def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
@@ -211,11 +215,13 @@ def exchange(
     """Agree, exchange bucket by bucket, and let the memory keep the rest."""
     axes, components = setting.axes, setting.components
     controller, memory = components.controller, components.memory
-    comm = carrier = Carrier(axes.slow.axis_name, _over_fast(own, axes))
-    agreed, rung = own, np.int32(setting.rung or 0)
-    if setting.rung is None:  # the branch to take is agreed on first
-        agreed, comm = carrier.mean_of_figures(), axes.slow
-        rung = jnp.int32(agreed.rung + 0.5)
+    known = setting.rung
+    if known is None or axes.fast.axis_name:
+        comm, agreed = axes.slow, agree(own, axes)
+    else:
+        comm, agreed = Carrier(axes.slow.axis_name, own), own
+    # A branch is agreed on before it is taken.
+    rung = jnp.int32(agreed.rung + 0.5) if known is None else np.int32(known)
     means, residuals, states, mean_energies = [], [], [], []
     *flat, dense = fed.parts
     for bucket, compensated, before in zip(
@@ -240,8 +246,8 @@ def exchange(
         memory.retain(*x) for x in zip(residuals, fed.parts, fed.memory, strict=True)
     ]
     local = local._replace(memory=tuple(kept), exchange=tuple(states))
-    if setting.rung is not None:
-        agreed = carrier.mean_of_figures()
+    if isinstance(comm, Carrier):
+        agreed = comm.mean_of_figures()
     energy = jnp.zeros((), jnp.float32)
     if controller.has_rounds:  # one more pass, but only at the end of a round
         energy = _arrays.total(map(_arrays.energy, means))
