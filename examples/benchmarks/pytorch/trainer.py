@@ -93,7 +93,7 @@ class Replica:
             distributed.all_reduce(x, distributed.ReduceOp.SUM)
             x /= self.args.hosts
         mine = self.held_out[self.rank :: self.args.hosts]
-        total = torch.stack([average(x) for x in mine]).double().sum()
+        total = sum((average(x).double() for x in mine), torch.zeros(()).double())
         distributed.all_reduce(total)
         return round(float(total) / len(self.held_out), 6)
 
