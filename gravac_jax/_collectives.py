@@ -376,6 +376,17 @@ def mean_traffic(entries: int, replicas: int) -> Traffic:
     return all_reduce_traffic(entries, FLOAT32_BYTES * entries, replicas)
 
 
+def carried_traffic(entries: int, replicas: int) -> Traffic:
+    """Return the cost of float32 figures that ride with a swap and a gather."""
+    part_bytes = FLOAT32_BYTES * -(-entries // replicas)
+    return Traffic(
+        entries=entries,
+        payload_bytes=(replicas + 1) * part_bytes,
+        wire_bytes=2 * (replicas - 1) * part_bytes,
+        messages=0,
+    )
+
+
 def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
     """Return the cost of `Comm.bfloat16_mean` of `entries`."""
     shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)

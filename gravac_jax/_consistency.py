@@ -1,4 +1,4 @@
-"""Keep replicas the same: compare them, make them the same again, freeze bad steps.
+"""Keep replicas the same: compare them, make them the same again, skip bad steps.
 
 Replicas hold the same params because they start from the same params and add the same
 updates. A memory fault, or a device that adds in another order, breaks that silently.
@@ -184,9 +184,10 @@ def guard(
 
     Without it, a replica whose gradient is not finite leaves that gradient out, and the
     others go on. With `guard` around the whole chain, all updates of such a step are
-    zero and every state stays as it is, but for the transform's counters. A loss scale
-    needs that, and so does an optimizer that must not move when all gradients are bad:
-    momentum and weight decay move on zeros, too. With a delay or rounds, replicas hear
+    zero and every state stays as it is, but for what the transform counts and reports.
+    That suits a loss scale, and an optimizer that must not move when all gradients are
+    bad: momentum and weight decay move on zeros, too. With a delay, with rounds, and
+    with a memory that forgets (`gravac.Steps(..., residual_decay=0.95)`), replicas hear
     of a gradient too late: `guard` then does nothing.
 
     Args:

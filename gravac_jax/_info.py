@@ -42,12 +42,12 @@ class StepInfo(NamedTuple):
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
       is_finite: `[]` bool, whether every gradient of every replica was finite and,
-        without a clip, below 2**50. Always True with a delay or rounds, where replicas
-        are told of a gradient after its step.
+        without a clip, below 2**50. Always True with a delay, rounds or a memory that
+        forgets, where replicas are told of a gradient after its step.
       dense_steps: `[]` int32, steps so far that sent everything.
-      skipped_steps: `[]` int32, steps so far that some replica has skipped, because
-        its gradient was not finite. It has sent a part of what it held back. With a
-        delay or rounds, exchanges that told of such a step.
+      skipped_steps: `[]` int32, steps so far in which a replica left its gradient out,
+        because it was not finite. Where replicas are told late, exchanges that told of
+        such a step.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
         different params.
       alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
@@ -134,8 +134,13 @@ def tables(
     exchanges: Sequence[Exchange],
     controller: Controller,
     replicas: int,
+    rides: bool = False,
 ) -> Tables:
-    """Work out what each rung sends, with one exchange per bucket."""
+    """Work out what each rung sends, with one exchange per bucket.
+
+    `rides` says that what replicas agree on travels with the first exchange, where that
+    carries it.
+    """
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
     # Every step averages the dense leaves, a count, an energy, its contrast, the rung
@@ -143,17 +148,21 @@ def tables(
     # many replicas measured it, and for each rung an energy, if they are asked for.
     scalars = 4 + controller.has_rounds + 2 * kinds_of_steps(controller)
     scalars += rungs * controller.samples_gradient
-    agreed = _collectives.mean_traffic(buckets.part_sizes[-1] + scalars, replicas)
+    figures = buckets.part_sizes[-1] + scalars
+    agreed = _collectives.mean_traffic(figures, replicas)
+    carried = _collectives.carried_traffic(figures, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:
+        first = [x.carries(size, factor, replicas) for x, size in pairs[:1]]
+        told = carried if rides and any(first) else agreed
         entries = [x.traffic(size, factor, replicas) for x, size in pairs]
         energies = [
             x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
         ]
         sent = sum(x.entries for x in entries)
         factor_sent = n / sent if n else 1.0
-        rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
+        rows.append((factor_sent, *_sizes([told, *entries, *energies])))
     rows.append((np.inf, *_sizes([agreed])))
     rows.append((np.inf, 0, 0, 0))
     dense = _collectives.mean_traffic(n + m, replicas)

@@ -18,7 +18,7 @@ class Told(NamedTuple):
     """What a replica tells the others about its own gradient.
 
     Attributes:
-      bad: `[]` float32, 1 if nothing can be learned from it.
+      bad: `[]` float32, 1 if it is left out.
       gradient_energy: `[]` float32, the energy of its buckets.
       gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
         never asks.

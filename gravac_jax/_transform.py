@@ -137,8 +137,9 @@ def transform(
       update at factor 1 is `jax.lax.pmean` of the gradients, unless the exchange
       rounds. A replica whose gradient is not finite, or without a clip has an entry of
       2**50 or more, leaves that gradient out: its memory learns nothing from it, and it
-      sends from what it holds back. The others go on, and all count the step; with a
-      delay or rounds at the next exchange. `gravac.guard` skips such a step.
+      sends from what it holds back, as if it had made no step. The mean is still over
+      all replicas. The others go on, and all count the step; with a delay or rounds at
+      the next exchange. `gravac.guard` skips such a step on all replicas.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

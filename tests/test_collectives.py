@@ -12,7 +12,7 @@ N = 4
 TREE = {
     "a": np.arange(N * 6, dtype=np.float32).reshape(N, 2, 3),
     "b": np.arange(N, dtype=np.float32),
-}
+}  # 7 figures a replica, which N does not divide
 
 
 def each(fun, tree):
@@ -205,17 +205,21 @@ def test_figures_that_travel_along_have_no_collective_of_their_own():
     assert (program.count("all_to_all["), program.count("all_gather[")) == (1, 1)
 
 
-@pytest.mark.parametrize("told", [lambda comm, x: x, lambda comm, x: comm.mean(x)])
-def test_figures_that_nothing_takes_along_are_averaged_by_themselves(told):
-    def one(figures):
-        carrier = Carrier("data", figures)
-        told(carrier, figures)
-        carrier.bfloat16_mean([figures["b"]])
-        return carrier.mean_of_figures()
+def test_only_the_first_messages_of_two_stages_take_figures_along():
+    words = np.arange(3 * N, dtype=np.uint32).reshape(N, 3)
 
-    means = each(one, TREE)
-    for name, x in TREE.items():
-        np.testing.assert_array_equal(means[name], np.stack([x.mean(0)] * N))
+    def one(given):
+        words, figures = given
+        carrier, comm = Carrier("data", figures), Comm("data")
+        before = carrier.gather(words)
+        first, second = two_stages(carrier, words), two_stages(carrier, words)
+        expected = comm.gather(words), *[two_stages(comm, words)] * 2
+        return (before, first, second), expected, carrier.mean_of_figures()
+
+    received, expected, figures = each(one, (words, TREE))
+    for x, y in zip(received, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(figures["b"], np.stack([TREE["b"].mean(0)] * N))
 
 
 def test_what_is_gathered_is_a_row_between_barriers():

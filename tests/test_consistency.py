@@ -166,6 +166,16 @@ TX = {
     "inject_hyperparams": injected(lambda tx: tx),
 }
 GUARDED = [name for name in TX if "guard" in name]
+# Replicas hear of a bad gradient after its step.
+LATE = {
+    "delay": gravac.transform(compress=True, controller=gravac.Fixed(4), delay=1),
+    "decay": gravac.transform(
+        compress=True,
+        controller=gravac.Fixed(4),
+        memory=gravac.Steps(optax.sgd(0.125), residual_decay=0.5),
+    ),
+}
+TX |= LATE | {f"guarded {name}": gravac.guard(tx) for name, tx in LATE.items()}
 QUICK = {"guarded GraVAC", "inject_hyperparams in guard"}
 in_every_guard = pytest.mark.parametrize("name", choices(GUARDED, QUICK.__contains__))
 
@@ -236,6 +246,12 @@ def test_without_a_guard_the_params_move_in_a_bad_step(name):
 def test_good_steps_are_the_same_with_and_without_a_guard(name):
     bare = "inject_hyperparams" if "inject" in name else name.removeprefix("guarded ")
     assert_same(run(name, *[GOOD] * 4), run(bare, *[GOOD] * 4))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_guard_does_nothing_where_replicas_hear_late(name):
+    kinds = [GOOD, *BAD, GOOD]
+    assert_same(run(f"guarded {name}", *kinds), run(name, *kinds))
 
 
 def test_a_guard_hands_extra_arguments_to_the_transform():

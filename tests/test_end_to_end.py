@@ -203,7 +203,7 @@ def test_pytorch_is_compared_with_its_own_dense_steps():
     never = {"method": "topk100", "seed": 0, "target": 1.0, "losses": [2.0]}
     torch.append(line(100.0, "topk100", 0.1))
     runs.append(never | {"steps": [25]})
-    head, *rows = report.of_pytorch(Timed(record(), 2), torch, runs)
+    head, *rows = report.of_pytorch(Timed(record(), 2), torch, runs, 2)
     assert head[1:] == ["steps, each seed", "1000", "100"]
     table = {x[0]: x[1:] for x in rows}
     assert table["fp16"] == ["50, 100", "2.00", "2.00"]

@@ -64,6 +64,25 @@ def test_every_byte_of_a_whole_step_is_reported(controller, exchange, compress):
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
 
+@pytest.mark.parametrize("factor", [1, 16, 64])
+@pytest.mark.parametrize(
+    "exchange",
+    [gravac.QuantizedAllReduce(), gravac.Quantized(), gravac.AllGather()],
+    ids=repr,
+)
+def test_every_byte_of_a_step_at_a_known_rung_is_reported(exchange, factor):
+    params = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(5, np.float32)}
+    controller = gravac.Fixed(factor)
+    tx = gravac.transform(exchange=exchange, controller=controller)
+    state = tx.init(params)
+    jaxpr = jax.make_jaxpr(tx.update, axis_env=[("data", N)])(params, state).jaxpr
+    table = _info.tables(
+        _buckets.plan(params, None), [exchange], controller, N, rides=True
+    )
+    sent = _laws.put_in(jaxpr, 0, 1, N)
+    assert (table.payload_bytes[0], table.messages[0]) == sent
+
+
 @pytest.mark.parametrize(
     ("compress", "factors"),
     [(True, [1, 69 / 17, 69]), (IS_MATRIX, [1, 4, 64]), (False, [1, 1, 1])],

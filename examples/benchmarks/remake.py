@@ -29,12 +29,8 @@ from common.journal import read
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 RECORDS = Path(__file__).with_name("records")
-BESIDE = (
-    "runs",
-    "torch",
-    "torch_runs",
-    "live",
-)  # what an end-to-end record may have besides steps
+# What an end-to-end record may have besides steps.
+BESIDE = ("runs", "torch", "torch_runs", "live")
 Make = Callable[[Path], object]
 
 

@@ -43,7 +43,7 @@ class Memory(abc.ABC):
 
     @property
     def forgets(self) -> bool:
-        """Whether `retain` keeps less than an exchange leaves; a bad step must not."""
+        """Whether `retain` keeps less than an exchange leaves."""
         return False
 
     @property

@@ -140,6 +140,15 @@ class Exchange(abc.ABC):
         """Return the `k` that `send` gets at each rung; `n` if the rung is dense."""
         return self.entries(n, ladder, replicas)
 
+    def carries(self, n: int, factor: float, replicas: int) -> bool:
+        """Return whether `send` can take along what replicas agree on in every step.
+
+        It then swaps rows of words and gathers a row of words, once each, in this order
+        and outside of any branch; `Carrier` does the rest.
+        """
+        del n, factor, replicas
+        return False
+
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Return whether `factor` is dense only because there are so many replicas."""
         entries = lambda replicas: self.traffic(n, factor, replicas).entries

@@ -57,8 +57,9 @@ class Quantized(RoundingExchange):
       the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.87, 0.96
       of a Gaussian at 1, 2 and 4 bits. Products round, so sent + kept is the bucket
       within one unit in the last place of the larger. In turns, the part that is due
-      obeys this law, and the rest of the bucket is kept. What is due in a step that is
-      skipped waits for its next turn. `Traffic.entries` counts words of 32 bits.
+      obeys this law, and the rest of the bucket is kept. What is due in a step that
+      `gravac.guard` skips waits for its next turn. `Traffic.entries` counts words of 32
+      bits.
 
     Cost:
       (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 8 bytes a row.

@@ -62,6 +62,10 @@ class QuantizedAllReduce(Quantized):
         if self.mean_bits is not None:
             _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
 
+    def carries(self, n: int, factor: float, replicas: int) -> bool:
+        """Return whether it has two stages at `factor`, and no dense mean."""
+        return self.traffic(n, factor, replicas).entries != n
+
     def _least_rows(self, replicas: int) -> int:
         return replicas
 

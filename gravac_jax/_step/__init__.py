@@ -1,6 +1,6 @@
 """One step of the transform.
 
-`update.py` takes the six phases of `phases.py` in their order: prepare, feed, announce,
+`update.py` takes the six phases of `phases.py` in their order: prepare, feed, figures,
 exchange, decide, report.
 
 With a delay of one step, the memory is fed last: the exchange sends what the last step
@@ -17,8 +17,8 @@ which because all count alike.
 
 Three more things may happen to a step, and they are separate. A *bad* gradient is not
 finite: its replica leaves it out, sends from what it holds back, and tells the others,
-who go on. So no exchange waits for what replicas have to tell each other. A *silent*
-step sends nothing of the buckets, because its rung lies beyond the
+who go on. So no exchange waits to hear whether all gradients are good. A *silent* step
+sends nothing of the buckets, because its rung lies beyond the
 ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
 for what is held back (`_residuals.py`).
 

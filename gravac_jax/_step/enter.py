@@ -47,22 +47,31 @@ def _check_needs_no_params(components: Components) -> None:
 
 
 def setting_of(
-    components: Components, axes: Axes, buckets: Buckets, state: TransformState
+    components: Components,
+    axes: Axes,
+    buckets: Buckets,
+    state: TransformState,
+    rung: int | None,
 ) -> Setting:
     """Return what the step knows, but for what `update` was given."""
     exchanges, controller = components.shaped(buckets), components.controller
     replicas = axes.slow.replicas
     _info.warn_if_dense(buckets, exchanges, controller.ladder, replicas)
-    good_steps = state.steps - state.info.skipped_steps
+    rung = 0 if controller.is_fixed else rung
+    # Devices that share a replica send other words, so that figures which ride with
+    # them would not be known to be the same on all of them.
+    rides = rung is not None and axes.fast.axis_name is None
     return Setting(
         components=components,
         axes=axes,
         buckets=buckets,
         exchanges=exchanges,
-        tables=_info.tables(buckets, exchanges, controller, replicas),
+        tables=_info.tables(buckets, exchanges, controller, replicas, rides),
         looks=controller.looks(state.steps, state.info.local_steps),
-        key=jax.random.fold_in(jax.random.key(components.seed), good_steps),
+        key=jax.random.fold_in(jax.random.key(components.seed), state.steps),
         state=state,
+        rung=rung,
+        rides=rides,
     )
 
 

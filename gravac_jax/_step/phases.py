@@ -2,8 +2,8 @@
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
-3. `announce` what all replicas must know: whether a gradient is bad, and the rung.
-4. `exchange` both: the buckets at the rung, and what all must agree on.
+3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
+4. `exchange` both: the buckets at the rung, and these figures.
 5. `decide` the rung of the next step from what this one showed.
 6. `report` what was sent.
 """
@@ -56,7 +56,8 @@ def prepare(updates: Any, setting: Setting) -> Gradient:
     if components.weight_decay:
         decay = lambda x, p: x + components.weight_decay * p
         parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
-    return Gradient(parts, bad)
+    # One device of a replica may see an entry that the others do not.
+    return Gradient(parts, jnp.float32(axes.slices.mean(bad) != 0))
 
 
 def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]:
@@ -79,11 +80,9 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     pairs = zip(components.memories(buckets), zip(*given, strict=True), strict=True)
     fed = [memory.compensate(*x) for memory, x in pairs]
     parts, states = zip(*fed, strict=True)
-    # One device of a replica may see an entry that the others do not.
-    is_bad = setting.axes.slices.mean(gradient.bad) != 0
     unfed = held(components.memory, local, buckets)
     # This is no branch, because XLA would copy the memory in and out of one.
-    return _arrays.where(is_bad, unfed, Fed(parts, states))
+    return _arrays.where(gradient.bad != 0, unfed, Fed(parts, states))
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
@@ -162,7 +161,7 @@ def add_times(local: LocalState, times: tuple[jax.Array, jax.Array]) -> LocalSta
     return local._replace(told=told)
 
 
-def announce(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
+def figures(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
     """Return this replica's part of what all replicas must know.
 
     Decisions made from the same figures may still differ by a rounding between programs
@@ -215,25 +214,22 @@ def exchange(
     """Agree, exchange bucket by bucket, and let the memory keep the rest."""
     axes, components = setting.axes, setting.components
     controller, memory = components.controller, components.memory
+    # A branch has to be agreed on before it is taken; at a known rung nothing has.
+    agreed = own if setting.carries else agree(own, axes)
+    carrier = Carrier(axes.slow.axis_name, own) if setting.carries else axes.slow
     known = setting.rung
-    if known is None or axes.fast.axis_name:
-        comm, agreed = axes.slow, agree(own, axes)
-    else:
-        comm, agreed = Carrier(axes.slow.axis_name, own), own
-    # A branch is agreed on before it is taken.
     rung = jnp.int32(agreed.rung + 0.5) if known is None else np.int32(known)
     means, residuals, states, mean_energies = [], [], [], []
     *flat, dense = fed.parts
-    for bucket, compensated, before in zip(
-        setting.exchanges, flat, local.exchange, strict=True
-    ):
+    buckets = zip(setting.exchanges, flat, local.exchange, strict=True)
+    for i, (bucket, compensated, before) in enumerate(buckets):
         exchanged, after = bucket.exchange(
             compensated,
             before,
             rung,
             ladder=controller.ladder,
             key=setting.key,
-            comm=comm,
+            comm=axes.slow if i else carrier,
             looks=setting.looks,
             step=setting.turn,
         )
@@ -246,8 +242,8 @@ def exchange(
         memory.retain(*x) for x in zip(residuals, fed.parts, fed.memory, strict=True)
     ]
     local = local._replace(memory=tuple(kept), exchange=tuple(states))
-    if isinstance(comm, Carrier):
-        agreed = comm.mean_of_figures()
+    if isinstance(carrier, Carrier):
+        agreed = carrier.mean_of_figures()
     energy = jnp.zeros((), jnp.float32)
     if controller.has_rounds:  # one more pass, but only at the end of a round
         energy = _arrays.total(map(_arrays.energy, means))

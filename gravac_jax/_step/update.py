@@ -79,11 +79,10 @@ def _update(
         info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
         local = _state.leave(local, state.local)
         return buckets.unpack(parts), state._replace(local=local, info=info)
-    setting = setting_of(components, axes, buckets, state)._replace(
+    setting = setting_of(components, axes, buckets, state, rung)._replace(
         params=params,
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
-        rung=0 if components.controller.is_fixed else rung,
     )
     if components.waits and arrived is None:
         local = phases.add_times(local, setting.times)
@@ -99,7 +98,7 @@ def _update(
 def _take(
     gradient: Gradient, local: LocalState, arrived: Arrived | None, setting: Setting
 ) -> Taken:
-    """Feed, announce, exchange and decide, in the order that delay and rounds ask."""
+    """Feed, exchange and decide, in the order that delay and rounds ask."""
     keep = lambda local: phases.keep(gradient, local, setting)
     if arrived is not None:
         return Taken(arrived, keep(local), phases.decide(arrived, setting))
@@ -148,5 +147,5 @@ def _send(
     told: Told, fed: Fed, local: LocalState, setting: Setting
 ) -> tuple[Arrived, LocalState]:
     """Exchange what was fed, and what all must know."""
-    own = phases.announce(told, fed.parts[-1], setting)
+    own = phases.figures(told, fed.parts[-1], setting)
     return phases.exchange(fed, own, local, setting)

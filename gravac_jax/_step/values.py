@@ -23,13 +23,14 @@ class Setting(NamedTuple):
       tables: what each rung sends.
       looks: whether the step estimates what other rungs would send, `[]` bool or
         static.
-      key: a random key, the same on all replicas, new at every step that was not bad.
+      key: a random key, the same on all replicas, new at every step.
       state: the transform's state after the last step.
       params: the params, or None if `update` was not given any.
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
       rung: the rung of this step, if it never changes or the caller knows it: static.
+      rides: whether figures may ride with an exchange that carries them: static.
     """
 
     components: Components
@@ -44,6 +45,15 @@ class Setting(NamedTuple):
     times: Any = ()
     is_due: bool | None = None
     rung: int | None = None
+    rides: bool = False
+
+    @property
+    def carries(self) -> bool:
+        """Whether the exchange of the first bucket takes figures along; static."""
+        factors = self.components.controller.ladder[self.rung :][:1]  # none if silent
+        first = zip(self.exchanges, self.buckets.sizes, factors, strict=False)
+        replicas = self.axes.slow.replicas
+        return self.rides and any(x.carries(n, f, replicas) for x, n, f in first)
 
     @property
     def sends(self) -> jax.Array | bool:
@@ -66,8 +76,8 @@ class Gradient(NamedTuple):
 
     Attributes:
       parts: the buckets, then the leaves that go dense: `[n]` float32 each.
-      bad: `[]` float32, 1 if an entry is not finite or, unclipped, beyond the bound of
-        `prepare.py`.
+      bad: `[]` float32, 1 if an entry on some device of the replica is not finite or,
+        unclipped, beyond the bound of `phases.prepare`.
     """
 
     parts: tuple[jax.Array, ...]
@@ -88,7 +98,7 @@ class Fed(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What every step averages over replicas, in one collective, whatever its rung.
+    """What every step averages over replicas, whatever its rung; or one's own figures.
 
     Attributes:
       dense: `[m]` float32, the mean of the leaves that go dense.

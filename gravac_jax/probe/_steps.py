@@ -123,7 +123,7 @@ class Trainer:
         Few bits have factors of their own, and `dense-16` has the dense rung alone.
 
         Raises:
-          ValueError: If the gradient is not finite: the transform skips such steps.
+          ValueError: If the gradient is not finite: the transform leaves it out.
         """
         ladder = (1.0, *OWN_FACTORS.get(name, factors))
         is_dense = len(ladder) == 1

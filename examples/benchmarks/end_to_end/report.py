@@ -196,10 +196,13 @@ def beyond(timed: Timed, torch: list[Line], hosts: int) -> list[list[str]]:
     return table
 
 
-def of_pytorch(timed: Timed, torch: list[Line], runs: list[Line]) -> list[list[str]]:
+def of_pytorch(
+    timed: Timed, torch: list[Line], runs: list[Line], hosts: int
+) -> list[list[str]]:
     """Return how many times as fast PyTorch's methods are as its own dense steps."""
     table = [["PyTorch, Mbit/s", "steps, each seed", *map(rate, timed.links)]]
-    step = {(x["bandwidth_mbit"], x["method"]): x["mean_step_seconds"] for x in torch}
+    mine = (x for x in torch if x["hosts"] == hosts)
+    step = {(x["bandwidth_mbit"], x["method"]): x["mean_step_seconds"] for x in mine}
     steps: dict[str, dict[int, float]] = {}
     for x in runs:
         found = reached(x["losses"], x["steps"], x["target"])
@@ -210,9 +213,11 @@ def of_pytorch(timed: Timed, torch: list[Line], runs: list[Line]) -> list[list[s
         seeds = ("-" if math.isinf(x) else f"{x:.0f}" for x in of_seed.values())
         cells = [name, ", ".join(seeds)]
         for link in timed.links:
-            faster = np.mean(fewer) * step[link, "dense"]
-            is_known = min(fewer) > 0 and (link, name) in step
-            cells.append(f"{faster / step[link, name]:.2f}" if is_known else "-")
+            seconds = [step.get((link, x), math.nan) for x in ("dense", name)]
+            faster = (
+                np.mean(fewer) * seconds[0] / seconds[1] if min(fewer) else math.nan
+            )
+            cells.append("-" if math.isnan(faster) else f"{faster:.2f}")
         table.append(cells)
     return table
 
@@ -351,7 +356,7 @@ def text(args: Args) -> str:
         parts.append(markdown(beyond(timed, torch, args.hosts)))
         if args.torch_runs:
             _, trained = read(args.torch_runs)
-            parts.append(markdown(of_pytorch(timed, torch, trained)))
+            parts.append(markdown(of_pytorch(timed, torch, trained, args.hosts)))
     if args.live:
         _, live = read(args.live)
         parts.append(markdown(validation(timed, runs, live)))

@@ -88,6 +88,7 @@ def is_told(name: str) -> bool:
     if is_recipe(name):
         return False
     controller = arguments(name)["controller"]
+    controller = getattr(controller, "controller", controller)  # of rounds
     return isinstance(controller, gravac.Fastest | gravac.GraVAC)
 
 

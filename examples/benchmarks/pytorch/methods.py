@@ -56,6 +56,19 @@ class LargestEntries:
         return work.get_future().then(add)
 
 
+def parsed(name: str) -> tuple[str, int]:
+    """Return the kind of a method, and its rank, factor or period.
+
+    Raises:
+      SystemExit: If there is no method of that name.
+    """
+    match = re.fullmatch(rf"(dense|fp16)|(powersgd|topk|{LOCAL})([1-9]\d*)", name)
+    if match is None:
+        known = f"dense, fp16, powersgd<rank>, topk<factor>, {LOCAL}<steps>"
+        raise SystemExit(f"no method is called {name!r}; there are: {known}")
+    return match[1] or match[2], int(match[3] or 0)
+
+
 def wrapped(model: Any, name: str, start: int) -> Any:
     """Return the model under DDP, with the method's hook.
 
@@ -66,26 +79,22 @@ def wrapped(model: Any, name: str, start: int) -> Any:
       start: The number of dense steps before PowerSGD and local steps begin. PowerSGD
         cannot begin before DDP's buckets are final, in the third step.
     """
+    kind, number = parsed(name)
     # On gloo, PowerSGD's callbacks of several buckets run in another order on every
     # replica, and receive each other's data.
-    whole = {"bucket_cap_mb": 1000} if name.startswith("powersgd") else {}
+    whole = {"bucket_cap_mb": 1000} if kind == "powersgd" else {}
     model = DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
-    kind, number = re.fullmatch(r"(fp16|[a-z]+)(\d*)", name).groups()  # type: ignore[union-attr]
     if kind == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif kind == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            None, int(number), start_powerSGD_iter=start
-        )
+        state = powerSGD_hook.PowerSGDState(None, number, start_powerSGD_iter=start)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif kind == "topk":
-        model.register_comm_hook(LargestEntries(float(number)), LargestEntries.hook)
+        model.register_comm_hook(LargestEntries(number), LargestEntries.hook)
     elif kind == LOCAL:
         alone, _ = distributed.new_subgroups(group_size=1)
         state = post_localSGD_hook.PostLocalSGDState(None, alone, start)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    elif kind != "dense":
-        raise SystemExit(f"no method is called {name!r}")
     return model
 
 
@@ -100,7 +109,7 @@ def optimizer_of(model: Any, kind: str, learning_rate: float) -> torch.optim.Opt
 
 def averaging(optimizer: torch.optim.Optimizer, name: str, start: int) -> Any:
     """Return the optimizer, which averages params too if steps are local."""
-    if not name.startswith(LOCAL):
+    kind, period = parsed(name)
+    if kind != LOCAL:
         return optimizer
-    period = int(name.removeprefix(LOCAL))
     return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period, start))

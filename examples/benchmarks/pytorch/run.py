@@ -37,7 +37,7 @@ class Setting:
       methods: DDP's own mean, its hooks with a rank or a period, and the all-gather
         with a factor.
       optimizer: What follows the mean.
-      steps: Timed steps of each method at each bandwidth.
+      steps: Timed steps of each method at each bandwidth; whole periods of all.
       turns: The number of turns in which these steps are timed.
       threads: Threads of each process.
     """
@@ -47,7 +47,7 @@ class Setting:
         *("postlocal4", "postlocal16"),
     )
     optimizer: Literal["sgd", "adam"] = "sgd"
-    steps: int = 100
+    steps: int = 96
     turns: int = 5
     threads: int = 1
 

@@ -66,6 +66,8 @@ class Replica:
                 schedule.step()
                 average.update_parameters(plain)
             loss = self._loss(average)
+            if not math.isfinite(loss) and target is None:
+                raise SystemExit(f"dense steps of seed {seed} diverged")
             if not math.isfinite(loss):
                 break
             losses.append(loss)
@@ -88,7 +90,10 @@ class Replica:
 
     @torch.no_grad()
     def _loss(self, average: Any) -> float:
-        """Return the held-out loss of the mean of all replicas' averaged params."""
+        """Return the held-out loss of the mean of all replicas' averaged params.
+
+        Each goes on from that mean, which changes nothing: averages are linear.
+        """
         for x in average.module.parameters():
             distributed.all_reduce(x, distributed.ReduceOp.SUM)
             x /= self.args.hosts

@@ -24,12 +24,16 @@ WARM_UP_STEPS = 4
 ALONE_EVERY = 4
 
 
-def stepper(
-    name: str, model: Any, kind: str = "sgd", is_alone: bool = False
-) -> Callable[[Any], float]:
-    """Return a train step that returns its seconds, with `step_seconds`' optimizer."""
+def stepper(name: str | None, model: Any, kind: str) -> Callable[[Any], float]:
+    """Return a train step that returns its seconds, with `step_seconds`' optimizer.
+
+    Args:
+      name: The method; None for a step without other replicas.
+      model: The model.
+      kind: The optimizer.
+    """
     optimizer = optimizer_of(model, kind, 1e-3)
-    if not is_alone:
+    if name is not None:
         model = wrapped(model, name, START)
         optimizer = averaging(optimizer, name, START)
 
@@ -56,7 +60,7 @@ class Replica:
         task, fresh = setting["task"], lambda: build(setting["task"])
         self.params = sum(x.numel() for x in fresh().parameters())
         kind = setting["optimizer"]
-        self.alone = stepper("dense", fresh(), kind, is_alone=True)
+        self.alone = stepper(None, fresh(), kind)
         self.steps = {x: stepper(x, fresh(), kind) for x in setting["methods"]}
         draw = lambda: random_batch(task, setting["rows"] or ROWS)
         self.batches = [draw() for _ in range(setting["steps"])]

@@ -83,7 +83,7 @@ class Timed:
             steps, inner = rounds
             local = self.median(link, "dense", "slowest_compute")
             return local + (self.step(link, inner, factor) - local) / steps
-        if factor == 1:
+        if factor == 1 and not is_recipe(name):
             return self.mean(link, "dense")
         kind = _kind_of_rungs(name)
         static = [x for x in self.static if _kind(x) == kind]
