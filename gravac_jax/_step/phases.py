@@ -20,11 +20,12 @@ from gravac_jax import _arrays, _consistency, _info, _state
 from gravac_jax._buckets import Buckets
 from gravac_jax._carrier import Carrier
 from gravac_jax._clipping import NoClip, global_norm
-from gravac_jax._collectives import Axes
+from gravac_jax._collectives import Axes, Comm
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Evidence
 from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._error_feedback.base import Memory
+from gravac_jax._exchanges.base import Exchanged
 from gravac_jax._state import LocalState, Told, TransformState
 from gravac_jax._step.values import (
     Agreed,
@@ -212,43 +213,52 @@ def exchange(
     fed: Fed, own: Agreed, local: LocalState, setting: Setting
 ) -> tuple[Arrived, LocalState]:
     """Agree, exchange bucket by bucket, and let the memory keep the rest."""
-    axes, components = setting.axes, setting.components
-    controller, memory = components.controller, components.memory
-    # A branch has to be agreed on before it is taken; at a known rung nothing has.
-    agreed = own if setting.carries else agree(own, axes)
-    carrier = Carrier(axes.slow.axis_name, own) if setting.carries else axes.slow
-    known = setting.rung
-    rung = jnp.int32(agreed.rung + 0.5) if known is None else np.int32(known)
-    means, residuals, states, mean_energies = [], [], [], []
-    *flat, dense = fed.parts
-    buckets = zip(setting.exchanges, flat, local.exchange, strict=True)
-    for i, (bucket, compensated, before) in enumerate(buckets):
-        exchanged, after = bucket.exchange(
+    axes, components, known = setting.axes, setting.components, setting.rung
+    if known is not None and setting.carries:
+        rung, carrier = np.int32(known), Carrier(axes.slow.axis_name, own)
+        exchanged, states = _each_bucket(fed, rung, carrier, local, setting)
+        agreed = carrier.mean_of_figures()
+    else:  # a branch has to be agreed on before it is taken
+        agreed = agree(own, axes)
+        rung = jnp.int32(agreed.rung + 0.5) if known is None else np.int32(known)
+        exchanged, states = _each_bucket(fed, rung, axes.slow, local, setting)
+    dense_residual = jnp.zeros_like(fed.parts[-1])  # it went whole
+    residuals = (*(x.residual for x in exchanged), dense_residual)
+    retained = map(components.memory.retain, residuals, fed.parts, fed.memory)
+    local = local._replace(memory=tuple(retained), exchange=states)
+    means = tuple(x.mean for x in exchanged)
+    energy = jnp.zeros((), jnp.float32)
+    if components.controller.has_rounds:  # one more pass, but only at a round's end
+        energy = _arrays.total(map(_arrays.energy, means))
+    mean_energies = _arrays.total(x.mean_energies for x in exchanged)
+    energies = axes.slices.mean((mean_energies, energy))
+    return Arrived(agreed, jnp.asarray(rung), means, *energies), local
+
+
+def _each_bucket(
+    fed: Fed,
+    rung: jax.Array | np.int32,
+    first: Comm,
+    local: LocalState,
+    setting: Setting,
+) -> tuple[list[Exchanged], tuple[Any, ...]]:
+    """Exchange all buckets, the first one with `first`; also return their states."""
+    results = [
+        exchange.exchange(
             compensated,
             before,
             rung,
-            ladder=controller.ladder,
+            ladder=setting.components.controller.ladder,
             key=setting.key,
-            comm=axes.slow if i else carrier,
+            comm=setting.axes.slow if i else first,
             looks=setting.looks,
             step=setting.turn,
         )
-        means.append(exchanged.mean)
-        residuals.append(exchanged.residual)
-        states.append(after)
-        mean_energies.append(exchanged.mean_energies)
-    residuals.append(jnp.zeros_like(dense))  # it went whole
-    kept = [
-        memory.retain(*x) for x in zip(residuals, fed.parts, fed.memory, strict=True)
+        for i, (exchange, compensated, before) in enumerate(
+            zip(setting.exchanges, fed.parts[:-1], local.exchange, strict=True)
+        )
     ]
-    local = local._replace(memory=tuple(kept), exchange=tuple(states))
-    if isinstance(carrier, Carrier):
-        agreed = carrier.mean_of_figures()
-    energy = jnp.zeros((), jnp.float32)
-    if controller.has_rounds:  # one more pass, but only at the end of a round
-        energy = _arrays.total(map(_arrays.energy, means))
-    energies = axes.slices.mean((_arrays.total(mean_energies), energy))
-    return Arrived(agreed, jnp.asarray(rung), tuple(means), *energies), local
+    return [x for x, _ in results], tuple(after for _, after in results)
 
 
 def decide(arrived: Arrived, setting: Setting) -> Decision:
