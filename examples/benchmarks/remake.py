@@ -152,7 +152,7 @@ def _time_to_quality(path: Path) -> None:
         title: end_to_end.report.Args(*files(task), hosts=2)
         for task, title in titles.items()
     }
-    crowding = r"turns(2|8).*|delayedadam1|delayedallreduced.*|delayedturns4.*"
+    crowding = r"turns(2|8).*|delayed(adam1|allreduced.*|turns[48].*)|diloco10.*"
     end_to_end.report.draw_beside(records, path, leave_out=crowding)
 
 
