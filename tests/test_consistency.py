@@ -168,8 +168,8 @@ TX = {
 GUARDED = [name for name in TX if "guard" in name]
 # Replicas hear of a bad gradient after its step.
 LATE = {
-    "delay": gravac.transform(compress=True, controller=gravac.Fixed(4), delay=1),
-    "decay": gravac.transform(
+    "late": gravac.transform(compress=True, controller=gravac.Fixed(4), delay=1),
+    "forgetting": gravac.transform(
         compress=True,
         controller=gravac.Fixed(4),
         memory=gravac.Steps(optax.sgd(0.125), residual_decay=0.5),

@@ -57,8 +57,7 @@ def prepare(updates: Any, setting: Setting) -> Gradient:
     if components.weight_decay:
         decay = lambda x, p: x + components.weight_decay * p
         parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
-    # One device of a replica may see an entry that the others do not.
-    return Gradient(parts, jnp.float32(axes.slices.mean(bad) != 0))
+    return Gradient(parts, bad)
 
 
 def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]:
@@ -81,9 +80,11 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     pairs = zip(components.memories(buckets), zip(*given, strict=True), strict=True)
     fed = [memory.compensate(*x) for memory, x in pairs]
     parts, states = zip(*fed, strict=True)
+    # One device of a replica may see an entry that the others do not.
+    is_bad = setting.axes.slices.mean(gradient.bad) != 0
     unfed = held(components.memory, local, buckets)
     # This is no branch, because XLA would copy the memory in and out of one.
-    return _arrays.where(gradient.bad != 0, unfed, Fed(parts, states))
+    return _arrays.where(is_bad, unfed, Fed(parts, states))
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:

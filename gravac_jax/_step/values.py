@@ -76,8 +76,8 @@ class Gradient(NamedTuple):
 
     Attributes:
       parts: the buckets, then the leaves that go dense: `[n]` float32 each.
-      bad: `[]` float32, 1 if an entry on some device of the replica is not finite or,
-        unclipped, beyond the bound of `phases.prepare`.
+      bad: `[]` float32, 1 if an entry is not finite or, unclipped, beyond the bound of
+        `phases.prepare`.
     """
 
     parts: tuple[jax.Array, ...]
