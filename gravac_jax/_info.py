@@ -119,6 +119,8 @@ class Tables(NamedTuple):
       payload_bytes: `[rungs + 2]`.
       wire_bytes: `[rungs + 2]`.
       messages: `[rungs + 2]`, sent one after the other.
+      carries: `[rungs + 2]`, whether the exchange of the first bucket takes along what
+        replicas agree on.
       dense: a float32 mean of all leaves.
     """
 
@@ -126,6 +128,7 @@ class Tables(NamedTuple):
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
     messages: np.ndarray
+    carries: tuple[bool, ...]
     dense: Traffic
 
 
@@ -152,10 +155,11 @@ def tables(
     agreed = _collectives.mean_traffic(figures, replicas)
     carried = _collectives.carried_traffic(figures, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
+    first = pairs[:1] if rides else []
+    carries = [any(x.carries(size, f, replicas) for x, size in first) for f in ladder]
     rows = []
-    for factor in ladder:
-        first = [x.carries(size, factor, replicas) for x, size in pairs[:1]]
-        told = carried if rides and any(first) else agreed
+    for factor, is_carried in zip(ladder, carries, strict=True):
+        told = carried if is_carried else agreed
         entries = [x.traffic(size, factor, replicas) for x, size in pairs]
         energies = [
             x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
@@ -166,7 +170,8 @@ def tables(
     rows.append((np.inf, *_sizes([agreed])))
     rows.append((np.inf, 0, 0, 0))
     dense = _collectives.mean_traffic(n + m, replicas)
-    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
+    sent = np.asarray(rows, np.float32).T
+    return Tables(*sent, carries=(*carries, False, False), dense=dense)
 
 
 def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:

@@ -222,7 +222,7 @@ def test_pytorch_is_trained_once_to_the_loss_of_its_dense_steps(tmp_path, capsys
         task="transformer-bytes",
         methods=("dense", "fp16", "powersgd1", "topk100", "postlocal4"),
         seeds=1,
-        steps=2 * train.EVERY,
+        steps=2 * end_to_end.EVERY,
         multiple=0.01,
         optimizer="adam",
     )
@@ -233,7 +233,9 @@ def test_pytorch_is_trained_once_to_the_loss_of_its_dense_steps(tmp_path, capsys
     assert dense["losses"][1] < dense["losses"][0]
     for x in lines:
         assert x["target"] == dense["losses"][0]
-        assert x["steps"] == [train.EVERY * (i + 1) for i in range(len(x["losses"]))]
+        assert x["steps"] == [
+            end_to_end.EVERY * (i + 1) for i in range(len(x["losses"]))
+        ]
         assert x["losses"][-1] < dense["losses"][0] + 1
     before = args.out.read_text()
     train.main(args)

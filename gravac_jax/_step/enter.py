@@ -71,7 +71,6 @@ def setting_of(
         key=jax.random.fold_in(jax.random.key(components.seed), state.steps),
         state=state,
         rung=rung,
-        rides=rides,
     )
 
 

@@ -30,7 +30,6 @@ class Setting(NamedTuple):
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
       rung: the rung of this step, if it never changes or the caller knows it: static.
-      rides: whether figures may ride with an exchange that carries them: static.
     """
 
     components: Components
@@ -45,15 +44,11 @@ class Setting(NamedTuple):
     times: Any = ()
     is_due: bool | None = None
     rung: int | None = None
-    rides: bool = False
 
     @property
     def carries(self) -> bool:
         """Whether the exchange of the first bucket takes figures along; static."""
-        factors = self.components.controller.ladder[self.rung :][:1]  # none if silent
-        first = zip(self.exchanges, self.buckets.sizes, factors, strict=False)
-        replicas = self.axes.slow.replicas
-        return self.rides and any(x.carries(n, f, replicas) for x, n, f in first)
+        return self.rung is not None and self.tables.carries[self.rung]
 
     @property
     def sends(self) -> jax.Array | bool:

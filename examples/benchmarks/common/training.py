@@ -12,6 +12,7 @@ from tasks import Source, Task, pipeline
 import gravac_jax as gravac
 
 AVERAGED = 0.02  # weight of the newest params in averaged params
+EVERY = 25  # steps from one evaluation to the next, where times to a loss are measured
 
 
 def train_step(
@@ -41,6 +42,12 @@ def averaged(average: Any, params: Any, weight: Any = AVERAGED) -> Any:
     return jax.tree.map(lambda x, y: x + weight * (y - x), average, params)
 
 
+def held_out_batches(source: Source, rows: int = 128, batches: int = 8) -> list[Any]:
+    """Return the first batches of held-out examples, at most so many."""
+    found = pipeline.evaluation(source, min(rows, len(source)))
+    return list(itertools.islice(found, batches))
+
+
 def held_out_loss(
     task: Task, source: Source, rows: int = 128, batches: int = 8
 ) -> Callable[[Any], float]:
@@ -52,8 +59,7 @@ def held_out_loss(
       rows: Examples in a batch, if there are as many.
       batches: Number of batches, at most.
     """
-    found = pipeline.evaluation(source, min(rows, len(source)))
-    held_out, loss = list(itertools.islice(found, batches)), jax.jit(task.loss)
+    held_out, loss = held_out_batches(source, rows, batches), jax.jit(task.loss)
 
     def evaluate(params: Any) -> float:
         losses = [loss(params, batch) for batch in held_out]

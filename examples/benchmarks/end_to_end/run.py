@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from common.journal import Journal, Line, configuration, read
 from common.statistics import target_of
-from common.training import averaged, held_out_loss, train_step
+from common.training import EVERY, averaged, held_out_loss, train_step
 from rich.console import Console
 from rich.progress import track
 from step_seconds.timed import Timed, ladder_of
@@ -41,8 +41,6 @@ from training.methods import (
 
 import gravac_jax as gravac
 from end_to_end import report
-
-EVERY = 25  # steps from one evaluation to the next
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,6 @@ from common.journal import Journal, Line, configuration, read
 from common.report import show, table
 from common.statistics import reached
 
-EVERY = 25  # steps from one evaluation to the next
-
 
 @dataclasses.dataclass(frozen=True)
 class Args:

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from common.journal import Line, write
 from common.statistics import target_of
-from common.training import AVERAGED
+from common.training import AVERAGED, EVERY, held_out_batches
 from tasks import Task, load, pipeline
 from torch import distributed
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pytorch.methods import averaging, optimizer_of, wrapped
 from pytorch.models import as_tensors, build
-from pytorch.train import EVERY, Args
+from pytorch.train import Args
 
 START = 10  # dense steps before PowerSGD and local steps begin
-HELD_OUT_BATCHES, HELD_OUT_ROWS = 8, 128
 
 
 class Replica:
@@ -35,11 +34,7 @@ class Replica:
     def __init__(self, args: Args, rank: int):
         self.args, self.rank = args, rank
         self.task: Task = load(args.task, args.data_dir)
-        rows = min(HELD_OUT_ROWS, len(self.task.test))
-        found = itertools.islice(
-            pipeline.evaluation(self.task.test, rows), HELD_OUT_BATCHES
-        )
-        self.held_out = list(map(as_tensors, found))
+        self.held_out = list(map(as_tensors, held_out_batches(self.task.test)))
 
     def train(self, name: str, seed: int, target: float | None) -> Line:
         """Train until the target is reached; without one, all steps of a dense run."""
