@@ -239,6 +239,30 @@ def from_bits(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def to_words(x: jax.Array, word: Any = jnp.uint32) -> jax.Array:
+    """Return the bits of `x`, `[..., m]`, as words of another dtype: `[..., words]`.
+
+    Where words are wider than entries, an odd one at the end is filled up with a zero.
+    """
+    word = jnp.dtype(word)
+    if x.dtype.itemsize < word.itemsize:
+        each = word.itemsize // x.dtype.itemsize
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % each)]
+        x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, each)
+        return jax.lax.bitcast_convert_type(x, word)
+    words = jax.lax.bitcast_convert_type(x, word)
+    return words.reshape(*x.shape[:-1], -1) if words.ndim > x.ndim else words
+
+
+def from_words(words: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Undo `to_words`, but for a zero that filled up the last word."""
+    each = jnp.dtype(dtype).itemsize // words.dtype.itemsize
+    if each > 1:
+        words = words.reshape(*words.shape[:-1], -1, each)
+    x = jax.lax.bitcast_convert_type(words, dtype)
+    return x.reshape(*words.shape[:-1], -1) if x.ndim > words.ndim else x
+
+
 def round_to_bfloat16(x: jax.Array) -> jax.Array:
     """Round float32 `x` to the nearest bfloat16, ties to even; keep it finite."""
     # XLA may leave out a cast there and back, but not this.

@@ -17,56 +17,66 @@ class Carrier(Comm):
     An exchange in two stages swaps parts of a bucket, and then gathers their means. The
     first rows of words that it swaps take parts of the figures with them, each replica
     averages its part, and the next row that it gathers takes the mean along. An
-    exchange that `carries` figures does both, once, outside of any branch. It is handed
-    a Carrier for one step only.
+    exchange that only gathers takes the figures along with the first row that it
+    gathers. If it does neither, the figures have a collective of their own. A Carrier
+    serves one exchange in one branch of one step.
 
     Args:
       axis_name: as for `Comm`.
       figures: a tree of float32 arrays, to be averaged over replicas.
+      beneath: the `Comm` that sends the messages, such as another Carrier. Default:
+        `Comm(axis_name)`.
 
     Law:
       `mean_of_figures()` is `Comm(axis_name).mean(figures)`, but for the order in which
       a sum of N numbers is added up.
 
     Cost:
-      The bytes of a ring all-reduce of the figures, filled up to a multiple of N, and
-      no message: `_collectives.carried_traffic`.
+      No message. In two stages the bytes of a ring all-reduce of the figures, filled up
+      to a multiple of N (`_collectives.carried_traffic`); with a gather N - 1 times
+      those of the figures.
     """
 
     figures: Any
+    beneath: Comm | None = None
     _parts: dict[str, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
 
+    @property
+    def _comm(self) -> Comm:
+        return Comm(self.axis_name) if self.beneath is None else self.beneath
+
+    def _flat(self) -> jax.Array:
+        return self.cast(_arrays.ravel(jax.tree.leaves(self.figures)))
+
     def swap(self, x: jax.Array) -> jax.Array:
-        """Swap rows of words, `[replicas, m]` uint32; the first take figures along."""
-        if "own" in self._parts:
-            return super().swap(x)
-        flat = self.cast(_arrays.ravel(jax.tree.leaves(self.figures)))
+        """Swap rows of words, `[replicas, m]`; the first take figures along."""
+        if self._parts:
+            return self._comm.swap(x)
+        flat = self._flat()
         parts = jnp.pad(flat, (0, -flat.size % self.replicas))
-        parts = _words(parts.reshape(self.replicas, -1))
-        swapped = super().swap(jnp.concatenate([x, parts], axis=1))
+        parts = _arrays.to_words(parts.reshape(self.replicas, -1), x.dtype)
+        swapped = self._comm.swap(jnp.concatenate([x, parts], axis=1))
         rows, parts = jnp.split(swapped, [x.shape[1]], axis=1)
-        self._parts["own"] = jnp.mean(_floats(parts), axis=0)
+        self._parts["own"] = jnp.mean(_arrays.from_words(parts), axis=0)
         return rows
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Gather words, `[m]` uint32; the first after a swap take means along."""
-        if "own" not in self._parts or "all" in self._parts:
-            return super().gather(x)
-        gathered = super().gather(jnp.concatenate([x, _words(self._parts["own"])]))
+        """Gather words, `[m]`; the first take figures along, or means after a swap."""
+        if "all" in self._parts:
+            return self._comm.gather(x)
+        own = self._parts.get("own")
+        given = _arrays.to_words(self._flat() if own is None else own, x.dtype)
+        gathered = self._comm.gather(jnp.concatenate([x, given]))
         rows, parts = jnp.split(gathered, [x.size], axis=1)
-        self._parts["all"] = _floats(parts).reshape(-1)
+        found = _arrays.from_words(parts)
+        mean = jnp.mean(found, axis=0) if own is None else found.reshape(-1)
+        self._parts["all"] = mean
         return rows
 
     def mean_of_figures(self) -> Any:
         """Return the mean of the figures over replicas; call it after the exchange."""
+        if "all" not in self._parts:
+            return self._comm.mean(self.figures)
         leaves, structure = jax.tree.flatten(self.figures)
         mean = _arrays.unravel(self._parts["all"], leaves)
         return jax.tree.unflatten(structure, mean)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _floats(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.float32)

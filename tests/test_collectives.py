@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gravac_jax import Comm, _collectives
+from gravac_jax import Comm, _arrays, _collectives
 from gravac_jax._carrier import Carrier
 
 N = 4
@@ -171,25 +171,44 @@ def two_stages(comm, words):
     return comm.gather(comm.swap(jnp.stack([words + i for i in range(N)])).reshape(-1))
 
 
+def gathered(comm, words):
+    """Gather words in one stage."""
+    return comm.gather(words)
+
+
+def nothing_sent(comm, words):
+    """Send nothing that figures could travel with."""
+    return comm.cast(comm.zeros(words))
+
+
+STAGES = {"two stages": two_stages, "one stage": gathered, "none": nothing_sent}
+
+
 @pytest.mark.parametrize("how", ["vmap", True, False])
-def test_figures_travel_with_the_messages_of_two_stages(how):
-    words = np.arange(3 * N, dtype=np.uint32).reshape(N, 3)
+@pytest.mark.parametrize("word", [np.uint32, np.uint16])
+@pytest.mark.parametrize("send", STAGES.values(), ids=STAGES)
+def test_figures_travel_with_the_messages_of_an_exchange(send, word, how):
+    words = np.arange(3 * N, dtype=word).reshape(N, 3)
 
     def exchange(carry):
         def one(given):
             words, figures = given
             if not carry:
                 comm = Comm("data")
-                return two_stages(comm, words), comm.mean(figures)
-            carrier = Carrier("data", figures)
-            return two_stages(carrier, words), carrier.mean_of_figures()
+                return comm.cast(send(comm, words)), comm.mean(figures)
+            beneath = Carrier("data", figures)
+            carrier = Carrier("data", figures["b"], beneath)
+            received = send(carrier, words)
+            both = carrier.mean_of_figures(), beneath.mean_of_figures()
+            return beneath.cast(received), {"again": both[0], **both[1]}
 
         if how == "vmap":
             return each(one, (words, TREE))
-        return under_shard_map(one, (words, TREE), how, jax.P())
+        return under_shard_map(one, (words, TREE), how, (jax.P("data"), jax.P()))
 
     (words, figures), expected = exchange(carry=True), exchange(carry=False)
     np.testing.assert_array_equal(words, expected[0])
+    np.testing.assert_array_equal(figures.pop("again"), figures["b"])
     for name, x in figures.items():
         np.testing.assert_array_equal(x, expected[1][name])
 
@@ -220,6 +239,18 @@ def test_only_the_first_messages_of_two_stages_take_figures_along():
     for x, y in zip(received, expected, strict=True):
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(figures["b"], np.stack([TREE["b"].mean(0)] * N))
+
+
+@pytest.mark.parametrize("m", [0, 1, 4, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint16])
+@pytest.mark.parametrize("word", [np.uint32, np.uint16])
+def test_words_lead_back_to_what_they_were_made_of(word, dtype, m):
+    x = jnp.asarray(np.arange(2 * m).reshape(2, m) - 3, dtype)
+    words = _arrays.to_words(x, word)
+    assert words.dtype == word
+    assert words.shape == (2, -(-m * x.dtype.itemsize // np.dtype(word).itemsize))
+    again = _arrays.from_words(words, dtype)
+    np.testing.assert_array_equal(again[:, :m], x)
 
 
 def test_what_is_gathered_is_a_row_between_barriers():

@@ -164,7 +164,7 @@ class WireFormat:
     def figures(self, buffer: jax.Array, m: int) -> jax.Array:
         """Return the `m` figures that `encode` was given."""
         like = jax.ShapeDtypeStruct((m,), jnp.float32)
-        return _from_words(buffer[-_words_of([like], buffer.dtype) :], like)
+        return _arrays.from_words(buffer[-_words_of([like], buffer.dtype) :])
 
     def payload_bytes(self, k: int) -> int:
         """Return the bytes of a payload of `k` slots, without figures."""
@@ -190,14 +190,8 @@ def _words_of(parts: Sequence[Any], word: np.dtype) -> int:
 
 def _join(parts: Sequence[jax.Array], figures: jax.Array) -> jax.Array:
     """Return the words of all `parts`, then those of `figures`, as one array."""
-    return jnp.concatenate([_to_words(x, _word(parts)) for x in (*parts, figures)])
-
-
-def _to_words(x: jax.Array, word: np.dtype) -> jax.Array:
-    if x.dtype.itemsize < word.itemsize:
-        pairs = jnp.pad(x, (0, x.size % 2)).reshape(-1, 2)
-        return jax.lax.bitcast_convert_type(pairs, word)
-    return jax.lax.bitcast_convert_type(x, word).reshape(-1)
+    words = [_arrays.to_words(x, _word(parts)) for x in (*parts, figures)]
+    return jnp.concatenate(words)
 
 
 def _split(buffer: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
@@ -205,11 +199,5 @@ def _split(buffer: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
     sizes = [_words_of([x], buffer.dtype) for x in parts]
     borders = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     pairs = zip(borders, parts, strict=True)
-    return [_from_words(buffer[start:stop], part) for (start, stop), part in pairs]
-
-
-def _from_words(words: jax.Array, like: Any) -> jax.Array:
-    if like.dtype.itemsize > words.dtype.itemsize:
-        words = words.reshape(-1, 2)
-    x = jax.lax.bitcast_convert_type(words, like.dtype)
-    return x.reshape(-1)[: like.size]
+    read = lambda words, part: _arrays.from_words(words, part.dtype)[: part.size]
+    return [read(buffer[start:stop], part) for (start, stop), part in pairs]
