@@ -1,9 +1,10 @@
 """The interface of exchanges, and what all of them share.
 
-An exchange averages the buckets of all replicas. A step of one goes through three
-phases: `prepare` what needs no other replica, `send` it in the branch of the rung, and
-`conclude` what was kept. Rungs that send everything or nothing, and the residual that
-they leave, are handled here, once for all exchanges.
+An exchange averages the buckets of all replicas. Most go through three phases:
+`prepare` what needs no other replica, `send` it in the branch of the rung, and
+`conclude` what was kept. For these, rungs that send everything or nothing, and the
+residual that they leave, are handled here. `by_rung.py` is the other way: all phases in
+the branch of the rung.
 """
 
 import abc
@@ -141,10 +142,11 @@ class Exchange(abc.ABC):
         return self.entries(n, ladder, replicas)
 
     def carries(self, n: int, factor: float, replicas: int) -> bool:
-        """Return whether `send` can take along what replicas agree on in every step.
+        """Return whether it takes along what replicas agree on in every step.
 
-        It then swaps rows of words and gathers a row of words, once each, in this order
-        and outside of any branch; `Carrier` does the rest.
+        At this factor it then swaps rows of words and after that gathers a row of
+        words, once each; `Carrier` does the rest. An exchange that only gathers would
+        send figures N - 1 times, and leaves to be averaged whole may be among them.
         """
         del n, factor, replicas
         return False
@@ -172,6 +174,16 @@ class Exchange(abc.ABC):
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
         return shares_of_rungs(gradient, counts, key, self.is_blind)
+
+    def bucket_shares(
+        self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Estimate the share of a bucket's energy that each rung would send.
+
+        As `shares`, but of what is exchanged, the residual included: for parts in turn,
+        the share of the part that is due.
+        """
+        return self.shares(bucket, ladder, key, comm)
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +11,11 @@ import numpy as np
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.base import Kept, dense_if_cheaper
+from gravac_jax._exchanges.base import Exchanged, dense_if_cheaper
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
-from gravac_jax._exchanges.rounding import Local, RoundingExchange
-from gravac_jax._selection.rungs import Rungs
+from gravac_jax._exchanges.rounding import Energies, RoundingExchange
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
-
-
-class Told(NamedTuple):
-    """What the branch of a rung found out.
-
-    Attributes:
-      kept: `[n]` float32, what rounding dropped and what was not due; zeros if the rung
-        is dense, and the bucket if it is silent.
-      own: `[rungs + 1]` float32, as `Local.energies`, with the rung that was taken.
-      energies: `[rungs + 1]` float32, their means over replicas.
-    """
-
-    kept: jax.Array
-    own: jax.Array
-    energies: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,68 +199,38 @@ class Quantized(RoundingExchange):
         words, levels, kept = quantizer.round_rows(*self._in_rows(bucket), bits)
         return words, levels, kept.reshape(-1)[: bucket.size]
 
-    def send(
-        self, bucket: jax.Array, local: Local, k: int, comm: Comm
-    ) -> tuple[jax.Array, Any]:
+    def _send(
+        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+    ) -> Exchanged:
         """Send all entries in some bits, or in the fewest those whose turn it is."""
         n, plane_words = bucket.size, self._plane_words(bucket.size)
+        energy = _arrays.energy(bucket)
         if k >= self.least_bits * plane_words:
-            return self._send_all(bucket, local, k // plane_words, comm)
+            return self._send_all(bucket, energy, k // plane_words, comm)
         due = WORD_BITS * k // self.least_bits
-        start = jnp.minimum(local.step % -(-n // due) * due, n - due)
+        start = jnp.minimum(step % -(-n // due) * due, n - due)
         # Else XLA would make the bucket twice, for what is due and for the rest.
         bucket = jax.lax.optimization_barrier(bucket)
         part = jax.lax.dynamic_slice(bucket, (start,), (due,))
-        mean, told = self._send_all(part, local, self.least_bits, comm)
+        sent = self._send_all(part, energy, self.least_bits, comm)
         put = lambda x, part: jax.lax.dynamic_update_slice(x, part, (start,))
-        whole = put(jnp.zeros_like(mean, shape=(n,)), mean)
-        return whole, told._replace(kept=put(bucket, told.kept))
+        whole = put(jnp.zeros_like(sent.mean, shape=(n,)), sent.mean)
+        return sent._replace(mean=whole, residual=put(bucket, sent.residual))
 
     def _send_all(
-        self, bucket: jax.Array, local: Local, bits: int, comm: Comm
-    ) -> tuple[jax.Array, Told]:
+        self, bucket: jax.Array, energy: jax.Array, bits: int, comm: Comm
+    ) -> Exchanged:
         """Gather all words and scales; the energies travel with them."""
         rows, k = self._rows(bucket.size), bits * self._plane_words(bucket.size)
         words, levels, kept = self._round(bucket, bits)
-        own = local.own(jnp.sum(levels.sent))
-        figures = jnp.concatenate([levels.scales.reshape(-1), own])
-        as_words = jax.lax.bitcast_convert_type(figures, jnp.uint32)
-        gathered = comm.gather(jnp.concatenate([words.reshape(-1), as_words]))
-
-        figures = jax.lax.bitcast_convert_type(gathered[:, k:], jnp.float32)
-        scales, energies = jnp.split(figures, [SCALES * rows], axis=1)
+        comm = Energies(comm.axis_name, (jnp.sum(levels.sent), energy), comm)
+        scales = _arrays.to_words(levels.scales.reshape(-1))
+        gathered = comm.gather(jnp.concatenate([words.reshape(-1), scales]))
+        scales = _arrays.from_words(gathered[:, k:]).reshape(-1, rows, SCALES)
 
         def add_up() -> jax.Array:
             sent = gathered[:, :k].reshape(-1, *words.shape)
-            return quantizer.mean(sent, scales.reshape(-1, rows, SCALES), bits)
+            return quantizer.mean(sent, scales, bits)
 
         mean = _arrays.kernel(add_up, scales).reshape(-1)[: bucket.size]
-        return mean, Told(kept, own, jnp.mean(energies, axis=0))
-
-    def told_dense(
-        self, bucket: jax.Array, local: Local, mean: jax.Array, comm: Comm
-    ) -> Any:
-        """Keep nothing, and average the energies."""
-        own = local.own(local.energies[-1])
-        return Told(jnp.zeros_like(bucket), own, comm.mean(own))
-
-    def told_silent(self, bucket: jax.Array, local: Local, comm: Comm) -> Any:
-        """Send nothing, not even energies, and keep the bucket."""
-        return Told(bucket, local.energies, comm.zeros(local.energies))
-
-    def conclude(
-        self,
-        bucket: jax.Array,
-        state: Any,
-        local: Local,
-        told: Told,
-        rungs: Rungs,
-    ) -> tuple[Kept, Any]:
-        """Keep what rounding dropped, and what was not due."""
-        return Kept(told.kept, told.own[:-1], told.own[-1], told.energies), state
-
-    def _held_back(self, bucket: jax.Array, kept: Kept, rungs: Rungs) -> jax.Array:
-        """Return the residual: where there are branches, each has said it."""
-        if len(rungs.counts) > 1:
-            return kept.residual
-        return super()._held_back(bucket, kept, rungs)
+        return comm.exchanged(mean, kept)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _checks
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.quantized import Quantized, Told
+from gravac_jax._exchanges.base import Exchanged
+from gravac_jax._exchanges.quantized import Quantized
 from gravac_jax._exchanges.quantizer import SCALES, WIDTHS
-from gravac_jax._exchanges.rounding import Local
+from gravac_jax._exchanges.rounding import Energies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,13 @@ class QuantizedAllReduce(Quantized):
         )
 
     def _send_all(
-        self, bucket: jax.Array, local: Local, bits: int, comm: Comm
-    ) -> tuple[jax.Array, Told]:
+        self, bucket: jax.Array, energy: jax.Array, bits: int, comm: Comm
+    ) -> Exchanged:
         """Average this replica's part, and gather the rounded means of all parts."""
         n, length = bucket.size, self._row(bucket.size)
         rows = self._part_rows(n, comm.replicas)
         words, levels, kept = self._round(bucket, bits)
+        comm = Energies(comm.axis_name, (jnp.sum(levels.sent), energy), comm)
         mine = _join(words, levels.scales, rows, comm.replicas)
         mean = _mean(*_split(comm.swap(mine), rows, bits), bits).reshape(rows, length)
         start = comm.replica() * rows * length
@@ -103,15 +105,10 @@ class QuantizedAllReduce(Quantized):
 
         mean_bits = self.mean_bits or bits
         words, again, lost = quantizer.round_rows(mean, entries, mean_bits)
-        part = _join(words, again.scales, rows, 1)
-        own = local.own(jnp.sum(levels.sent))
-        figures = jax.lax.bitcast_convert_type(own, jnp.uint32)
-        gathered = comm.gather(jnp.concatenate([part.reshape(-1), figures]))
-        parts, figures = jnp.split(gathered, [part.size], axis=1)
-        energies = jax.lax.bitcast_convert_type(figures, jnp.float32)
+        parts = comm.gather(_join(words, again.scales, rows, 1).reshape(-1))
         whole = _whole(parts, rows, mean_bits).reshape(-1)[:n]
         kept = _added_at(kept, comm.replicas * lost.reshape(-1), start)
-        return whole, Told(kept, own, jnp.mean(energies, axis=0))
+        return comm.exchanged(whole, kept)
 
 
 def _join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Array:
@@ -119,22 +116,21 @@ def _join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Arr
 
     Rows that are missing in the last parts become 0.
     """
-    scales = jax.lax.bitcast_convert_type(scales, jnp.uint32)
 
     def cut(x: jax.Array) -> jax.Array:
         flat = x.reshape(-1)
         whole = rows * parts * (flat.size // len(x))
         return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
 
-    return jnp.concatenate([cut(words), cut(scales)], axis=1)
+    return jnp.concatenate([cut(words), cut(_arrays.to_words(scales))], axis=1)
 
 
 def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
     """Undo `_join`: return words `[parts, rows, bits, ...]` and scales."""
     parts = len(joined)
     words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
-    scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
-    return words.reshape(parts, rows, bits, -1), scales.reshape(parts, rows, SCALES)
+    scales = _arrays.from_words(scales).reshape(parts, rows, SCALES)
+    return words.reshape(parts, rows, bits, -1), scales
 
 
 def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

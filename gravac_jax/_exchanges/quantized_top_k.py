@@ -2,30 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _collectives
+from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import row_codes
-from gravac_jax._exchanges.base import Kept, dense_if_cheaper
-from gravac_jax._exchanges.rounding import Local, RoundingExchange
-from gravac_jax._selection.entries import PAD, Payload, mean_of_payloads
+from gravac_jax._exchanges.base import Exchanged, dense_if_cheaper
+from gravac_jax._exchanges.rounding import Energies, RoundingExchange
+from gravac_jax._selection.entries import Payload, mean_of_payloads
 from gravac_jax._selection.row_top_k import GROUP_ENTRIES, row_top_k
-from gravac_jax._selection.rungs import Rungs
-
-
-class _Told(NamedTuple):
-    sent: Payload  # [capacity], what this replica sent, as others decode it
-    own: jax.Array  # [rungs + 1], as `Local.energies`, with the rung that was taken
-    energies: jax.Array  # [rungs + 1], their means over replicas
-
-
-class _TopKLocal(NamedTuple):
-    looked: Local
-    no_entries: Payload  # [capacity] empty slots, as many as the largest payload has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,70 +101,32 @@ class QuantizedTopK(RoundingExchange):
         levels = lambda m: row_codes.fit(values[:, :m], self.bits)
         return [jnp.sum(levels(m).sent) for m in each]
 
-    def prepare(
-        self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
-    ) -> _TopKLocal:
-        """Look at the rungs that are not taken, and lay out an empty payload."""
-        looked = super().prepare(bucket, state, rungs, key, comm)
-        capacity = max(k for k in rungs.counts if k < rungs.n)
-        values = jnp.zeros_like(bucket, shape=(capacity,))
-        slots = jnp.zeros_like(bucket, shape=(capacity,), dtype=jnp.int32)
-        indices = slots + PAD + jnp.arange(capacity, dtype=jnp.int32)
-        return _TopKLocal(looked, Payload(values, indices))
-
-    def send(
-        self, bucket: jax.Array, local: _TopKLocal, k: int, comm: Comm
-    ) -> tuple[jax.Array, _Told]:
+    def _send(
+        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+    ) -> Exchanged:
         """Gather all codes and magnitudes; the energies travel with them."""
+        del step
         n, row, rows = bucket.size, self._row(bucket.size), self._rows(bucket.size)
         width = self._width(n)
         top = row_top_k(bucket, row, k // rows)
         levels = row_codes.fit(top.values, self.bits)
         codes = row_codes.encode(top, levels, self.bits)
-        own = local.looked.own(jnp.sum(levels.sent))
-        figures = jnp.concatenate([levels.scales.ravel(), own])
+        figures = jnp.sum(levels.sent), _arrays.energy(bucket)
+        comm = Energies(comm.axis_name, figures, comm)
         words = row_codes.pack(codes.ravel(), width)
-        as_words = jax.lax.bitcast_convert_type(figures, jnp.uint32)
-        gathered = comm.gather(jnp.concatenate([words, as_words]))
+        scales = _arrays.to_words(levels.scales.ravel())
+        gathered = comm.gather(jnp.concatenate([words, scales]))
 
         def decode(buffer: jax.Array) -> Payload:
             codes = row_codes.unpack(buffer[: words.size], k, width).reshape(rows, -1)
-            scales = buffer[words.size : words.size + levels.scales.size]
-            scales = jax.lax.bitcast_convert_type(scales, jnp.float32)
-            return row_codes.decode(codes, scales.reshape(rows, -1), row)
+            scales = _arrays.from_words(buffer[words.size :]).reshape(rows, -1)
+            return row_codes.decode(codes, scales, row)
 
         mean = mean_of_payloads(
             gathered, decode, comm.zeros(bucket), indices_are_sorted=False
         )
-        energies = gathered[:, words.size + levels.scales.size :]
-        energies = jax.lax.bitcast_convert_type(energies, jnp.float32)
         sent = row_codes.decode(codes, levels.scales, row)
-        pairs = zip(sent, local.no_entries, strict=True)
-        sent = Payload(*(jnp.concatenate([x, empty[k:]]) for x, empty in pairs))
-        return mean, _Told(sent, own, jnp.mean(energies, axis=0))
-
-    def told_dense(
-        self, bucket: jax.Array, local: _TopKLocal, mean: jax.Array, comm: Comm
-    ) -> _Told:
-        """Take no entries, and average the energies."""
-        own = local.looked.own(local.looked.energies[-1])
-        return _Told(local.no_entries, own, comm.mean(own))
-
-    def told_silent(self, bucket: jax.Array, local: _TopKLocal, comm: Comm) -> _Told:
-        """Send nothing, not even energies."""
-        own = local.looked.energies
-        return _Told(local.no_entries, own, comm.zeros(own))
-
-    def conclude(
-        self,
-        bucket: jax.Array,
-        state: Any,
-        local: _TopKLocal,
-        told: _Told,
-        rungs: Rungs,
-    ) -> tuple[Kept, Any]:
-        """Keep what was not selected, and what rounding dropped."""
-        residual = bucket.at[told.sent.indices].add(
-            -told.sent.values, mode="drop", unique_indices=True
+        kept = bucket.at[sent.indices].add(
+            -sent.values, mode="drop", unique_indices=True
         )
-        return Kept(residual, told.own[:-1], told.own[-1], told.energies), state
+        return comm.exchanged(mean, kept)

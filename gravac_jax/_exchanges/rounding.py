@@ -7,41 +7,36 @@ equal distances, so that a look costs little.
 
 import abc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays
+from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm
-from gravac_jax._exchanges.base import GatheringExchange
-from gravac_jax._selection.rungs import Rungs
+from gravac_jax._exchanges.base import Exchanged
+from gravac_jax._exchanges.by_rung import ByRung
 
 LOOKED_AT_ROWS = 256  # at least, of a bucket that has as many; arbitrary
 
 
-class Local(NamedTuple):
-    """What is known before the branch of a rung.
+class Energies(Carrier):
+    """The other replicas, for an exchange that tells them what it has sent.
 
-    Attributes:
-      is_taken: `[rungs]` bool, a mask of the rung of this step.
-      energies: `[rungs + 1]` float32, the energy that each rung would send of this
-        replica's bucket, 0 without a look; then that of the bucket.
-      step: `[]` int32, steps before this one; with rounds, exchanges.
+    Its figures are two energies, `[]` float32: that of what is sent of this replica's
+    bucket, and that of the bucket.
     """
 
-    is_taken: jax.Array
-    energies: jax.Array
-    step: jax.Array | int
-
-    def own(self, sent: jax.Array) -> jax.Array:
-        """Return the energies with `sent` for the rung that is taken."""
-        looked = jnp.where(self.is_taken, sent, self.energies[:-1])
-        return jnp.append(looked, self.energies[-1])
+    def exchanged(self, mean: jax.Array, kept: jax.Array) -> Exchanged:
+        """Return the outcome of the exchange; see `Exchanged`."""
+        sent, energy = self.figures
+        means = jnp.stack(self.mean_of_figures())
+        return Exchanged(mean, kept, sent[None], energy, means)
 
 
-class RoundingExchange(GatheringExchange):
+class RoundingExchange(ByRung):
     """An exchange of rows, of which it knows what each rung would send."""
 
     @abc.abstractmethod
@@ -63,6 +58,33 @@ class RoundingExchange(GatheringExchange):
           each: what each rung sends of a row, in the unit of its count: entries of a
             payload, or words.
         """
+
+    @abc.abstractmethod
+    def _send(
+        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+    ) -> Exchanged:
+        """Exchange what a rung sends that is not dense.
+
+        Args:
+          bucket: `[n]` float32.
+          k: static, the entries of its `traffic`.
+          step: as for `exchange`.
+          comm: the other replicas.
+        """
+
+    def at_rung(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        factor: float,
+        *,
+        key: jax.Array,
+        comm: Comm,
+        step: jax.Array | int,
+    ) -> tuple[Exchanged, Any]:
+        """Average a bucket over replicas at a factor that is not dense."""
+        k = self.traffic(bucket.size, factor, comm.replicas).entries
+        return self._send(bucket, k, step, comm), state
 
     def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the bucket in rows, padded by zeros, and the entries of each row."""
@@ -115,16 +137,11 @@ class RoundingExchange(GatheringExchange):
         It is exact for fewer than 512 whole rows; for more, it is the share of the rows
         that are looked at.
         """
-        counts = self.entries(gradient.size, ladder, comm.replicas)
-        return self._shares(gradient, counts, key)
+        return self.bucket_shares(gradient, ladder, key, comm)
 
-    def prepare(
-        self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
-    ) -> Any:
-        """Look at the rungs that are not taken."""
-        energy = _arrays.energy(bucket)
-        looked = jnp.zeros_like(bucket, shape=(len(rungs.counts),))
-        if len(rungs.counts) > 1:
-            look = lambda: self._shares(bucket, rungs.counts, key) * energy
-            looked = _arrays.chosen(rungs.looks, look, looked)
-        return Local(rungs.is_taken, jnp.append(looked, energy), rungs.step)
+    def bucket_shares(
+        self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Return the share of a bucket's energy that each rung would send."""
+        counts = self.entries(bucket.size, ladder, comm.replicas)
+        return self._shares(bucket, counts, key)

@@ -1,0 +1,148 @@
+"""Exchanges whose rungs are branches that know nothing of each other."""
+
+import abc
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _arrays, _collectives
+from gravac_jax._carrier import Carrier
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._exchanges.base import Exchanged, GatheringExchange
+
+
+class ByRung(GatheringExchange):
+    """An exchange with a whole branch for each rung, from the bucket to the residual.
+
+    Each branch is compiled as if its rung were the only one. So nothing is laid out for
+    rungs that are not taken, and XLA fuses what it can. What the others would have sent
+    is estimated before the branch, in a step that looks, and travels along.
+    """
+
+    @abc.abstractmethod
+    def at_rung(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        factor: float,
+        *,
+        key: jax.Array,
+        comm: Comm,
+        step: jax.Array | int,
+    ) -> tuple[Exchanged, Any]:
+        """Average a bucket over replicas at a factor that is not dense.
+
+        Args:
+          bucket: `[n]` float32, the compensated gradient of this replica.
+          state: from `init` or the last step.
+          factor: static.
+          key: as for `exchange`.
+          comm: the other replicas.
+          step: as for `exchange`.
+
+        Returns:
+          What came of it, as if this were the only rung, and the new state.
+        """
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of the energies of this rung, and of what all would send."""
+        looked = rungs if rungs > 1 else 0
+        if self.carries(n, factor, replicas):
+            own = _collectives.carried_traffic(2, replicas)
+            both = own.plus(_collectives.carried_traffic(looked, replicas))
+            return both._replace(entries=0)
+        is_dense = self.traffic(n, factor, replicas).entries == n
+        figures = rungs if is_dense else looked + 1
+        return super().energies_traffic(n, factor, figures, replicas)
+
+    def exchange(
+        self,
+        bucket: jax.Array,
+        state: Any,
+        rung: jax.Array | np.int32,
+        *,
+        ladder: tuple[float, ...],
+        key: jax.Array,
+        comm: Comm,
+        looks: jax.Array | bool = True,
+        step: jax.Array | int = 0,
+    ) -> tuple[Exchanged, Any]:
+        """Average a bucket over replicas, in the branch of the rung.
+
+        Arguments and results are those of `Exchange.exchange`.
+        """
+        # Branches leave both alone or make them anew, and must be marked alike.
+        bucket, state = comm.cast((bucket, state))
+        energy = lambda: _arrays.energy(bucket)
+        looked = jnp.zeros_like(bucket, shape=(len(ladder),))
+        if len(ladder) > 1:
+            look = lambda: self.bucket_shares(bucket, ladder, key, comm) * energy()
+            looked = _arrays.chosen(looks, look, looked)
+
+        def dense(i: int) -> tuple[Exchanged, Any]:
+            energies, whole = looked.at[i].set(energy()), energy()
+            means = comm.mean(jnp.append(energies, whole))
+            mean, nothing = comm.mean(bucket), jnp.zeros_like(bucket)
+            return Exchanged(mean, nothing, energies, whole, means), state
+
+        def sparse(i: int) -> tuple[Exchanged, Any]:
+            at = functools.partial(
+                self.at_rung, bucket, state, ladder[i], key=key, step=step
+            )
+            if len(ladder) == 1:
+                return at(comm=comm)
+            carrier = Carrier(comm.axis_name, looked, comm)
+            exchanged, after = at(comm=carrier)
+            return _among_others(exchanged, i, looked, carrier), after
+
+        def silent() -> tuple[Exchanged, Any]:
+            whole = energy()
+            zeros = comm.zeros(jnp.append(looked, whole))
+            return Exchanged(comm.zeros(bucket), bucket, looked, whole, zeros), state
+
+        entries = self.entries(bucket.size, ladder, comm.replicas)
+        take = lambda i: dense(i) if entries[i] == bucket.size else sparse(i)
+        branches = [functools.partial(take, i) for i in range(len(ladder))]
+        branches = [*branches, silent]
+        if not isinstance(rung, np.integer):
+            return jax.lax.switch(rung, branches)
+        exchanged, after = branches[rung]()
+        return exchanged._replace(residual=_last(exchanged)), after
+
+
+def _last(exchanged: Exchanged) -> jax.Array:
+    """Return the residual, which CPUs compute last and in place of the bucket.
+
+    A condition computed from the energies makes XLA wait until nothing reads the bucket
+    any more. In the branch of a conditional it would cost a pass over the bucket.
+    """
+    if not exchanged.residual.size:  # `jnp.where` would lose its mark of what varies
+        return exchanged.residual
+    in_place = lambda x: jnp.where(_arrays.is_never(exchanged.energies), 0, x)
+    return jax.lax.platform_dependent(
+        exchanged.residual, cpu=in_place, default=lambda x: x
+    )
+
+
+def _among_others(
+    exchanged: Exchanged, rung: int, looked: jax.Array, carrier: Carrier
+) -> Exchanged:
+    """Return what came of the only rung of a ladder as one of several.
+
+    Args:
+      exchanged: what came of it.
+      rung: which one it is.
+      looked: `[rungs]` float32, the energies that all rungs were estimated to send.
+      carrier: took these along.
+    """
+    taken, energy = exchanged.mean_energies
+    means = carrier.mean_of_figures().at[rung].set(taken)
+    return exchanged._replace(
+        energies=looked.at[rung].set(exchanged.energies[0]),
+        mean_energies=jnp.append(means, energy),
+    )
