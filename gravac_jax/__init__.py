@@ -42,6 +42,7 @@ from gravac_jax._exchanges import DenseMean as DenseMean
 from gravac_jax._exchanges import Exchange as Exchange
 from gravac_jax._exchanges import LeaderIndices as LeaderIndices
 from gravac_jax._exchanges import LowRank as LowRank
+from gravac_jax._exchanges import Mixed as Mixed
 from gravac_jax._exchanges import Quantized as Quantized
 from gravac_jax._exchanges import QuantizedAllReduce as QuantizedAllReduce
 from gravac_jax._exchanges import QuantizedTopK as QuantizedTopK

@@ -40,18 +40,18 @@ def factor(value: Any, name: str = "factor") -> None:
         )
 
 
-def ladder(factors: Any) -> None:
-    """Refuse a ladder that is empty, out of order, or holds something else."""
+def ladder(factors: Any, name: str = "ladder") -> None:
+    """Refuse no factors, factors out of order, and what is no factor."""
     if not isinstance(factors, tuple) or not factors:
         raise TypeError(
-            f"`ladder` must be a tuple of factors such as (1, 10, 100), got"
+            f"`{name}` must be a tuple of factors such as (1, 10, 100), got"
             f" {factors!r}. See gravac.exponential and gravac.geometric."
         )
     for value in factors:
-        factor(value, "a factor of `ladder`")
+        factor(value, f"a factor of `{name}`")
     if any(low >= high for low, high in itertools.pairwise(factors)):
         raise ValueError(
-            f"`ladder` must rise from the smallest factor to the largest without"
+            f"`{name}` must rise from the smallest factor to the largest without"
             f" repeats, got {tuple(factors)}. Write"
             f" {tuple(sorted(set(factors)))}."
         )

@@ -23,7 +23,7 @@ from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._controllers.ladders import geometric
 from gravac_jax._error_feedback import Momentum, Residual, Steps
 from gravac_jax._error_feedback.base import Memory
-from gravac_jax._exchanges import AllGather, Quantized, QuantizedAllReduce
+from gravac_jax._exchanges import AllGather, Mixed, Quantized, QuantizedAllReduce
 from gravac_jax._exchanges.base import Exchange
 from gravac_jax._selection import Threshold
 from gravac_jax._selection.compressor import Compressor
@@ -85,7 +85,8 @@ def transform(
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
         entries, in turn. If the memory is `Steps`, `Fastest(gravac.geometric(4, 256))`,
-        which goes on to a sixteenth; for other exchanges
+        which goes on to a sixteenth; if the exchange is `Mixed`, whatever the
+        memory, `Fastest` with its sparse factors besides; for other exchanges
         `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
         see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
         if there is none.
@@ -219,6 +220,8 @@ def transform(
 
 def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:
     """Return the default controller, with factors that the exchange has."""
+    if isinstance(exchange, Mixed):
+        return Fastest(tuple(sorted({*Fastest.ladder, *exchange.sparse_factors})))
     if isinstance(exchange, Quantized) or (exchange is None and not memory.masks):
         return Fastest(geometric(4, 256)) if _may_wait(memory) else Fastest()
     return Fastest(geometric(10, 1000))

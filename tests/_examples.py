@@ -49,6 +49,11 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.LeaderIndices: [{"compressor": gravac.TopK()}],
     gravac.DenseMean: [{}, {"values": "bfloat16"}],
     gravac.LowRank: [{}, {"values": "bfloat16"}],
+    gravac.Mixed: [
+        {"sparse_factors": (9.5,), "few_bits": gravac.QuantizedAllReduce(32)},
+        {"sparse_factors": (4.0, 1000.0), "few_bits": gravac.Quantized(32)},
+        {"few_bits": gravac.Quantized(32), "sparse": gravac.QuantizedTopK(2, 32)},
+    ],
     gravac.Quantized: [{"row_entries": 32}, {"row_entries": 32, "least_bits": 1}],
     gravac.QuantizedAllReduce: [
         {"row_entries": 32},

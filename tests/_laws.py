@@ -218,27 +218,43 @@ def collectives(jaxpr: Any, rung: int, rungs: int) -> Iterator[Any]:
 TOLERANCES = {"float32": 2.0**-16, "bfloat16": 2.0**-6}
 
 
+def made_of(exchange: Any) -> tuple[Any, ...]:
+    """Return the exchanges that take the rungs: this one, or those that it mixes."""
+    is_mixed = isinstance(exchange, gravac.Mixed)
+    return (exchange.few_bits, exchange.sparse) if is_mixed else (exchange,)
+
+
 def tolerance(exchange: Any) -> float:
     """Return how far an exchange's mean may be off; 0 if it adds up exactly."""
-    if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
-        return TOLERANCES["float32"]
-    is_low_rank = isinstance(exchange, gravac.LowRank)
-    return TOLERANCES[exchange.values] if is_low_rank else 0.0
+
+    def of_one(exchange: Any) -> float:
+        if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
+            return TOLERANCES["float32"]
+        is_low_rank = isinstance(exchange, gravac.LowRank)
+        return TOLERANCES[exchange.values] if is_low_rank else 0.0
+
+    return max(map(of_one, made_of(exchange)))
 
 
 def rounds_the_mean(exchange: Any) -> bool:
     """Return whether the mean is rounded, so that dense rungs leave a residual."""
-    return isinstance(exchange, gravac.DenseMean) and exchange.values == "bfloat16"
+    is_dense = lambda x: isinstance(x, gravac.DenseMean)
+    return any(is_dense(x) and x.values == "bfloat16" for x in made_of(exchange))
+
+
+def is_any(exchange: Any, *kinds: type) -> bool:
+    """Return whether some rung is taken by an exchange of one of these kinds."""
+    return any(isinstance(x, kinds) for x in made_of(exchange))
 
 
 def is_ordered(exchange: Any) -> bool:
     """Return whether it matters to an exchange which replica is which."""
-    return isinstance(exchange, gravac.LeaderIndices | gravac.QuantizedAllReduce)
+    return is_any(exchange, gravac.LeaderIndices, gravac.QuantizedAllReduce)
 
 
 def keeps_for_others(exchange: Any) -> bool:
     """Return whether a residual has what the rounding of the mean has dropped."""
-    return isinstance(exchange, gravac.QuantizedAllReduce)
+    return is_any(exchange, gravac.QuantizedAllReduce)
 
 
 def assert_near(exchange: Any, received: Any, expected: Any, scale: Any = 1) -> None:
@@ -371,7 +387,7 @@ def is_the_same_alone(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
 def exchanges_like_its_oracle(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     """Mean, residual and energies are those of the oracle."""
     oracle = _oracles.look_up(_oracles.EXCHANGES, exchange)
-    if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
+    if is_any(exchange, gravac.Quantized, gravac.QuantizedTopK):
         # Dyadic numbers and their means lie on borders between two codes.
         draw = np.random.default_rng(0).standard_normal
         buckets = draw(buckets.shape).astype(np.float32)

@@ -373,11 +373,19 @@ def rows_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
     return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
 
 
+def mixed(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+    """Return what the exchange of this factor makes of the buckets."""
+    is_sparse = factor in exchange.sparse_factors
+    taken = exchange.sparse if is_sparse else exchange.few_bits
+    return look_up(EXCHANGES, taken)(taken, buckets, factor)
+
+
 EXCHANGES = {
     gravac.DenseMean: dense_mean,
     gravac.AllGather: gathered_mean,
     gravac.LeaderIndices: leaders_mean,
     gravac.LowRank: low_rank_mean,
+    gravac.Mixed: mixed,
     gravac.Quantized: in_turn(quantized_mean),
     gravac.QuantizedAllReduce: in_turn(quantized_all_reduce),
     gravac.QuantizedTopK: rows_mean,

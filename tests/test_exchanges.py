@@ -160,6 +160,11 @@ PARTS = {
     gravac.AllGather: SELECTING | {"values": VALUES, "indices": INDICES},
     gravac.LeaderIndices: SELECTING,
     gravac.LowRank: {"values": ["float32", "bfloat16"]},
+    gravac.Mixed: {
+        "few_bits": [gravac.QuantizedAllReduce(32), gravac.Quantized(32)],
+        "sparse": [gravac.AllGather(**_examples.WIDE), gravac.QuantizedTopK(2, 32)],
+        "sparse_factors": [(16.0,), (1.0, 16.0)],
+    },
     gravac.Quantized: {"row_entries": [32, 64]},
     gravac.QuantizedAllReduce: {"row_entries": [32], "mean_bits": [None, 4]},
     gravac.QuantizedTopK: {"bits": [2, 1], "row_entries": [32, 4096]},

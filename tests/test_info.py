@@ -22,6 +22,8 @@ EXCHANGES = [
     gravac.LeaderIndices(),
     gravac.DenseMean(),
     gravac.DenseMean("bfloat16"),
+    gravac.QuantizedAllReduce(32),
+    gravac.Mixed((1000.0,), gravac.QuantizedAllReduce(32)),
 ]
 
 
@@ -67,7 +69,12 @@ def test_every_byte_of_a_whole_step_is_reported(controller, exchange, compress):
 @pytest.mark.parametrize("factor", [1, 16, 64])
 @pytest.mark.parametrize(
     "exchange",
-    [gravac.QuantizedAllReduce(), gravac.Quantized(), gravac.AllGather()],
+    [
+        gravac.QuantizedAllReduce(),
+        gravac.Quantized(),
+        gravac.AllGather(),
+        gravac.Mixed((64.0,)),
+    ],
     ids=repr,
 )
 def test_every_byte_of_a_step_at_a_known_rung_is_reported(exchange, factor):

@@ -2,11 +2,11 @@
 
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
 it comes, which chooses among widths; `defaultadam`, `defaultsgd` and `defaultmuon`
-choose widths for steps of these optimizers. The steps of `fastest0.9` must each be
-worth 0.9 dense steps. `sparse` has the same controller over sparse factors, which was
-the default in records before 2026-11-24. `gravac` (and `gravac0.9`, at that epsilon)
-and `accordion` are the other controllers. `fixed10` sends a tenth of the entries; any
-factor will do.
+choose widths for steps of these optimizers, and `mixed` among widths and sparse
+factors. The steps of `fastest0.9` must each be worth 0.9 dense steps. `sparse` has the
+same controller over sparse factors, which was the default in records before 2026-11-24.
+`gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other controllers.
+`fixed10` sends a tenth of the entries; any factor will do.
 
 Other families differ from `fixed`, in one part each:
 
@@ -72,6 +72,7 @@ PLAIN = {
     "defaultadam": "the default, AdamW's steps",
     "defaultsgd": "the default, SGD's steps",
     "defaultmuon": "the default, Muon's steps",
+    "mixed": "Fastest, few bits and sparse factors",
     "sparse": "Fastest, sparse factors",
     "fastest0.9": "the default, progress 0.9",
     "gravac": "GraVAC",
@@ -112,6 +113,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "dense": {"controller": DENSE},
     "dense16": {"controller": DENSE, "exchange": gravac.DenseMean("bfloat16")},
     "default": {"controller": gravac.Fastest()},
+    "mixed": {
+        "exchange": gravac.Mixed(),
+        "controller": gravac.Fastest((1.0, 4.0, 8.0, 16.0, 32.0, 100.0, 1000.0)),
+    },
     "sparse": {"controller": gravac.Fastest(gravac.geometric(10, 1000))},
     "fastest0.9": {"controller": gravac.Fastest(least_progress=0.9)},
     "gravac": {"controller": gravac.GraVAC()},

@@ -11,6 +11,7 @@ from gravac_jax._exchanges.dense import DenseMean
 from gravac_jax._exchanges.leader import LeaderIndices
 from gravac_jax._exchanges.low_rank import LowRank
 from gravac_jax._exchanges.low_rank import by_rank as by_rank
+from gravac_jax._exchanges.mixed import Mixed
 from gravac_jax._exchanges.quantized import Quantized
 from gravac_jax._exchanges.quantized_all_reduce import QuantizedAllReduce
 from gravac_jax._exchanges.quantized_top_k import QuantizedTopK
@@ -21,6 +22,7 @@ EXCHANGES: tuple[type[Exchange], ...] = (
     DenseMean,
     LeaderIndices,
     LowRank,
+    Mixed,
     Quantized,
     QuantizedAllReduce,
     QuantizedTopK,

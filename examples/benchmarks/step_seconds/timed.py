@@ -5,14 +5,14 @@ from collections.abc import Iterable
 
 import numpy as np
 from common.journal import Line
-from training.methods import LOCAL, OWNERS, in_rounds, is_recipe
+from training.methods import LOCAL, OWNERS, arguments, in_rounds, is_recipe
 
 from step_seconds.methods import method
 
 Mbit = float | None  # of a network's links; None is no limit
 # Methods whose steps may be those of a controller's rungs: the kind, and the factor.
 STATIC = re.compile(
-    rf"(fixed|(?:{LOCAL}|turns(\d+))?allreduced(?:{'|'.join(OWNERS)})?)(\d+)"
+    rf"((?:{LOCAL})?fixed|(?:{LOCAL}|turns(\d+))?allreduced(?:{'|'.join(OWNERS)})?)(\d+)"
 )
 ONE_BIT = "32"  # the factor in the names of methods of one bit
 
@@ -22,8 +22,11 @@ def ladder_of(name: str) -> tuple[float, ...]:
     return (1.0,) if is_recipe(name) else method(name).ladder
 
 
-def _kind_of_rungs(name: str) -> str:
+def _kind_of_rung(name: str, factor: float) -> str:
     """Return the kind of the static methods that take a controller's steps."""
+    if "mixed" in name:
+        is_sparse = factor in arguments(name)["exchange"].sparse_factors
+        return name.replace("mixed", "fixed" if is_sparse else "allreduced")
     return name.replace("default", "allreduced") if "default" in name else "fixed"
 
 
@@ -85,7 +88,7 @@ class Timed:
             return local + (self.step(link, inner, factor) - local) / steps
         if factor == 1 and not is_recipe(name):
             return self.mean(link, "dense")
-        kind = _kind_of_rungs(name)
+        kind = _kind_of_rung(name, factor)
         static = [x for x in self.static if _kind(x) == kind]
         if not static:
             raise SystemExit(f"no steps of {kind}<factor> are timed, for {name}")
