@@ -85,7 +85,8 @@ class ByRung(GatheringExchange):
             looked = _arrays.chosen(looks, look, looked)
 
         def dense(i: int) -> tuple[Exchanged, Any]:
-            energies, whole = looked.at[i].set(energy()), energy()
+            whole = energy()
+            energies = looked.at[i].set(whole)
             means = comm.mean(jnp.append(energies, whole))
             mean, nothing = comm.mean(bucket), jnp.zeros_like(bucket)
             return Exchanged(mean, nothing, energies, whole, means), state
