@@ -148,9 +148,9 @@ class Comm:
 
     def mean(self, tree: Any) -> Any:
         """Return the mean of `tree` over replicas, in float32, by one collective."""
-        if self.axis_name is None:
-            return tree
         leaves, structure = jax.tree.flatten(tree)
+        if self.axis_name is None or not leaves:
+            return tree
         mean = jax.lax.pmean(self.cast(_arrays.ravel(leaves)), self.axis_name)
         return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
 

@@ -119,8 +119,6 @@ class Tables(NamedTuple):
       payload_bytes: `[rungs + 2]`.
       wire_bytes: `[rungs + 2]`.
       messages: `[rungs + 2]`, sent one after the other.
-      carries: `[rungs + 2]`, whether the exchange of the first bucket takes along what
-        replicas agree on.
       dense: a float32 mean of all leaves.
     """
 
@@ -128,7 +126,6 @@ class Tables(NamedTuple):
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
     messages: np.ndarray
-    carries: tuple[bool, ...]
     dense: Traffic
 
 
@@ -141,8 +138,7 @@ def tables(
 ) -> Tables:
     """Work out what each rung sends, with one exchange per bucket.
 
-    `rides` says that what replicas agree on travels with the first exchange, where that
-    carries it.
+    `rides` says that the first exchange also averages what replicas agree on.
     """
     ladder = controller.ladder
     rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
@@ -153,13 +149,13 @@ def tables(
     scalars += rungs * controller.samples_gradient
     figures = buckets.part_sizes[-1] + scalars
     agreed = _collectives.mean_traffic(figures, replicas)
-    carried = _collectives.carried_traffic(figures, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
-    first = pairs[:1] if rides else []
-    carries = [any(x.carries(size, f, replicas) for x, size in first) for f in ladder]
     rows = []
-    for factor, is_carried in zip(ladder, carries, strict=True):
-        told = carried if is_carried else agreed
+    for factor in ladder:
+        told = agreed
+        if rides:
+            first, size = pairs[0]
+            told = first.figures_traffic(size, factor, figures, replicas)
         entries = [x.traffic(size, factor, replicas) for x, size in pairs]
         energies = [
             x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
@@ -171,7 +167,7 @@ def tables(
     rows.append((np.inf, 0, 0, 0))
     dense = _collectives.mean_traffic(n + m, replicas)
     sent = np.asarray(rows, np.float32).T
-    return Tables(*sent, carries=(*carries, False, False), dense=dense)
+    return Tables(*sent, dense=dense)
 
 
 def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:

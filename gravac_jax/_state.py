@@ -94,12 +94,10 @@ class TransformState(NamedTuple):
         devices among which the exchange cuts a leaf, or 1. `update` refuses a state
         with another number of pieces.
       local: what differs between replicas.
-      rung: `[]` int32, the last decision: the rung of the next step, if a program has
-        branches.
-      ahead: `[2]` int32, for a host that has a program for each rung: the rungs of the
-        next two exchanges, as all replicas have agreed. They are decisions of the two
-        exchanges before the last one. A step that `gravac.guard` skips moves them on,
-        too.
+      rung: `[]` int32, the last decision: the rung of the third exchange from here.
+      ahead: `[2]` int32, the rungs of the next two exchanges, as all replicas have
+        agreed: the decisions of the two exchanges before the last one. A step that
+        `gravac.guard` skips moves them on, too.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was silent, and one more if it was local.

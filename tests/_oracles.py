@@ -537,21 +537,29 @@ def allowed_rung(ladder: Any, allowed: float) -> tuple[int, float]:
     return max(rungs, default=0), margin
 
 
+def effective_step(evidence: Any) -> int:
+    """Return the step that a decision is for: the third exchange after this one."""
+    step = int(evidence.step)
+    for _ in range(2):
+        step += int(evidence.steps)
+    return step + 1
+
+
 def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the highest factor that the schedule allows in the next step."""
+    """Yield the highest factor that the schedule allows in the third step from here."""
     for e in evidence:
-        allowed = float(controller.schedule(int(e.step) + 1))
+        allowed = float(controller.schedule(effective_step(e)))
         rung, margin = allowed_rung(controller.ladder, allowed)
         yield Decision(rung, (), margin)
 
 
 def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the decision of the capped controller, or the cap of the next step."""
+    """Yield the decision of the capped controller, or the cap of the third step."""
     evidence, other = list(evidence), controller.controller
     decisions = look_up(CONTROLLERS, other).decisions(other, evidence)
     for e, decision in zip(evidence, decisions, strict=True):
         cap, margin = allowed_rung(
-            controller.ladder, float(controller.cap(int(e.step) + 1))
+            controller.ladder, float(controller.cap(effective_step(e)))
         )
         yield decision._replace(
             rung=min(cap, decision.rung), margin=min(margin, decision.margin)
@@ -581,10 +589,11 @@ def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
                 regime = int(change < controller.threshold)
         rung = regime
         if controller.learning_rate:
-            first = max(int(e.step) + 2 - controller.interval, 0)
+            last = effective_step(e) + 1
+            first = max(last - controller.interval, 0)
             rates = [
                 float(controller.learning_rate(x))
-                for x in range(max(first - 1, 0), int(e.step) + 2)
+                for x in range(max(first - 1, 0), last)
             ]
             falls = [now / then for then, now in itertools.pairwise(rates)]
             margin = min([margin, *(abs(x / 0.7 - 1) for x in falls)])
@@ -681,7 +690,8 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """Yield the rung of least seconds per progress, and visits to other rungs."""
     rungs = len(controller.ladder)
     choices = [(h, r) for h in controller.rounds for r in range(rungs)]
-    home, now, dwelt, rested, known = rungs - 1, min(1, rungs - 1), 0, 0, 0
+    # It has been decided before the first step that two more are like that.
+    home, now, dwelt, rested, known = rungs - 1, min(1, rungs - 1), 2, 0, 0
     sent, total, filtered = np.zeros(rungs), 0.0, SecondsFilter()
     for e in evidence:
         weight = 0.1 * bool(e.gradient_energies[0] > 0)

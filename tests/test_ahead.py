@@ -22,9 +22,8 @@ LATE = 2  # exchanges by which a decision takes effect later
 
 @dataclasses.dataclass(frozen=True)
 class Listed(gravac.Controller):
-    """Takes the rungs of a list, of which it tells some exchanges too early."""
+    """Takes the rungs of a list; a decision is of the third exchange after it."""
 
-    early: int
     ladder: tuple[float, ...] = (1.0, 4.0, 32.0)
 
     def init(self):
@@ -32,7 +31,7 @@ class Listed(gravac.Controller):
 
     def decide(self, evidence, state):
         del evidence
-        return jnp.asarray(RUNGS, jnp.int32)[state + 1 + self.early], state + 1
+        return jnp.asarray(RUNGS, jnp.int32)[state + 1 + LATE], state + 1
 
 
 def loss_fn(params, x):
@@ -85,8 +84,8 @@ slow = pytest.mark.slow
 )
 def test_a_program_for_each_rung_takes_the_same_steps(make, where):
     mesh, found = make_mesh() if where == "mesh" else N, []
-    for branches, early in ((True, 0), (False, LATE)):
-        step = gravac.train_step(loss_fn, make(Listed(early)), mesh, branches=branches)
+    for branches in (True, False):
+        step = gravac.train_step(loss_fn, make(Listed()), mesh, branches=branches)
         state, factors, losses = trained(step, step.init(PARAMS), BATCHES)
         params, _ = jax.device_get(step.flush(*state))
         found.append((params, factors, losses))
@@ -99,7 +98,7 @@ def test_a_program_for_each_rung_takes_the_same_steps(make, where):
 
 
 def test_bad_gradients_of_all_replicas_change_nothing_at_any_rung():
-    step = gravac.train_step(loss_fn, two_stages(Listed(0)), N, branches=False)
+    step = gravac.train_step(loss_fn, two_stages(Listed()), N, branches=False)
     state = step.init(PARAMS)
     for batch in BATCHES[:8].copy():
         batch[:] = np.nan
@@ -111,7 +110,7 @@ def test_bad_gradients_of_all_replicas_change_nothing_at_any_rung():
 
 
 def test_a_new_step_goes_on_where_another_one_ended():
-    tx, mesh = two_stages(Listed(0)), make_mesh()
+    tx, mesh = two_stages(Listed()), make_mesh()
     step = gravac.train_step(loss_fn, tx, mesh, branches=False)
     whole, factors, losses = trained(step, step.init(PARAMS), BATCHES)
     step = gravac.train_step(loss_fn, tx, mesh, branches=False)
@@ -125,7 +124,7 @@ def test_a_new_step_goes_on_where_another_one_ended():
 
 @pytest.mark.parametrize(("rung", "exchanges"), [(None, 2), (0, 0), (1, 1), (2, 1)])
 def test_a_program_has_the_collectives_of_its_rungs(rung, exchanges):
-    tx, mesh = two_stages(Listed(0)), make_mesh()
+    tx, mesh = two_stages(Listed()), make_mesh()
 
     def step(params, opt_state, x):
         _, grads = gravac.value_and_grad(loss_fn)(params, x)
@@ -139,13 +138,13 @@ def test_a_program_has_the_collectives_of_its_rungs(rung, exchanges):
 
 @pytest.mark.parametrize("rung", [-1, 4, 1.0, True])
 def test_a_rung_that_is_not_on_the_ladder_is_refused(rung):
-    tx = gravac.transform(None, controller=Listed(0), compress=True)
+    tx = gravac.transform(None, controller=Listed(), compress=True)
     with pytest.raises(ValueError, match="rung must be a number of the ladder"):
         tx.update(PARAMS, tx.init(PARAMS), rung=rung)
 
 
 def test_what_cannot_be_is_refused():
-    make = lambda **how: gravac.train_step(loss_fn, steps_late(Listed(0)), **how)
+    make = lambda **how: gravac.train_step(loss_fn, steps_late(Listed()), **how)
     with pytest.raises(TypeError, match="`branches` must be True or False"):
         make(mesh=N, branches=1)
     with pytest.raises(ValueError, match="overlap=True cannot be with branches=False"):

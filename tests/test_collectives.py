@@ -196,8 +196,8 @@ def test_figures_travel_with_the_messages_of_an_exchange(send, word, how):
             if not carry:
                 comm = Comm("data")
                 return comm.cast(send(comm, words)), comm.mean(figures)
-            beneath = Carrier("data", figures)
-            carrier = Carrier("data", figures["b"], beneath)
+            beneath = Carrier.on(Comm("data"), figures)
+            carrier = Carrier.on(beneath, figures["b"])
             received = send(carrier, words)
             both = carrier.mean_of_figures(), beneath.mean_of_figures()
             return beneath.cast(received), {"again": both[0], **both[1]}
@@ -215,7 +215,7 @@ def test_figures_travel_with_the_messages_of_an_exchange(send, word, how):
 
 def test_figures_that_travel_along_have_no_collective_of_their_own():
     def one(words, figures):
-        carrier = Carrier("data", figures)
+        carrier = Carrier.on(Comm("data"), figures)
         return two_stages(carrier, words), carrier.mean_of_figures()
 
     given = jnp.arange(3, dtype=jnp.uint32), jax.tree.map(lambda x: x[0], TREE)
@@ -229,7 +229,8 @@ def test_only_the_first_messages_of_two_stages_take_figures_along():
 
     def one(given):
         words, figures = given
-        carrier, comm = Carrier("data", figures), Comm("data")
+        comm = Comm("data")
+        carrier = Carrier.on(comm, figures)
         before = carrier.gather(words)
         first, second = two_stages(carrier, words), two_stages(carrier, words)
         expected = comm.gather(words), *[two_stages(comm, words)] * 2

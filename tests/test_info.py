@@ -31,7 +31,7 @@ def tables(compress=True, exchange=None, replicas=N, controller=None):
     plan = _buckets.plan(WEIGHTS, compress)
     exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
     controller = controller or gravac.Scheduled(len, LADDER)
-    return _info.tables(plan, exchanges, controller, replicas)
+    return _info.tables(plan, exchanges, controller, replicas, rides=bool(exchanges))
 
 
 @jax.jit

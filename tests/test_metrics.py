@@ -195,7 +195,10 @@ def decided():
 def test_a_decision_is_explained_by_the_figures_that_it_compared():
     before, *states = decided()
     assert "predicted nothing yet" in metrics.explain(before, CHOOSING)
-    head, *lines, source = metrics.explain(states[0], CHOOSING).splitlines()
+    own = states[0].controller
+    visits = own._replace(current=jnp.full_like(own.current, CHOICES.index("factor 4")))
+    state = states[0]._replace(controller=visits)
+    head, *lines, source = metrics.explain(state, CHOOSING).splitlines()
     assert head.startswith("choice")
     assert source.endswith("gravac.WireCost alone, since no step time was measured.")
     cells, verdicts = [re.split("  +", x) for x in lines], {}

@@ -148,7 +148,8 @@ def runs(case):
 
 
 def rung_of(state, rung):
-    return state._replace(rung=jnp.full_like(state.rung, rung))
+    rung = jnp.full_like(state.rung, rung)
+    return state._replace(rung=rung, ahead=jnp.stack([rung, rung]))
 
 
 def run(name, rung, batches):

@@ -247,7 +247,7 @@ def test_each_device_sends_the_largest_entries_of_what_it_owns():
         kept = np.asarray(_harness.residual(state)).reshape(compensated.shape)
         sent = compensated - kept
         assert (sent * kept == 0).all()
-        if i % 2:
+        if i >= 3 and i % 2:
             count = (sent != 0).sum(-1)
             assert (count <= compensated.shape[-1] // 4).all()
             assert count.min() > 0

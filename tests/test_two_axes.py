@@ -191,7 +191,7 @@ def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
         Scripted(LADDER), axis_type, check_vma, exchange=exchange
     )
     for i, (compensated, kept) in enumerate(compensated_and_kept(states)):
-        factor = LADDER[i % len(LADDER)]
+        factor = LADDER[i % len(LADDER) if i >= 3 else 0]
         assert float(states[i].info.factor) == factor
         is_sent = (kept == 0) & (compensated != 0)
         slots = N // FAST // factor

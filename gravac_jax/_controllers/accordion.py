@@ -123,5 +123,7 @@ class Accordion(DerivedLadder):
         )
         if self.learning_rate is None:
             return rung, after
-        dropped = has_dropped(self.learning_rate, evidence.step + 1, self.interval)
+        dropped = has_dropped(
+            self.learning_rate, evidence.effective_step, self.interval
+        )
         return jnp.where(dropped, 0, rung), after

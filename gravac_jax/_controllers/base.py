@@ -65,6 +65,15 @@ class Evidence(NamedTuple):
     wire_bytes: jax.Array | None = None
 
     @property
+    def effective_step(self) -> jax.Array:
+        """The step that the decision is for, `[]` int32, the third exchange from here.
+
+        The next exchange agrees on it, and during the one after that a host learns it
+        that has a program for each rung.
+        """
+        return self.step + 1 + 2 * self.steps
+
+    @property
     def predicted_seconds(self) -> jax.Array:
         """Seconds of a step at each rung by the cost model, `[rungs]` float32."""
         return self.predicted_parts.sum(-1)
@@ -122,7 +131,7 @@ class Controller(abc.ABC):
       ...     def init(self):
       ...         return jnp.int32(0), ()
       ...     def decide(self, evidence, state):
-      ...         is_sparse = (evidence.step + 1) % 10 > 0
+      ...         is_sparse = evidence.effective_step % 10 > 0
       ...         return is_sparse.astype(jnp.int32), state
       >>> tx = gravac.transform(controller=EveryTenthDense())
     """
@@ -185,7 +194,7 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> tuple[jax.Array, Any]:
-        """Return the rung of the first step, `[]` int32, and the state before it.
+        """Return the rung of the first three exchanges, and the state before them.
 
         A state may have a method `moved(fresh)`. It returns the state for a run that is
         restored on other devices; `fresh` is the state from `init`.
@@ -193,7 +202,7 @@ class Controller(abc.ABC):
 
     @abc.abstractmethod
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """Choose the rung of the next step.
+        """Choose the rung of a coming step, `evidence.effective_step`.
 
         Args:
           evidence: what is known after this step.

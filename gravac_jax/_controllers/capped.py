@@ -65,7 +65,7 @@ class Capped(Wrapping):
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
         """Return the decision of the other controller, capped."""
         rung, state = self.controller.decide(evidence, state)
-        return self._capped(rung, evidence.step + 1), state
+        return self._capped(rung, evidence.effective_step), state
 
 
 def low_after_drops(

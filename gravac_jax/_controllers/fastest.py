@@ -185,6 +185,8 @@ class Fastest(Controller):
 
         The times of these two tell how a step divides into parts, whatever the network.
         Dense steps would tell it, too, but each may take as long as a hundred others.
+        The first exchanges are at the first rung whatever it decides, so the first
+        decision may leave it.
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
@@ -192,7 +194,7 @@ class Fastest(Controller):
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
             current=start(),
-            dwelt=jnp.zeros((), jnp.int32),
+            dwelt=jnp.full((), DWELL - 1, jnp.int32),
             rested=jnp.zeros((), jnp.int32),
             known=jnp.zeros((), jnp.int32),
             averages=compression_gain.no_averages(len(self.ladder)),

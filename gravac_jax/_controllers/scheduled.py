@@ -57,8 +57,8 @@ class Scheduled(Controller):
         return self._rung(jnp.zeros((), jnp.int32)), ()
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """Return the rung of the next step."""
-        return self._rung(evidence.step + 1), state
+        """Return the rung of the step that is decided."""
+        return self._rung(evidence.effective_step), state
 
 
 def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:

@@ -33,6 +33,7 @@ class Exchanged(NamedTuple):
       energy: `[]` float32, the energy of the whole bucket.
       mean_energies: `[rungs + 1]` float32, the means over replicas of `energies` and of
         `energy`, the last one.
+      figures: the mean over replicas of the `figures` that `exchange` was given.
 
     Example:
       See `gravac.Exchange`.
@@ -43,6 +44,7 @@ class Exchanged(NamedTuple):
     energies: jax.Array
     energy: jax.Array
     mean_energies: jax.Array
+    figures: Any = ()
 
 
 class Kept(NamedTuple):
@@ -141,15 +143,15 @@ class Exchange(abc.ABC):
         """Return the `k` that `send` gets at each rung; `n` if the rung is dense."""
         return self.entries(n, ladder, replicas)
 
-    def carries(self, n: int, factor: float, replicas: int) -> bool:
-        """Return whether it takes along what replicas agree on in every step.
+    def figures_traffic(
+        self, n: int, factor: float, figures: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of averaging the `figures` of `exchange`, so many floats.
 
-        At this factor it then swaps rows of words and after that gathers a row of
-        words, once each; `Carrier` does the rest. An exchange that only gathers would
-        send figures N - 1 times, and leaves to be averaged whole may be among them.
+        It has no messages where they travel along with what the exchange sends.
         """
-        del n, factor, replicas
-        return False
+        del n, factor
+        return _collectives.mean_traffic(figures, replicas)
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Return whether `factor` is dense only because there are so many replicas."""
@@ -252,6 +254,7 @@ class Exchange(abc.ABC):
         comm: Comm,
         looks: jax.Array | bool = True,
         step: jax.Array | int = 0,
+        figures: Any = (),
     ) -> tuple[Exchanged, Any]:
         """Average a bucket over replicas: prepare, send in one branch, conclude.
 
@@ -267,6 +270,8 @@ class Exchange(abc.ABC):
             same on every replica; static True if all steps do.
           step: `[]` int32, steps before this one, the same on every replica; with
             rounds, exchanges before this one.
+          figures: a tree of float32 arrays, to be averaged over replicas at every rung,
+            also at a silent one.
 
         Returns:
           What came of it, and the new state.
@@ -274,7 +279,8 @@ class Exchange(abc.ABC):
         counts = self.branch_sizes(bucket.size, ladder, comm.replicas)
         rungs = Rungs(tuple(counts), bucket.size, rung, looks, step)
         if rungs.are_all_dense:
-            return self._exchange_whole(bucket, rungs, comm), state
+            return self._exchange_whole(bucket, rungs, comm, figures), state
+        figures = comm.mean(figures)
         local = self.prepare(bucket, state, rungs, key, comm)
 
         def dense() -> tuple[jax.Array, Any]:
@@ -299,6 +305,7 @@ class Exchange(abc.ABC):
             energies=kept.energies,
             energy=kept.energy,
             mean_energies=_averaged_energies(kept, rungs, comm),
+            figures=figures,
         )
         return exchanged, _arrays.where(rungs.is_silent, state, after)
 
@@ -314,24 +321,29 @@ class Exchange(abc.ABC):
         """Return what a rung that is dense at any factor sends of `bucket`."""
         return bucket
 
-    def mean_of_rounded(self, sent: jax.Array, comm: Comm) -> jax.Array:
-        """Return the mean over replicas of what such a rung sends."""
-        return comm.mean(sent)
+    def mean_beside(
+        self, sent: jax.Array, told: tuple[Any, ...], comm: Comm
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Return the means over replicas of what such a rung sends, and of figures."""
+        return comm.mean(sent), tuple(map(comm.mean, told))
 
-    def _exchange_whole(self, bucket: jax.Array, rungs: Rungs, comm: Comm) -> Exchanged:
+    def _exchange_whole(
+        self, bucket: jax.Array, rungs: Rungs, comm: Comm, figures: Any
+    ) -> Exchanged:
         """Average the whole bucket, unless the step is silent."""
         sent, energy = self.rounded(bucket), _arrays.energy(bucket)
         sent_energy = energy if sent is bucket else _arrays.energy(sent)
         energies = jnp.broadcast_to(sent_energy, (len(rungs.counts),))
         own = jnp.append(energies, energy)
-        mean, mean_energies = jax.lax.cond(
-            rungs.is_silent,
-            lambda: (comm.zeros(bucket), comm.zeros(own)),
-            lambda: (self.mean_of_rounded(sent, comm), comm.mean(own)),
-        )
+
+        def silent() -> tuple[jax.Array, Any]:
+            return comm.zeros(bucket), (comm.zeros(own), comm.mean(figures))
+
+        dense = lambda: self.mean_beside(sent, (own, figures), comm)
+        mean, told = jax.lax.cond(rungs.is_silent, silent, dense)
         lost = jnp.zeros_like(bucket) if sent is bucket else bucket - sent
         residual = jnp.where(rungs.is_silent, bucket, lost)
-        return Exchanged(mean, residual, energies, energy, mean_energies)
+        return Exchanged(mean, residual, energies, energy, *told)
 
 
 class GatheringExchange(Exchange):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _collectives
+from gravac_jax import _arrays, _carrier, _collectives
 from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges.base import Exchanged, GatheringExchange
@@ -51,14 +51,34 @@ class ByRung(GatheringExchange):
         self, n: int, factor: float, rungs: int, replicas: int
     ) -> Traffic:
         """Return the cost of the energies of this rung, and of what all would send."""
+        if self.traffic(n, factor, replicas).entries == n:
+            energies = _carrier.traffic_beside_mean(n, rungs + 1, replicas)
+            return energies._replace(entries=0)
         looked = rungs if rungs > 1 else 0
-        if self.carries(n, factor, replicas):
+        if self.carries(factor):
             own = _collectives.carried_traffic(2, replicas)
             both = own.plus(_collectives.carried_traffic(looked, replicas))
             return both._replace(entries=0)
-        is_dense = self.traffic(n, factor, replicas).entries == n
-        figures = rungs if is_dense else looked + 1
-        return super().energies_traffic(n, factor, figures, replicas)
+        return super().energies_traffic(n, factor, looked + 1, replicas)
+
+    def carries(self, factor: float) -> bool:
+        """Return whether figures travel along at a factor that is not dense.
+
+        They do in two stages, a swap and a gather. An exchange that only gathers would
+        send them N - 1 times, and leaves to be averaged whole may be among them.
+        """
+        del factor
+        return False
+
+    def figures_traffic(
+        self, n: int, factor: float, figures: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of averaging figures at this rung."""
+        if self.traffic(n, factor, replicas).entries == n:
+            return _carrier.traffic_beside_mean(n, figures, replicas)
+        if self.carries(factor):
+            return _collectives.carried_traffic(figures, replicas)
+        return super().figures_traffic(n, factor, figures, replicas)
 
     def exchange(
         self,
@@ -71,13 +91,14 @@ class ByRung(GatheringExchange):
         comm: Comm,
         looks: jax.Array | bool = True,
         step: jax.Array | int = 0,
+        figures: Any = (),
     ) -> tuple[Exchanged, Any]:
         """Average a bucket over replicas, in the branch of the rung.
 
         Arguments and results are those of `Exchange.exchange`.
         """
-        # Branches leave both alone or make them anew, and must be marked alike.
-        bucket, state = comm.cast((bucket, state))
+        # Branches leave these alone or make them anew, and must be marked alike.
+        bucket, state, figures = comm.cast((bucket, state, figures))
         energy = lambda: _arrays.energy(bucket)
         looked = jnp.zeros_like(bucket, shape=(len(ladder),))
         if len(ladder) > 1:
@@ -85,26 +106,31 @@ class ByRung(GatheringExchange):
             looked = _arrays.chosen(looks, look, looked)
 
         def dense(i: int) -> tuple[Exchanged, Any]:
-            whole = energy()
+            whole, nothing = energy(), jnp.zeros_like(bucket)
             energies = looked.at[i].set(whole)
-            means = comm.mean(jnp.append(energies, whole))
-            mean, nothing = comm.mean(bucket), jnp.zeros_like(bucket)
-            return Exchanged(mean, nothing, energies, whole, means), state
+            told = Carrier.on(comm, (jnp.append(energies, whole), figures))
+            mean = told.mean(bucket)
+            return Exchanged(
+                mean, nothing, energies, whole, *told.mean_of_figures()
+            ), state
 
         def sparse(i: int) -> tuple[Exchanged, Any]:
-            at = functools.partial(
-                self.at_rung, bucket, state, ladder[i], key=key, step=step
-            )
+            told = Carrier.on(comm, figures)
+            rides = self.carries(ladder[i])
+            sent = {"key": key, "step": step, "comm": told if rides else comm}
             if len(ladder) == 1:
-                return at(comm=comm)
-            carrier = Carrier(comm.axis_name, looked, comm)
-            exchanged, after = at(comm=carrier)
-            return _among_others(exchanged, i, looked, carrier), after
+                exchanged, after = self.at_rung(bucket, state, ladder[i], **sent)
+            else:
+                sent["comm"] = energies = Carrier.on(sent["comm"], looked)
+                exchanged, after = self.at_rung(bucket, state, ladder[i], **sent)
+                exchanged = _among_others(exchanged, i, looked, energies)
+            return exchanged._replace(figures=told.mean_of_figures()), after
 
         def silent() -> tuple[Exchanged, Any]:
             whole = energy()
             zeros = comm.zeros(jnp.append(looked, whole))
-            return Exchanged(comm.zeros(bucket), bucket, looked, whole, zeros), state
+            nothing, agreed = comm.zeros(bucket), comm.mean(figures)
+            return Exchanged(nothing, bucket, looked, whole, zeros, agreed), state
 
         entries = self.entries(bucket.size, ladder, comm.replicas)
         take = lambda i: dense(i) if entries[i] == bucket.size else sparse(i)

@@ -1,10 +1,12 @@
 """Send everything, in 32 or 16 bits: the baselines of every sparse exchange."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
-from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax import _arrays, _carrier, _checks, _collectives
+from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges.base import Exchange
 
@@ -54,14 +56,35 @@ class DenseMean(Exchange):
             return _collectives.bfloat16_mean_traffic(n, replicas)
         return _collectives.mean_traffic(n, replicas)
 
+    def figures_traffic(
+        self, n: int, factor: float, figures: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of figures that travel along, if the bucket is small."""
+        del factor
+        if self.values == "bfloat16":
+            return _collectives.carried_traffic(figures, replicas)
+        return _carrier.traffic_beside_mean(n, figures, replicas)
+
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """Return the cost of energies, which are figures, too."""
+        both = self.figures_traffic(n, factor, rungs + 1, replicas)
+        return both._replace(entries=0)
+
     def rounded(self, bucket: jax.Array) -> jax.Array:
         """Round to `values`."""
         if self.values == "bfloat16":
             return _arrays.round_to_bfloat16(bucket)
         return bucket
 
-    def mean_of_rounded(self, sent: jax.Array, comm: Comm) -> jax.Array:
-        """Return the mean, which travels as `values`."""
+    def mean_beside(
+        self, sent: jax.Array, told: tuple[Any, ...], comm: Comm
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Return the mean, which travels as `values` and takes figures along."""
+        carrier = Carrier.on(comm, told)
         if self.values == "bfloat16":
-            return comm.bfloat16_mean([sent])[0]
-        return comm.mean(sent)
+            mean = carrier.bfloat16_mean([sent])[0]
+        else:
+            mean = carrier.mean(sent)
+        return mean, carrier.mean_of_figures()

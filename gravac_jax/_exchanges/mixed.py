@@ -113,9 +113,10 @@ class Mixed(ByRung):
         """Return the cost of the exchange that takes `factor`."""
         return self._at(factor).traffic(n, factor, replicas)
 
-    def carries(self, n: int, factor: float, replicas: int) -> bool:
-        """Return whether the exchange that takes `factor` takes figures along."""
-        return self._at(factor).carries(n, factor, replicas)
+    def carries(self, factor: float) -> bool:
+        """Return whether figures travel along with the exchange that takes `factor`."""
+        exchange = self._at(factor)
+        return isinstance(exchange, ByRung) and exchange.carries(factor)
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm

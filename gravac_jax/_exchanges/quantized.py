@@ -223,7 +223,7 @@ class Quantized(RoundingExchange):
         """Gather all words and scales; the energies travel with them."""
         rows, k = self._rows(bucket.size), bits * self._plane_words(bucket.size)
         words, levels, kept = self._round(bucket, bits)
-        comm = Energies(comm.axis_name, (jnp.sum(levels.sent), energy), comm)
+        comm = Energies.on(comm, (jnp.sum(levels.sent), energy))
         scales = _arrays.to_words(levels.scales.reshape(-1))
         gathered = comm.gather(jnp.concatenate([words.reshape(-1), scales]))
         scales = _arrays.from_words(gathered[:, k:]).reshape(-1, rows, SCALES)

@@ -112,7 +112,7 @@ class QuantizedTopK(RoundingExchange):
         levels = row_codes.fit(top.values, self.bits)
         codes = row_codes.encode(top, levels, self.bits)
         figures = jnp.sum(levels.sent), _arrays.energy(bucket)
-        comm = Energies(comm.axis_name, figures, comm)
+        comm = Energies.on(comm, figures)
         words = row_codes.pack(codes.ravel(), width)
         scales = _arrays.to_words(levels.scales.ravel())
         gathered = comm.gather(jnp.concatenate([words, scales]))

@@ -22,8 +22,10 @@ sends nothing of the buckets, because its rung lies beyond the
 ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
 for what is held back (`_residuals.py`).
 
-GraVAC's Algorithm 1 decides before it exchanges. Here a step decides the rung of the
-next one, so that the decision costs no collective of its own.
+GraVAC's Algorithm 1 decides before it exchanges. Here a step decides a rung, the next
+one agrees on it, and the second one after that takes it. So a decision costs no
+collective, no branch waits for a message, and a host has time to read which program it
+starts.
 """
 
 from gravac_jax._step.components import Components as Components

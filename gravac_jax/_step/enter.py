@@ -57,10 +57,9 @@ def setting_of(
     exchanges, controller = components.shaped(buckets), components.controller
     replicas = axes.slow.replicas
     _info.warn_if_dense(buckets, exchanges, controller.ladder, replicas)
-    rung = 0 if controller.is_fixed else rung
     # Devices that share a replica send other words, so that figures which ride with
     # them would not be known to be the same on all of them.
-    rides = rung is not None and axes.fast.axis_name is None
+    rides = axes.fast.axis_name is None and bool(exchanges)
     return Setting(
         components=components,
         axes=axes,
@@ -70,7 +69,8 @@ def setting_of(
         looks=controller.looks(state.steps, state.info.local_steps),
         key=jax.random.fold_in(jax.random.key(components.seed), state.steps),
         state=state,
-        rung=rung,
+        rung=0 if controller.is_fixed else rung,
+        rides=rides,
     )
 
 

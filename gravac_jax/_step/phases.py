@@ -4,7 +4,7 @@
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
 3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
-5. `decide` the rung of the next step from what this one showed.
+5. `decide` the rung of a coming step from what this one showed.
 6. `report` what was sent.
 """
 
@@ -13,14 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gravac_jax import _arrays, _consistency, _info, _state
 from gravac_jax._buckets import Buckets
-from gravac_jax._carrier import Carrier
 from gravac_jax._clipping import NoClip, global_norm
-from gravac_jax._collectives import Axes, Comm
+from gravac_jax._collectives import Axes
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Evidence
 from gravac_jax._controllers.cost_model import WireCost
@@ -168,7 +166,7 @@ def figures(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
 
     Decisions made from the same figures may still differ by a rounding between programs
     that were compiled apart, and different branches would hang. So the rung is agreed
-    on, too.
+    on, too, before it is taken.
     """
     components, axes, state = setting.components, setting.axes, setting.state
     apart = round_steps = jnp.zeros(0, jnp.float32)
@@ -213,16 +211,10 @@ def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
 def exchange(
     fed: Fed, own: Agreed, local: LocalState, setting: Setting
 ) -> tuple[Arrived, LocalState]:
-    """Agree, exchange bucket by bucket, and let the memory keep the rest."""
-    axes, components, known = setting.axes, setting.components, setting.rung
-    if known is not None and setting.carries:
-        rung, carrier = np.int32(known), Carrier(axes.slow.axis_name, own)
-        exchanged, states = _each_bucket(fed, rung, carrier, local, setting)
-        agreed = carrier.mean_of_figures()
-    else:  # a branch has to be agreed on before it is taken
-        agreed = agree(own, axes)
-        rung = jnp.int32(agreed.rung + 0.5) if known is None else np.int32(known)
-        exchanged, states = _each_bucket(fed, rung, axes.slow, local, setting)
+    """Exchange bucket by bucket, agree, and let the memory keep the rest."""
+    components = setting.components
+    exchanged, states = _each_bucket(fed, own, local, setting)
+    agreed = exchanged[0].figures if setting.rides else agree(own, setting.axes)
     dense_residual = jnp.zeros_like(fed.parts[-1])  # it went whole
     residuals = (*(x.residual for x in exchanged), dense_residual)
     retained = map(components.memory.retain, residuals, fed.parts, fed.memory)
@@ -232,28 +224,25 @@ def exchange(
     if components.controller.has_rounds:  # one more pass, but only at a round's end
         energy = _arrays.total(map(_arrays.energy, means))
     mean_energies = _arrays.total(x.mean_energies for x in exchanged)
-    energies = axes.slices.mean((mean_energies, energy))
-    return Arrived(agreed, jnp.asarray(rung), means, *energies), local
+    energies = setting.axes.slices.mean((mean_energies, energy))
+    return Arrived(agreed, jnp.asarray(setting.taken), means, *energies), local
 
 
 def _each_bucket(
-    fed: Fed,
-    rung: jax.Array | np.int32,
-    first: Comm,
-    local: LocalState,
-    setting: Setting,
+    fed: Fed, own: Agreed, local: LocalState, setting: Setting
 ) -> tuple[list[Exchanged], tuple[Any, ...]]:
-    """Exchange all buckets, the first one with `first`; also return their states."""
+    """Exchange all buckets, the first one with figures; also return their states."""
     results = [
         exchange.exchange(
             compensated,
             before,
-            rung,
+            setting.taken,
             ladder=setting.components.controller.ladder,
             key=setting.key,
-            comm=setting.axes.slow if i else first,
+            comm=setting.axes.slow,
             looks=setting.looks,
             step=setting.turn,
+            figures=own if setting.rides and i == 0 else (),
         )
         for i, (exchange, compensated, before) in enumerate(
             zip(setting.exchanges, fed.parts[:-1], local.exchange, strict=True)

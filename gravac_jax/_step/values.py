@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Axes
@@ -30,6 +31,8 @@ class Setting(NamedTuple):
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
       rung: the rung of this step, if it never changes or the caller knows it: static.
+      rides: whether the first bucket's exchange also averages what replicas agree on;
+        static.
     """
 
     components: Components
@@ -44,11 +47,12 @@ class Setting(NamedTuple):
     times: Any = ()
     is_due: bool | None = None
     rung: int | None = None
+    rides: bool = False
 
     @property
-    def carries(self) -> bool:
-        """Whether the exchange of the first bucket takes figures along; static."""
-        return self.rung is not None and self.tables.carries[self.rung]
+    def taken(self) -> jax.Array | np.int32:
+        """The rung of this step, `[]` int32, on which all replicas have agreed."""
+        return self.state.ahead[0] if self.rung is None else np.int32(self.rung)
 
     @property
     def sends(self) -> jax.Array | bool:
@@ -146,7 +150,7 @@ class Decision(NamedTuple):
     """What the controller made of the step.
 
     Attributes:
-      rung: `[]` int32, the rung of the next step.
+      rung: `[]` int32, the rung of the third step from here.
       controller: the controller's new state.
       gains: `[rungs]` float32, the gain of each rung, as last known.
     """

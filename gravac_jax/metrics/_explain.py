@@ -46,9 +46,9 @@ def explain(opt_state: Any, controller: Controller) -> str:
       >>> state, _ = step(gravac.place(tx.init(grads[0]), 4), grads)
       >>> print(metrics.explain(state, controller))  # doctest: +ELLIPSIS
       choice     ms a step  progress  ms for a dense step's progress
-      dense          161.9      1.00                           161.9
-      factor 4        50.2      1.00                            50.2  visited, to ...
-      factor 16       21.9      0.94                            23.2  taken
+      dense          160.7      1.00                           160.7
+      factor 4        49.6      1.00                            49.6
+      factor 16       21.3      0.94                            22.6  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
     found = _predictions(opt_state, controller)

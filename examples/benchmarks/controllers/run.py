@@ -202,9 +202,12 @@ def seconds_of(parts: Any, delay: bool) -> Any:
 
 
 class Run(NamedTuple):
-    """The state of a run between two exchanges; `times` are those not yet told."""
+    """The state of a run between two exchanges; `told` are times not yet told.
 
-    rung: jax.Array
+    `rungs` are those of the next three exchanges: a decision is of the third.
+    """
+
+    rungs: jax.Array
     lengths: jax.Array
     state: Any
     key: jax.Array
@@ -233,8 +236,8 @@ def simulated(
 
         def exchange(run: Run, _: Any) -> Any:
             key, now, seen, alone = jax.random.split(run.key, 4)
-            steps = run.lengths[0]
-            which = jnp.argmax(jnp.asarray(rounds) == steps), run.rung
+            steps, rung = run.lengths[0], run.rungs[0]
+            which = jnp.argmax(jnp.asarray(rounds) == steps), rung
             looks = controller.looks(run.step + steps - 1, steps - 1)
             shares, deviations = tables.shares[which], tables.deviations[which]
             shares += deviations * jax.random.normal(seen, shares.shape, jnp.float32)
@@ -260,21 +263,21 @@ def simulated(
             after, state = controller.decide(evidence, run.state)
             following = run.step + steps + run.lengths[1]
             made = Run(
-                rung=after,
+                rungs=jnp.stack([*run.rungs[1:], after]),
                 lengths=jnp.stack([run.lengths[1], length(following, state)]),
                 state=state,
                 key=key,
-                told=seconds[run.rung] * noise(now),
+                told=seconds[rung] * noise(now),
                 told_local=jnp.where(steps > 1, local * noise(alone), jnp.nan),
-                told_rung=run.rung,
+                told_rung=rung,
                 step=run.step + steps,
             )
             count = steps.astype(jnp.float32)
-            spent = seconds[run.rung] + (count - 1) * local
+            spent = seconds[rung] + (count - 1) * local
             return made, (count, spent, count * tables.progress[which])
 
         begin = Run(
-            rung,
+            jnp.stack([rung, rung, rung]),
             jnp.stack([first, length(first, state)]),
             state,
             key,
