@@ -250,3 +250,26 @@ def test_every_combination_is_exchanged_like_the_oracle(row):
             entries = exchange.traffic(BUCKETS.shape[1], factor, replicas).entries
             sent = np.count_nonzero(buckets - received.residual, axis=1)
             assert sent.max() <= entries
+
+
+SELECTIONS = gravac.AllGather(), gravac.QuantizedTopK(), gravac.LeaderIndices()
+
+
+@pytest.mark.parametrize("exchange", SELECTIONS, ids=repr)
+def test_small_entries_of_a_selection_wait_longer_than_its_share_says(exchange):
+    gradient = np.random.default_rng(0).standard_t(3, 2**14).astype(np.float32)
+    factors, given = (1.0, 16.0, 512.0), (jax.random.key(0), Comm(None))
+    sent = np.asarray(exchange.bucket_shares(jnp.asarray(gradient), factors, *given))
+    found = exchange.shares(jnp.asarray(gradient), factors, *given)
+    by_chance = [1 / x - 1 for x in sent.tolist()]
+    longer = [(1 - x) * f / 32 for x, f in zip(sent.tolist(), factors, strict=True)]
+    waiting = np.add(by_chance, longer)
+    np.testing.assert_allclose(1 / np.asarray(found) - 1, waiting, rtol=2e-3)
+    assert longer[-1] > by_chance[-1] > 1
+
+
+def test_other_exchanges_wait_as_their_shares_say():
+    gradient, given = jnp.arange(2.0**12), (jax.random.key(0), Comm(None))
+    for exchange in (gravac.SharedRandomK(), gravac.LowRank(((64, 64),))):
+        sent = exchange.bucket_shares(gradient, (1.0, 16.0), *given)
+        assert_same(exchange.shares(gradient, (1.0, 16.0), *given), sent)

@@ -141,7 +141,7 @@ def test_gains_are_those_of_each_rung_in_use():
     seen = exchanged(bucket, len(LADDER)).energies
     taken = [exchanged(bucket, rung).energies[rung] for rung in range(len(LADDER))]
     np.testing.assert_allclose(seen, taken, rtol=1e-6)
-    shares = gravac.QuantizedTopK().shares(
+    shares = gravac.QuantizedTopK().bucket_shares(
         jnp.asarray(bucket), LADDER, jax.random.key(0), Comm(None)
     )
     np.testing.assert_allclose(shares, seen / seen[0], rtol=1e-6)

@@ -190,6 +190,7 @@ def _scale() -> dict[str, Make]:
 _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
 _IN_TURN = "2026-11-25_in_turn"
+_SPARSE = "2026-11-26_sparse_progress"
 _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
@@ -218,6 +219,9 @@ MADE: dict[str, Make] = {
     **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
     "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
     "2026-11-25_progress/law.png": _law,
+    f"{_SPARSE}/law.md": _text(
+        controllers.fit.selections, RECORDS / _SPARSE / "small.jsonl"
+    ),
     **_closed_loop(_CLOSED_LOOP, "networks", "delayed"),
     f"{_CLOSED_LOOP}/networks.png": _networks,
     **_in_turn(),

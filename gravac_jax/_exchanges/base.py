@@ -18,7 +18,7 @@ import numpy as np
 
 from gravac_jax import _arrays, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
-from gravac_jax._selection.rungs import Rungs, shares_of_rungs
+from gravac_jax._selection.rungs import Rungs, by_chance, shares_of_rungs
 
 
 class Exchanged(NamedTuple):
@@ -170,22 +170,24 @@ class Exchange(abc.ABC):
           comm: the other replicas.
 
         Returns:
-          `[rungs]` float32, the shares of the largest entries. They stand in for other
-          choices, such as directions or places that another replica chose. For parts
-          in turn, the share of an exchange by chance in which entries wait as long.
+          `[rungs]` float32, for a selection and for parts in turn the share of an
+          exchange by chance in which entries wait as long. The largest entries stand in
+          for other choices, such as places that another replica chose.
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
-        return shares_of_rungs(gradient, counts, key, self.is_blind)
+        shares = self.bucket_shares(gradient, ladder, key, comm)
+        return shares if self.is_blind else by_chance(shares, counts, gradient.size)
 
     def bucket_shares(
         self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
         """Estimate the share of a bucket's energy that each rung would send.
 
-        As `shares`, but of what is exchanged, the residual included: for parts in turn,
-        the share of the part that is due.
+        As `shares`, but of what is exchanged, the residual included, and of this step
+        alone: the share of the largest entries, or of the part that is due.
         """
-        return self.shares(bucket, ladder, key, comm)
+        counts = tuple(self.entries(bucket.size, ladder, comm.replicas))
+        return shares_of_rungs(bucket, counts, key, self.is_blind)
 
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm

@@ -177,6 +177,12 @@ class LowRank(Exchange):
             states.append(PowerState(right, 1 / left))
         return tuple(states)
 
+    def shares(
+        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Estimate shares as if the largest entries were sent, and none waited."""
+        return self.bucket_shares(gradient, ladder, key, comm)
+
     def prepare(
         self,
         bucket: jax.Array,

@@ -129,19 +129,13 @@ class RoundingExchange(ByRung):
         one = jnp.ones_like(energy)
         return jnp.stack([shares.get(k, one) for k in counts])
 
-    def shares(
-        self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    def bucket_shares(
+        self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Return the share of a gradient's energy that each rung would send.
+        """Return the share of a bucket's energy that each rung would send.
 
         It is exact for fewer than 512 whole rows; for more, it is the share of the rows
         that are looked at.
         """
-        return self.bucket_shares(gradient, ladder, key, comm)
-
-    def bucket_shares(
-        self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
-    ) -> jax.Array:
-        """Return the share of a bucket's energy that each rung would send."""
         counts = self.entries(bucket.size, ladder, comm.replicas)
         return self._shares(bucket, counts, key)

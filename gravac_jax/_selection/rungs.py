@@ -22,6 +22,8 @@ from gravac_jax._selection.entries import Marks
 from gravac_jax._selection.quantile import Bracket
 
 SHARES_SAMPLE_ENTRIES = 2**14  # arbitrary
+# The record 2026-11-26_sparse_progress says how wrong that is.
+SMALL_ENTRIES_WAIT = 1 / 32
 _ROW_ENTRIES = 1024  # arbitrary
 
 
@@ -234,6 +236,25 @@ def shares_of_rungs(
     reached = jnp.interp(k * (squares.size / n), ranks, sums)
     share = reached / jnp.maximum(sums[-1], _arrays.SMALLEST_NORMAL)
     return jnp.where(k == n, 1.0, jnp.minimum(share, 1.0))
+
+
+def by_chance(shares: jax.Array, counts: tuple[int, ...], n: int) -> jax.Array:
+    """Return the shares of exchanges by chance in which entries wait as long.
+
+    If an exchange sends the share a by chance, entries wait (1 - a) / a steps. Where it
+    sends the largest, the small ones wait longer than that: until what is held back of
+    them is as large as the large ones. They are 1 - a of the energy, and wait for a
+    thirtieth of n / k steps more.
+
+    Args:
+      shares: `[rungs]` float32, of the largest entries.
+      counts: static, the k entries that each rung sends.
+      n: static, entries of the gradient.
+    """
+    factors = jnp.asarray([n / max(k, 1) for k in counts], jnp.float32)
+    left = 1 - shares
+    waiting = left / shares + left * factors * SMALL_ENTRIES_WAIT
+    return 1 / (1 + waiting)
 
 
 def _excess_if(

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from common.figures import FAINT, legend_below, picture
 from common.journal import Line, read
+from common.report import markdown
 from common.statistics import reached
 
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
-from gravac_jax._controllers.progress import WAITING_COST, waiting_steps
+from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
+from gravac_jax._selection.rungs import by_chance
 
 SMALL = "2026-11-25_progress/small.jsonl"
 LEVELS = "2026-11-24_steps/levels.jsonl"
@@ -218,6 +220,39 @@ def _errors(runs: list[Run], cost: float) -> str:
     worst = errors[np.argmax(np.abs(errors))]
     square = np.sqrt(np.mean(errors**2))
     return f"{square:.3f}, {np.mean(errors):+.3f}, {worst:+.2f}"
+
+
+def selections(path: Path) -> str:
+    """Return what a step of a selection is worth, by the law with and without its rest.
+
+    Args:
+      path: A record of `controllers.progress` with factors of a selection.
+    """
+    head, lines = read(path)[0]["configuration"], runs_of(path)
+    ladder = head["ladder"]
+    rows = [
+        [
+            "optimizer",
+            "factor",
+            "share",
+            "worth (seeds)",
+            "law by the share alone",
+            "law",
+        ]
+    ]
+    for optimizer, name in OPTIMIZERS.items():
+        ours = [x for x in lines if x["optimizer"] == optimizer]
+        for factor in head["sparse_factors"]:
+            found = [x for x in ours if x["factor"] == factor]
+            at = ladder.index(factor)
+            share = jnp.float32(np.mean([x["shares"][at] for x in found]))
+            chance = by_chance(share[None], (1,), round(factor))[0]
+            worth = worths(ours, "own", factor, 1)
+            predicted = [float(progress(x)) for x in (share, chance)]
+            said = f"{np.mean(worth):.2f} ({min(worth):.2f} to {max(worth):.2f})"
+            figures = (f"{x:.2f}" for x in predicted)
+            rows.append([name, f"{factor:g}", f"{share:.2f}", said, *figures])
+    return markdown(rows)
 
 
 def all_runs(records: Path) -> list[Run]:

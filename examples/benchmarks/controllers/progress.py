@@ -53,6 +53,8 @@ class Args:
       ladder: The factors. At the shared params they are tried in rounds of one step.
       rounds: The lengths of rounds.
       least_bits: The fewest bits of an entry.
+      sparse_factors: The factors of the ladder at which few entries are sent.
+      kinds: The kinds of runs to make: where gradients are taken, and DiLoCo.
     """
 
     data_dir: Path
@@ -66,6 +68,8 @@ class Args:
     ladder: tuple[float, ...] = LADDER
     rounds: tuple[int, ...] = ROUNDS
     least_bits: int = 1
+    sparse_factors: tuple[float, ...] = ()
+    kinds: tuple[str, ...] = ("own", "shared", DILOCO)
 
 
 class Seen(NamedTuple):
@@ -138,10 +142,14 @@ class Bench:
             is_adam = optimizer == "adam"
             inner = optax.adam(rate) if is_adam else optax.sgd(rate, momentum=0.9)
             return gravac.diloco(inner, 30, compress=True)
+        few_bits = gravac.QuantizedAllReduce(least_bits=self.args.least_bits)
+        sparse_factors = self.args.sparse_factors
         common = {
             "controller": Watching(self.args.ladder, self.args.rounds),
             "compress": True,
-            "exchange": gravac.QuantizedAllReduce(least_bits=self.args.least_bits),
+            "exchange": gravac.Mixed(sparse_factors, few_bits)
+            if sparse_factors
+            else few_bits,
         }
         clip = gravac.ClipByGlobalNorm(1.0)
         if optimizer == "sgd":
@@ -193,7 +201,8 @@ class Bench:
             length = jnp.int32(key["steps"])
             seen = ours.controller._replace(rung=jnp.int32(rung), steps=length)
             rounds = jax.tree.map(lambda _: jnp.copy(length), ours.round)
-            ours = ours._replace(rung=jnp.int32(rung), controller=seen, round=rounds)
+            rungs = {"rung": jnp.int32(rung), "ahead": jnp.full_like(ours.ahead, rung)}
+            ours = ours._replace(**rungs, controller=seen, round=rounds)
             opt_state = (ours, *others)
         params, opt_state = gravac.place((params, opt_state), self.args.replicas)
         state = params, opt_state, jax.tree.map(jnp.copy, self.small.params())
@@ -214,7 +223,7 @@ def keys(args: Args) -> list[Line]:
     """Return the key of every run, the dense ones first."""
     own = [("own", x, h) for h in args.rounds for x in args.ladder]
     shared = [("shared", x, 1) for x in args.ladder[1:]]
-    kinds = [*own, *shared, (DILOCO, 1.0, 30)]
+    kinds = [x for x in (*own, *shared, (DILOCO, 1.0, 30)) if x[0] in args.kinds]
     names = ("seed", "optimizer", "params", "factor", "steps")
     return [
         dict(zip(names, (seed, optimizer, *kind), strict=True))
