@@ -7,20 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _collectives
-from gravac_jax._collectives import Comm, Traffic
-
-# Copying as many takes as long as a message on a fast network; arbitrary.
-COPIED_ENTRIES = 2**20
-
-
-def traffic_beside_mean(entries: int, figures: int, replicas: int) -> Traffic:
-    """Return the cost of figures that are averaged beside so many entries."""
-    traffic = _collectives.mean_traffic(figures, replicas)
-    return traffic._replace(messages=0) if _takes_along(entries) else traffic
-
-
-def _takes_along(entries: int) -> bool:
-    return entries <= COPIED_ENTRIES
+from gravac_jax._collectives import Comm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,10 +32,10 @@ class Carrier(Comm):
       a sum of N numbers is added up.
 
     Cost:
-      No message. In two stages the bytes of a ring all-reduce of the figures, filled up
-      to a multiple of N (`_collectives.carried_traffic`); with a gather N - 1 times
-      those of the figures; with a mean those of a ring all-reduce, and a copy of what
-      is averaged.
+      No message, if they travel along. In two stages the bytes of a ring all-reduce of
+      the figures, filled up to a multiple of N (`_collectives.carried_traffic`); with a
+      gather N - 1 times those of the figures; with a mean those of a ring all-reduce,
+      and a copy of what is averaged.
     """
 
     figures: Any
@@ -78,7 +65,7 @@ class Carrier(Comm):
         To join many entries with the figures would copy them.
         """
         sizes = [x.size for x in jax.tree.leaves(tree)]
-        if self._is_done or not sizes or not _takes_along(sum(sizes)):
+        if self._is_done or not sizes or not _collectives.takes_along(sum(sizes)):
             return self.beneath.mean(tree)
         mean, figures = self.beneath.mean((tree, self.figures))
         self._parts["all"] = _arrays.ravel(jax.tree.leaves(figures))

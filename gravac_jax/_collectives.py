@@ -387,6 +387,24 @@ def carried_traffic(entries: int, replicas: int) -> Traffic:
     )
 
 
+# Copying as many takes as long as a message on a fast network; arbitrary.
+COPIED_ENTRIES = 2**20
+
+
+def takes_along(entries: int) -> bool:
+    """Return whether a mean of so many entries takes figures along, which copies it."""
+    return entries <= COPIED_ENTRIES
+
+
+def energies_beside_mean_traffic(n: int, figures: int, replicas: int) -> Traffic:
+    """Return the cost of energies that are averaged beside `n` entries.
+
+    Other figures travel with them, whether or not the entries take both along.
+    """
+    traffic = mean_traffic(figures, replicas)._replace(entries=0)
+    return traffic._replace(messages=0) if takes_along(n) else traffic
+
+
 def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
     """Return the cost of `Comm.bfloat16_mean` of `entries`."""
     shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)

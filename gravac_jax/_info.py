@@ -134,7 +134,7 @@ def tables(
     exchanges: Sequence[Exchange],
     controller: Controller,
     replicas: int,
-    rides: bool = False,
+    rides: bool,
 ) -> Tables:
     """Work out what each rung sends, with one exchange per bucket.
 

@@ -73,8 +73,8 @@ def train_step(
         default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
         program of its own, which is compiled when it is first taken: XLA fuses more, a
         late exchange may run beside computation, and no host reads which branch to
-        take. Both take the same rungs: a decision is of the third step after it, and by
-        then all replicas have agreed on it and the host has read it.
+        take. Both take the same rungs: a decision takes effect at the third step after
+        it, when all replicas have agreed on it and the host has read it.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;

@@ -538,11 +538,9 @@ def allowed_rung(ladder: Any, allowed: float) -> tuple[int, float]:
 
 
 def effective_step(evidence: Any) -> int:
-    """Return the step that a decision is for: the third exchange after this one."""
-    step = int(evidence.step)
-    for _ in range(2):
-        step += int(evidence.steps)
-    return step + 1
+    """Return the step of the third exchange after this one, in rounds as long."""
+    exchanges = range(int(evidence.step), 10**9, int(evidence.steps))
+    return exchanges[3]
 
 
 def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
@@ -567,10 +565,9 @@ def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
 
 
 def every(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the decisions of the controller of the exchanges, each for the next one."""
-    other, h = controller.controller, controller.steps
-    seen = [e._replace(step=int(e.step) + h - 1, steps=h) for e in evidence]
-    yield from look_up(CONTROLLERS, other).decisions(other, seen)
+    """Yield the decisions of the controller of the exchanges."""
+    other = controller.controller
+    yield from look_up(CONTROLLERS, other).decisions(other, evidence)
 
 
 def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
@@ -711,11 +708,11 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         known = 0 if has_changed else min(known + int(e.steps), 400)
 
         best = int(np.argmin(cost))
-        may_move = dwelt >= 3 and (now in (home, best) or filtered.last is None)
+        is_free = dwelt >= 3 and filtered.has_begun(dwelt)
+        may_move = is_free and (now in (home, best) or not filtered.times)
         new_home = best if may_move and cost[best] < 0.97 else home
         margins = [abs(cost[best] - 0.97), *np.delete(cost - cost[best], best)]
-        is_settled = dwelt >= 3 and now == home == new_home
-        may_leave = is_settled and rested >= known / 8
+        may_leave = is_free and now == home == new_home and rested >= known / 8
         if may_leave:
             new_home, close = safest(cost, progress, home)
             margins += close
@@ -796,7 +793,11 @@ class SecondsFilter:
 
     def __init__(self):
         self.scale, self.covariance = np.ones(4), np.zeros((4, 4))
-        self.noise, self.surprise, self.last = 0.04, 0.0, None
+        self.noise, self.surprise, self.last, self.times = 0.04, 0.0, None, 0
+
+    def has_begun(self, dwelt: int) -> bool:
+        """Return whether the second rung was timed, or nothing when it could be."""
+        return self.times > 3 if self.times else dwelt >= 5
 
     def seconds(self, guess: Any) -> float:
         """Return the predicted seconds of a step with these parts."""
@@ -805,6 +806,7 @@ class SecondsFilter:
 
     def observe(self, guess: Any, rung: int, seconds: float) -> bool:
         """Learn from a time; return whether there were surprises in a row."""
+        self.times += 1
         at, largest = guess[rung], guess.max(0)
         whole = np.array([seconds / x if x else 0.0 for x in largest])
         is_first = self.last is None

@@ -174,7 +174,7 @@ def test_a_drop_of_the_learning_rate_returns_to_low_factors_for_a_while():
     cap = gravac.low_after_drops(rate, factor=4, steps=10)
     controller = gravac.Capped(gravac.Scheduled(lambda step: 64, LADDER), cap)
     rungs, _ = _laws.decided(controller, steady(1.0))
-    # A decision is of the third step after it.
+    # A decision takes effect at the third step after it.
     assert rungs.tolist() == [3] * 27 + [1] * 10 + [3] * 23
 
 

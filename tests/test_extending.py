@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _harness import assert_same
 
 import gravac_jax as gravac
 
@@ -138,6 +139,39 @@ def test_the_compressor_keeps_the_law(law, bucket):
 )
 def test_the_exchange_keeps_the_law(law):
     law(Windows(), _examples.EXCHANGED, _examples.LADDER)
+
+
+class Wrapped(Windows):
+    """Overrides `exchange` itself."""
+
+    def exchange(self, bucket, state, rung, *, figures=(), **others):
+        exchanged, state = super().exchange(bucket, state, rung, **others)
+        figures = others["comm"].mean(figures)
+        return exchanged._replace(figures=figures), state
+
+
+class Forgetful(Windows):
+    """Takes figures, and averages none."""
+
+    def exchange(self, bucket, state, rung, *, figures=(), **others):
+        del figures
+        return super().exchange(bucket, state, rung, **others)
+
+
+def test_an_exchange_of_ones_own_averages_the_figures_that_it_is_given():
+    grads = np.ones(64, np.float32)
+    updates = []
+    for exchange in (Windows(), Wrapped()):
+        tx = gravac.transform(
+            None, exchange=exchange, compress=True, controller=gravac.Fixed(4)
+        )
+        updates.append(tx.update(grads, tx.init(grads))[0])
+    assert_same(*updates)
+    tx = gravac.transform(
+        None, exchange=Forgetful(), compress=True, controller=gravac.Fixed(4)
+    )
+    with pytest.raises(TypeError, match=r"Forgetful\.exchange did not average"):
+        tx.update(grads, tx.init(grads))
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_one_step_under_a_mesh_and_simulated_foresees_alike():
 
 
 def test_rungs_that_send_nothing_are_not_taken():
-    evidence = _examples.evidence(RUNGS, seed=0, steps=4)
+    evidence = _examples.evidence(RUNGS, seed=0, steps=10)
     sent = np.where(LADDER == 1, evidence.gradient_energies, 0).astype(np.float32)
     rungs, _ = _laws.decided(CONTROLLER, evidence._replace(gradient_energies=sent))
     assert rungs[-1] == 0
@@ -351,6 +351,29 @@ def test_rounds_are_long_where_the_network_is_slow():
             found.append(int(optax.tree.get(state[1], "StepInfo").local_steps))
         lengths[name] = max(found) + 1
     assert lengths == {"fast": 1, "slow": 16}
+
+
+@pytest.mark.parametrize("bytes_per_second", [1e6, 1e12])
+def test_it_begins_at_two_rungs_whatever_the_cost_model_says(bytes_per_second):
+    controller = gravac.Fastest()
+    rungs, true = len(controller.ladder), 0.01 + 1 / np.array(controller.ladder)
+    wire = gravac.WireCost(bytes_per_second)
+    predicted = np.float32([wire.parts(1e7 / x, 6, x == 1) for x in controller.ladder])
+    rung, state = controller.init()
+    ahead, taken = [int(rung)] * 3, []
+    for _ in range(8):
+        measured = np.full(rungs, np.nan, np.float32)
+        if taken:
+            measured[taken[-1]] = true[taken[-1]]
+        taken.append(ahead.pop(0))
+        evidence = _examples.evidence(rungs, seed=0, steps=1)
+        evidence = jax.tree.map(lambda x: x[0] if np.ndim(x) else x, evidence)
+        evidence = evidence._replace(
+            predicted_parts=predicted, measured_seconds=measured
+        )
+        rung, state = controller.decide(evidence, state)
+        ahead.append(int(rung))
+    assert taken == [1] * 3 + [rungs - 1] * 5
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import _buckets, _info
+from gravac_jax import _buckets, _collectives, _info
 
 N, LADDER = 4, (1.0, 4.0, 1000.0)
 SILENT, LOCAL = len(LADDER), len(LADDER) + 1
@@ -66,10 +66,12 @@ def test_every_byte_of_a_whole_step_is_reported(controller, exchange, compress):
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
 
+@pytest.mark.parametrize("copied_entries", [0, 2**20])
 @pytest.mark.parametrize("factor", [1, 16, 64])
 @pytest.mark.parametrize(
     "exchange",
     [
+        gravac.DenseMean(),
         gravac.QuantizedAllReduce(),
         gravac.Quantized(),
         gravac.AllGather(),
@@ -77,7 +79,10 @@ def test_every_byte_of_a_whole_step_is_reported(controller, exchange, compress):
     ],
     ids=repr,
 )
-def test_every_byte_of_a_step_at_a_known_rung_is_reported(exchange, factor):
+def test_every_byte_of_a_step_at_a_known_rung_is_reported(
+    exchange, factor, copied_entries, monkeypatch
+):
+    monkeypatch.setattr(_collectives, "COPIED_ENTRIES", copied_entries)
     params = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(5, np.float32)}
     controller = gravac.Fixed(factor)
     tx = gravac.transform(exchange=exchange, controller=controller)
@@ -191,7 +196,9 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
     ladder = (1.0, 10.0, 20.0, 100.0)
     exchanges = [gravac.AllGather(**_examples.WIDE)]
-    table = _info.tables(buckets, exchanges, gravac.Scheduled(len, ladder), 32)
+    table = _info.tables(
+        buckets, exchanges, gravac.Scheduled(len, ladder), 32, rides=False
+    )
     assert table.factors.tolist() == [1, 1, 1, 100, np.inf, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()
     with pytest.warns(UserWarning, match=r"32 replicas .*\[10.0, 20.0\]"):

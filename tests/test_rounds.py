@@ -228,7 +228,7 @@ def test_the_exchange_tells_the_time_of_the_one_before(delay):
     np.testing.assert_array_equal(told, [H + 1, np.nan])
 
 
-def evidence_at(step, energies):
+def evidence_at(step, energies, steps):
     """What a controller sees at an exchange; every rung would take as long."""
     energies = jnp.asarray(energies)
     return gravac.Evidence(
@@ -241,6 +241,7 @@ def evidence_at(step, energies):
         gradient_energies=energies,
         predicted_parts=jnp.ones((energies.size, 4)),
         measured_seconds=jnp.full(energies.size, jnp.nan),
+        steps=steps,
     )
 
 
@@ -252,22 +253,22 @@ def test_windows_of_gravac_end_whatever_the_rounds(every):
     rounds = gravac.Every(every, inner)
     energies = jnp.array([1.0, 0.99, 0.98, 0.97, 0.96, 0.95])
     _, state = rounds.init()
-    moves, step = [], 3 if callable(every) else 9
+    moves, steps = [], 4 if callable(every) else 10
+    step = steps - 1
     for _ in range(12):
-        evidence = evidence_at(step, energies)
-        _, state = rounds.decide(evidence, state)
+        _, state = rounds.decide(evidence_at(step, energies, steps), state)
         moves.append((int(state.minimum), int(state.candidate)))
-        step += 10
+        step, steps = step + 10, 10
     assert len(set(moves)) > 2
 
 
-def test_a_schedule_inside_decides_for_the_next_exchange():
-    stages = gravac.Scheduled(lambda step: jnp.where(step < 15, 4.0, 16.0), (4, 16))
-    rounds = gravac.Every(10, stages)
-    _, state = rounds.init()
-    evidence = evidence_at(9, jnp.ones(2))
-    rung, _ = rounds.decide(evidence, state)
-    assert int(rung) == 1  # of step 19
+@pytest.mark.parametrize(("last", "rung"), [(38, 1), (39, 0)])
+def test_a_schedule_inside_decides_for_the_third_exchange_on(last, rung):
+    schedule = lambda step: jnp.where(step <= last, 4.0, 16.0)
+    rounds = gravac.Every(10, gravac.Scheduled(schedule, (4, 16)))
+    evidence = evidence_at(9, jnp.ones(2), 10)
+    decided, _ = rounds.decide(evidence, rounds.init()[1])
+    assert int(decided) == rung  # of step 39
 
 
 @pytest.mark.parametrize("name", ["masked first", "partitioned"])

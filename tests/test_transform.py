@@ -316,6 +316,8 @@ def test_all_replicas_take_the_rung_of_the_first():
     gradients = jax.tree.map(lambda x: jnp.asarray(x[0]), FLOATS)
     update = jax.vmap(lambda grads, state: tx.update(grads, state), axis_name="data")
     assert len(set(apart.tolist())) > 1
+    # Branches stay branches, though each replica has a state of its own.
+    assert "cond[" in str(jax.make_jaxpr(update)(gradients, states))
     for _ in range(3):
         updates, states = jax.jit(update)(gradients, states)
         for x in jax.tree.leaves(updates):

@@ -36,8 +36,8 @@ class Accordion(DerivedLadder):
         |norm before - norm now| / norm before >= threshold:  the low factor
         otherwise:                                            the high one
 
-    The first two intervals have the low factor, as does one interval of steps after the
-    learning rate drops. It needs neither times nor gains.
+    The first two intervals and two steps have the low factor, as does one interval of
+    steps after the learning rate drops. It needs neither times nor gains.
 
     The norm is that of single gradients (the root of the mean square over replicas),
     added up over the steps, of all compressed leaves together, which share one factor.

@@ -31,11 +31,11 @@ class Evidence(NamedTuple):
       gradient_energy: `[]` float32, the mean energy of the gradient after clip and
         decay, without residual and momentum.
       gradient_energies: `[rungs]` float32, the energy that each rung would have sent of
-        that gradient, had nothing been held back (of parts in turn, that of an exchange
-        by chance in which entries wait as long), plus the energy of the leaves that go
-        dense; with a delay, of the gradient that this exchange sends. Zeros if the
-        controller does not ask (`samples_gradient`), and if the step of that gradient
-        did not look.
+        that gradient, had nothing been held back (of a selection and of parts in turn,
+        that of an exchange by chance in which entries wait as long), plus the energy of
+        the leaves that go dense; with a delay, of the gradient that this exchange
+        sends. Zeros if the controller does not ask (`samples_gradient`), and if the
+        step of that gradient did not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
@@ -66,12 +66,13 @@ class Evidence(NamedTuple):
 
     @property
     def effective_step(self) -> jax.Array:
-        """The step that the decision is for, `[]` int32, the third exchange from here.
+        """The step at which the decision takes effect, `[]` int32: three exchanges on.
 
-        The next exchange agrees on it, and during the one after that a host learns it
-        that has a program for each rung.
+        The next exchange agrees on it. A host with a program for each rung reads it
+        during the exchange after that. With rounds it is the last step of one, if all
+        stay as long as the last one was.
         """
-        return self.step + 1 + 2 * self.steps
+        return self.step + 3 * self.steps
 
     @property
     def predicted_seconds(self) -> jax.Array:
@@ -91,7 +92,7 @@ class Predictions(NamedTuple):
       is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
       fits: `[choices]` bool, whether its bytes are within the budget.
       home: `[]` int32, the choice believed to be fastest.
-      current: `[]` int32, the choice of the next exchange; another one than home is
+      current: `[]` int32, the choice that was decided on; another one than home is
         visited to measure it.
       times: `[]` int32, measured step times so far. Without any, the seconds are those
         of the cost model.

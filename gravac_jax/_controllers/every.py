@@ -84,10 +84,5 @@ class Every(Wrapping):
         return self.controller.init()
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """Return the decision of the other controller, for the next exchange."""
-        if self.has_rounds:
-            # It believes to decide for the very next step, from that before.
-            length = self.round_steps(evidence.step + 1, state)
-            before_next = evidence.step + length - 1
-            evidence = evidence._replace(step=before_next, steps=length)
+        """Return the decision of the other controller."""
         return self.controller.decide(evidence, state)

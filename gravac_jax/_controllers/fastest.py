@@ -16,6 +16,7 @@ from gravac_jax._controllers.progress import progress as progress_of
 # are steps that exchange.
 MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothing
 DWELL = 3  # steps at a rung before the next is chosen
+LATE = 2  # steps from a decision until it can take effect
 REST = 50  # steps from one visit to the next on a network that does not change
 HASTE = 8  # after a change visits may be an eighth of the steps since then apart
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
@@ -29,7 +30,7 @@ class FastestState(NamedTuple):
 
     Attributes:
       home: `[]` int32, the choice believed to be fastest.
-      current: `[]` int32, the choice of the next exchange: home, or home's rounds at a
+      current: `[]` int32, the choice that was decided on: home, or home's rounds at a
         visited rung.
       dwelt: `[]` int32, exchanges at this choice.
       rested: `[]` int32, steps since the last visit began.
@@ -83,7 +84,8 @@ class Fastest(Controller):
             that is likely to save more in the next 500 steps than they cost: visit it
 
     How long an entry waits follows from the share that a rung would send of one
-    gradient of the whole model, without the residual, and from the length of a round.
+    gradient of the whole model, without the residual, and from the length of a round;
+    the small entries of a selection wait longer (`Exchange.shares`).
     So it does not depend on the rung in use, and no rung looks better than it is
     because another one let the residual grow. `progress` in `progress.py` says how well
     this predicts.
@@ -119,7 +121,7 @@ class Fastest(Controller):
         rounds of whole gradients make less progress than is predicted.
       most_bytes: the most bytes that one replica may send in a step, in the mean over a
         round; None for any number. Dense leaves count. If every choice sends more, the
-        one that sends least is taken, and `metrics.explain` says so. The first six
+        one that sends least is taken, and `metrics.explain` says so. The first three
         exchanges, from which it learns, are not bound by it.
 
     Raises:
@@ -185,8 +187,8 @@ class Fastest(Controller):
 
         The times of these two tell how a step divides into parts, whatever the network.
         Dense steps would tell it, too, but each may take as long as a hundred others.
-        The first exchanges are at the first rung whatever it decides, so the first
-        decision may leave it.
+        The first three exchanges are there whatever it decides, so that the first
+        decision leaves it.
         """
         last = len(self.ladder) - 1
         start = lambda: jnp.full((), min(1, last), jnp.int32)
@@ -230,17 +232,20 @@ class Fastest(Controller):
         known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
         known = jnp.where(has_changed, 0, known)
         is_free = dwelt >= DWELL
+        # A time of the second rung has come, or no time has when it could have.
+        is_untold = timing.times == 0
+        has_begun = jnp.where(is_untold, dwelt >= DWELL + LATE, timing.times > DWELL)
         best = jnp.argmin(cost).astype(jnp.int32)
         # After a visit it goes home before it moves, unless it moves to where it is.
-        is_at_home = (state.current == state.home) | (timing.times == 0)
-        may_move = is_free & (is_at_home | (state.current == best))
+        is_at_home = (state.current == state.home) | is_untold
+        may_move = has_begun & is_free & (is_at_home | (state.current == best))
         home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
 
         # To take another choice that costs alike stands in place of a visit, so that
         # noise does not move it to and fro.
         is_settled = (state.current == state.home) & (home == state.home)
         is_rested = rested * HASTE >= known
-        may_leave = is_free & is_settled & is_rested
+        may_leave = has_begun & is_free & is_settled & is_rested
         home = jnp.where(may_leave, _safest(cost, progress, home), home)
         is_tie = may_leave & (home != state.home)
 

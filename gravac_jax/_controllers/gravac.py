@@ -61,11 +61,10 @@ class GraVAC(Controller):
                 candidate = the next rung up
 
     The scaling policy is the ladder: `gravac.exponential` or `gravac.geometric`. The
-    gate decides the rung of the third step after this one, as every controller does,
-    from the smoothed gains up to this one, for which the replicas exchange one scalar a
-    rung. Throughputs come from measured step
-    times as soon as `update` is given one, and from the cost model until then. If there
-    are so many replicas that the first factors are dense steps, it starts above them.
+    gate decides from the smoothed gains up to this step, for which the replicas
+    exchange one scalar a rung. Throughputs come from measured step times as soon as
+    `update` is given one, and from the cost model until then. If there are so many
+    replicas that the first factors are dense steps, it starts above them.
 
     Args:
       epsilon: smallest gain that may be sent; raising it sends more. The default was

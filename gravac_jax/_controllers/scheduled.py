@@ -17,8 +17,8 @@ STAGES = (4, 16, 64, 250, 1000)  # Deep Gradient Compression's warm-up
 class Scheduled(Controller):
     """Takes the highest rung that a schedule allows.
 
-    After a step that `gravac.guard` skipped, the next one takes the rung that was meant
-    for it.
+    A step that `gravac.guard` skipped decides nothing: the third step after it takes
+    the rung of the second.
 
     Args:
       schedule: a function from the step, `[]` int32 counted from 0, to a factor, such

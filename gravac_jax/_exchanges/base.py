@@ -18,7 +18,7 @@ import numpy as np
 
 from gravac_jax import _arrays, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
-from gravac_jax._selection.rungs import Rungs, by_chance, shares_of_rungs
+from gravac_jax._selection.rungs import Rungs, shares_by_chance, shares_of_rungs
 
 
 class Exchanged(NamedTuple):
@@ -71,7 +71,8 @@ class Exchange(abc.ABC):
     """Averages buckets over replicas, sending as much as the rung says.
 
     To write your own, implement `traffic`, `send` and `conclude`, and `prepare` if some
-    work does not depend on the rung. An exchange may also override `exchange` itself.
+    work does not depend on the rung. An exchange may also override `exchange` itself,
+    and then averages the `figures` that it is given.
 
     Law:
       On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean
@@ -176,7 +177,9 @@ class Exchange(abc.ABC):
         """
         counts = tuple(self.entries(gradient.size, ladder, comm.replicas))
         shares = self.bucket_shares(gradient, ladder, key, comm)
-        return shares if self.is_blind else by_chance(shares, counts, gradient.size)
+        return (
+            shares if self.is_blind else shares_by_chance(shares, counts, gradient.size)
+        )
 
     def bucket_shares(
         self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm

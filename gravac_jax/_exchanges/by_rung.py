@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _carrier, _collectives
+from gravac_jax import _arrays, _collectives
 from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges.base import Exchanged, GatheringExchange
@@ -52,8 +52,7 @@ class ByRung(GatheringExchange):
     ) -> Traffic:
         """Return the cost of the energies of this rung, and of what all would send."""
         if self.traffic(n, factor, replicas).entries == n:
-            energies = _carrier.traffic_beside_mean(n, rungs + 1, replicas)
-            return energies._replace(entries=0)
+            return _collectives.energies_beside_mean_traffic(n, rungs + 1, replicas)
         looked = rungs if rungs > 1 else 0
         if self.carries(factor):
             own = _collectives.carried_traffic(2, replicas)
@@ -74,8 +73,8 @@ class ByRung(GatheringExchange):
         self, n: int, factor: float, figures: int, replicas: int
     ) -> Traffic:
         """Return the cost of averaging figures at this rung."""
-        if self.traffic(n, factor, replicas).entries == n:
-            return _carrier.traffic_beside_mean(n, figures, replicas)
+        if self.traffic(n, factor, replicas).entries == n:  # with the energies
+            return _collectives.mean_traffic(figures, replicas)._replace(messages=0)
         if self.carries(factor):
             return _collectives.carried_traffic(figures, replicas)
         return super().figures_traffic(n, factor, figures, replicas)
@@ -116,13 +115,15 @@ class ByRung(GatheringExchange):
 
         def sparse(i: int) -> tuple[Exchanged, Any]:
             told = Carrier.on(comm, figures)
-            rides = self.carries(ladder[i])
-            sent = {"key": key, "step": step, "comm": told if rides else comm}
+            beneath = told if self.carries(ladder[i]) else comm
+            at = functools.partial(
+                self.at_rung, bucket, state, ladder[i], key=key, step=step
+            )
             if len(ladder) == 1:
-                exchanged, after = self.at_rung(bucket, state, ladder[i], **sent)
+                exchanged, after = at(comm=beneath)
             else:
-                sent["comm"] = energies = Carrier.on(sent["comm"], looked)
-                exchanged, after = self.at_rung(bucket, state, ladder[i], **sent)
+                energies = Carrier.on(beneath, looked)
+                exchanged, after = at(comm=energies)
                 exchanged = _among_others(exchanged, i, looked, energies)
             return exchanged._replace(figures=told.mean_of_figures()), after
 

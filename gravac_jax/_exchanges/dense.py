@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _arrays, _carrier, _checks, _collectives
+from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges.base import Exchange
@@ -59,18 +59,20 @@ class DenseMean(Exchange):
     def figures_traffic(
         self, n: int, factor: float, figures: int, replicas: int
     ) -> Traffic:
-        """Return the cost of figures that travel along, if the bucket is small."""
-        del factor
+        """Return the cost of figures that travel along, or with the energies."""
+        del n, factor
         if self.values == "bfloat16":
             return _collectives.carried_traffic(figures, replicas)
-        return _carrier.traffic_beside_mean(n, figures, replicas)
+        return _collectives.mean_traffic(figures, replicas)._replace(messages=0)
 
     def energies_traffic(
         self, n: int, factor: float, rungs: int, replicas: int
     ) -> Traffic:
-        """Return the cost of energies, which are figures, too."""
-        both = self.figures_traffic(n, factor, rungs + 1, replicas)
-        return both._replace(entries=0)
+        """Return the cost of energies, which travel along if the bucket is small."""
+        if self.values == "bfloat16":
+            carried = self.figures_traffic(n, factor, rungs + 1, replicas)
+            return carried._replace(entries=0)
+        return _collectives.energies_beside_mean_traffic(n, rungs + 1, replicas)
 
     def rounded(self, bucket: jax.Array) -> jax.Array:
         """Round to `values`."""

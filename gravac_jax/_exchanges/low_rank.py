@@ -180,7 +180,7 @@ class LowRank(Exchange):
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Estimate shares as if the largest entries were sent, and none waited."""
+        """Estimate shares as if the largest entries were sent, and small ones soon."""
         return self.bucket_shares(gradient, ladder, key, comm)
 
     def prepare(

@@ -29,10 +29,10 @@ class Mixed(ByRung):
     of both, a controller takes what the gradients ask for. Without a controller,
     `gravac.transform(exchange=gravac.Mixed())` has `Fastest` with all of these rungs.
 
-    Take gradients at own params, as `gravac.train_step` does. The progress of sparse
-    rungs is predicted by the same law as that of few bits, and rather too high where
-    entries are of like size (the record 2026-11-25_time_to_quality), so `Mixed` is not
-    the default.
+    Take gradients at own params, as `gravac.train_step` does. Where entries are of like
+    size, a factor of 1000 is worth less than is predicted (the record
+    2026-11-26_sparse_progress), and programs with selections take longer to compile, so
+    `Mixed` is not the default.
 
     Law:
       At every rung, that of the exchange that takes it. What other rungs would send is

@@ -22,7 +22,7 @@ from gravac_jax._selection.entries import Marks
 from gravac_jax._selection.quantile import Bracket
 
 SHARES_SAMPLE_ENTRIES = 2**14  # arbitrary
-# The record 2026-11-26_sparse_progress says how wrong that is.
+# Fitted to the record 2026-11-26_sparse_progress, which has the errors.
 SMALL_ENTRIES_WAIT = 1 / 32
 _ROW_ENTRIES = 1024  # arbitrary
 
@@ -238,13 +238,13 @@ def shares_of_rungs(
     return jnp.where(k == n, 1.0, jnp.minimum(share, 1.0))
 
 
-def by_chance(shares: jax.Array, counts: tuple[int, ...], n: int) -> jax.Array:
+def shares_by_chance(shares: jax.Array, counts: tuple[int, ...], n: int) -> jax.Array:
     """Return the shares of exchanges by chance in which entries wait as long.
 
     If an exchange sends the share a by chance, entries wait (1 - a) / a steps. Where it
     sends the largest, the small ones wait longer than that: until what is held back of
-    them is as large as the large ones. They are 1 - a of the energy, and wait for a
-    thirtieth of n / k steps more.
+    them is as large as the large ones. They are 1 - a of the energy, and wait for
+    n / k / 32 steps more.
 
     Args:
       shares: `[rungs]` float32, of the largest entries.

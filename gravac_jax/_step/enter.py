@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _info, _state, _step_checks
 from gravac_jax._buckets import Buckets
@@ -69,9 +71,20 @@ def setting_of(
         looks=controller.looks(state.steps, state.info.local_steps),
         key=jax.random.fold_in(jax.random.key(components.seed), state.steps),
         state=state,
-        rung=0 if controller.is_fixed else rung,
+        rung=_rung(0 if controller.is_fixed else rung, state, axes.both),
         rides=rides,
     )
+
+
+def _rung(known: int | None, state: TransformState, comm: Comm) -> jax.Array | np.int32:
+    """Return the rung of this step."""
+    if known is not None:
+        return np.int32(known)
+    rung = state.ahead[0]
+    if not comm.is_simulated or comm.is_known_alike(rung):
+        return rung
+    # vmap would run the branches of all rungs if replicas had a rung each.
+    return jnp.int32(comm.mean(comm.of_first(rung)) + 0.5)
 
 
 def credit(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _arrays, _consistency, _info, _state
+from gravac_jax import _arrays, _consistency, _info, _state, _step_checks
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import NoClip, global_norm
 from gravac_jax._collectives import Axes
@@ -215,6 +215,7 @@ def exchange(
     components = setting.components
     exchanged, states = _each_bucket(fed, own, local, setting)
     agreed = exchanged[0].figures if setting.rides else agree(own, setting.axes)
+    _step_checks.update.averaged_figures(agreed, Agreed, setting.exchanges)
     dense_residual = jnp.zeros_like(fed.parts[-1])  # it went whole
     residuals = (*(x.residual for x in exchanged), dense_residual)
     retained = map(components.memory.retain, residuals, fed.parts, fed.memory)
@@ -225,7 +226,7 @@ def exchange(
         energy = _arrays.total(map(_arrays.energy, means))
     mean_energies = _arrays.total(x.mean_energies for x in exchanged)
     energies = setting.axes.slices.mean((mean_energies, energy))
-    return Arrived(agreed, jnp.asarray(setting.taken), means, *energies), local
+    return Arrived(agreed, jnp.asarray(setting.rung), means, *energies), local
 
 
 def _each_bucket(
@@ -236,13 +237,13 @@ def _each_bucket(
         exchange.exchange(
             compensated,
             before,
-            setting.taken,
+            setting.rung,
             ladder=setting.components.controller.ladder,
             key=setting.key,
             comm=setting.axes.slow,
             looks=setting.looks,
             step=setting.turn,
-            figures=own if setting.rides and i == 0 else (),
+            **({"figures": own} if setting.rides and i == 0 else {}),
         )
         for i, (exchange, compensated, before) in enumerate(
             zip(setting.exchanges, fed.parts[:-1], local.exchange, strict=True)
@@ -252,7 +253,7 @@ def _each_bucket(
 
 
 def decide(arrived: Arrived, setting: Setting) -> Decision:
-    """Show the evidence to the controller, which picks the next rung."""
+    """Show the evidence to the controller, which picks a rung."""
     components, state, tables = setting.components, setting.state, setting.tables
     controller, energies = components.controller, arrived.mean_energies
     agreed, taken = arrived.agreed, arrived.rung

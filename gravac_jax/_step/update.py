@@ -1,4 +1,4 @@
-"""The whole step, from local gradients to the update and the next rung."""
+"""The whole step, from local gradients to the update and the next decision."""
 
 import functools
 from typing import Any

@@ -26,11 +26,12 @@ class Setting(NamedTuple):
         static.
       key: a random key, the same on all replicas, new at every step.
       state: the transform's state after the last step.
+      rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
+        `np.int32` if it never changes or the caller knows it.
       params: the params, or None if `update` was not given any.
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
-      rung: the rung of this step, if it never changes or the caller knows it: static.
       rides: whether the first bucket's exchange also averages what replicas agree on;
         static.
     """
@@ -43,16 +44,11 @@ class Setting(NamedTuple):
     looks: jax.Array | bool
     key: jax.Array
     state: TransformState
+    rung: jax.Array | np.int32
     params: Any = None
     times: Any = ()
     is_due: bool | None = None
-    rung: int | None = None
     rides: bool = False
-
-    @property
-    def taken(self) -> jax.Array | np.int32:
-        """The rung of this step, `[]` int32, on which all replicas have agreed."""
-        return self.state.ahead[0] if self.rung is None else np.int32(self.rung)
 
     @property
     def sends(self) -> jax.Array | bool:

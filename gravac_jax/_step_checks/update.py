@@ -184,6 +184,15 @@ def known_rung(rung: Any, rungs: int) -> None:
         )
 
 
+def averaged_figures(figures: Any, expected: type, exchanges: Any) -> None:
+    """Raise if an exchange of a user's own did not average what it was given."""
+    if not isinstance(figures, expected):
+        raise TypeError(
+            f"{type(exchanges[0]).__name__}.exchange did not average its `figures`."
+            f" Return gravac.Exchanged(..., figures=comm.mean(figures))."
+        )
+
+
 def needs_delay() -> None:
     """Refuse to receive before the gradient is there, without a delay."""
     raise ValueError(

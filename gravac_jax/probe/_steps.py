@@ -136,7 +136,8 @@ class Trainer:
         )
 
         def average(grads: Any, state: Any, rung: jax.Array) -> tuple[Any, Any]:
-            state = optax.tree.set(state, rung=rung, steps=jnp.int32(_SETTLED_STEP))
+            ahead = jnp.stack([rung, rung])
+            state = optax.tree.set(state, ahead=ahead, steps=jnp.int32(_SETTLED_STEP))
             return tx.update(grads, state)
 
         train = self._compile(average, tx.init(self._params))

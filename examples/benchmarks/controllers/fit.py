@@ -24,7 +24,7 @@ from common.statistics import reached
 
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
 from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
-from gravac_jax._selection.rungs import by_chance
+from gravac_jax._selection.rungs import shares_by_chance
 
 SMALL = "2026-11-25_progress/small.jsonl"
 LEVELS = "2026-11-24_steps/levels.jsonl"
@@ -246,7 +246,7 @@ def selections(path: Path) -> str:
             found = [x for x in ours if x["factor"] == factor]
             at = ladder.index(factor)
             share = jnp.float32(np.mean([x["shares"][at] for x in found]))
-            chance = by_chance(share[None], (1,), round(factor))[0]
+            chance = shares_by_chance(share[None], (1,), round(factor))[0]
             worth = worths(ours, "own", factor, 1)
             predicted = [float(progress(x)) for x in (share, chance)]
             said = f"{np.mean(worth):.2f} ({min(worth):.2f} to {max(worth):.2f})"

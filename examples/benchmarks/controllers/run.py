@@ -204,7 +204,7 @@ def seconds_of(parts: Any, delay: bool) -> Any:
 class Run(NamedTuple):
     """The state of a run between two exchanges; `told` are times not yet told.
 
-    `rungs` are those of the next three exchanges: a decision is of the third.
+    `rungs` are those of the next three exchanges: a decision takes effect at the third.
     """
 
     rungs: jax.Array

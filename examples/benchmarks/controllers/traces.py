@@ -85,7 +85,7 @@ class Bench:
         ) -> Any:
             last, total, key, average = clock
             _, grads = gravac.value_and_grad(self.small.loss)(params, batch)
-            rung = opt_state[0].rung
+            rung = opt_state[0].ahead[0]
             updates, opt_state = tx.update(grads, opt_state, step_seconds=last)
             key, now = jax.random.split(key)
             seconds = table[rung]

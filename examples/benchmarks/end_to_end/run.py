@@ -117,7 +117,7 @@ class Bench:
             params: Any, opt_state: Any, clock: Any, batch: Any, *, seconds: jax.Array
         ) -> Any:
             last, key, average = clock
-            rung = optax.tree.get(opt_state, "TransformState").rung
+            rung = optax.tree.get(opt_state, "TransformState").ahead[0]
             params, opt_state, _ = step(params, opt_state, batch, step_seconds=last)
             key, now = jax.random.split(key)
             noise = jnp.exp(self.args.noise * jax.random.normal(now))
