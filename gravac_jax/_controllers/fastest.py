@@ -16,7 +16,7 @@ from gravac_jax._controllers.progress import progress as progress_of
 # are steps that exchange.
 MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothing
 DWELL = 3  # steps at a rung before the next is chosen
-LATE = 2  # steps from a decision until it can take effect
+LATE = 2  # exchanges between a decision and the one that takes it
 REST = 50  # steps from one visit to the next on a network that does not change
 HASTE = 8  # after a change visits may be an eighth of the steps since then apart
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
