@@ -330,6 +330,31 @@ def sends_alike_looking_or_not(exchange: Any, buckets: np.ndarray, ladder: Any) 
         np.testing.assert_allclose(looking.energies, always.energies, rtol=1e-5)
 
 
+def on_replicas(
+    exchange: Any, buckets: np.ndarray, ladder: Any, rung: Any, looks: Any = True
+) -> tuple[Any, Any]:
+    """Return what comes of a rung on all replicas, and their states.
+
+    An `np.integer` is known when the step is compiled; other rungs are branches.
+    """
+
+    def step(bucket: Any, rung: Any) -> tuple[Any, Any]:
+        return exchange.exchange(
+            bucket,
+            exchange.init(bucket.size, ladder),
+            rung,
+            ladder=ladder,
+            key=jax.random.key(0),
+            comm=Comm("data"),
+            looks=looks,
+        )
+
+    if isinstance(rung, np.integer):
+        known = jax.vmap(lambda bucket: step(bucket, rung), axis_name="data")
+        return jax.jit(known)(buckets)
+    return jax.jit(jax.vmap(step, axis_name="data", in_axes=(0, None)))(buckets, rung)
+
+
 def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
     """`traffic` counts the entries, the bytes and the messages that are sent."""
     replicas, n = buckets.shape

@@ -106,18 +106,9 @@ def test_accelerators_exchange_what_cpus_do(exchange, monkeypatch):
     buckets = rng.standard_t(3, (3, 5000)).astype(np.float32)
     ladder = (1.0, 8.0, 64.0)
 
-    def of_all(rung):
-        step = lambda bucket: exchange.exchange(
-            bucket,
-            exchange.init(bucket.size, ladder),
-            rung,
-            ladder=ladder,
-            key=jax.random.key(0),
-            comm=Comm("data"),
-            looks=jnp.bool_(True),
-        )[0]
-        return jax.jit(jax.vmap(step, axis_name="data"))(buckets)
-
+    of_all = lambda rung: _laws.on_replicas(
+        exchange, buckets, ladder, rung, looks=jnp.bool_(True)
+    )[0]
     rungs = (jnp.int32(0), np.int32(1), jnp.int32(2))
     on_cpu = list(map(of_all, rungs))
     elsewhere = lambda *args, default, **_: default(*args)

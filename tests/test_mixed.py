@@ -2,6 +2,7 @@
 
 import functools
 
+import _laws
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,22 +22,7 @@ BUCKETS = RNG.standard_t(3, (N, 4096)).astype(np.float32)
 
 def exchanged(exchange, rung, ladder=LADDER, looks=True):
     """Return what comes of a rung, on all replicas."""
-
-    def step(bucket, rung):
-        return exchange.exchange(
-            bucket,
-            exchange.init(bucket.size, ladder),
-            rung,
-            ladder=ladder,
-            key=jax.random.key(0),
-            comm=Comm("data"),
-            looks=looks,
-        )
-
-    if isinstance(rung, np.integer):
-        known = jax.vmap(lambda bucket: step(bucket, rung), axis_name="data")
-        return jax.jit(known)(BUCKETS)
-    return jax.jit(jax.vmap(step, axis_name="data", in_axes=(0, None)))(BUCKETS, rung)
+    return _laws.on_replicas(exchange, BUCKETS, ladder, rung, looks)
 
 
 @pytest.mark.parametrize("rung", range(len(LADDER)))

@@ -28,12 +28,12 @@ class Setting(NamedTuple):
       state: the transform's state after the last step.
       rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
         `np.int32` if it never changes or the caller knows it.
+      rides: whether the first bucket's exchange also averages what replicas agree on;
+        static.
       params: the params, or None if `update` was not given any.
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
-      rides: whether the first bucket's exchange also averages what replicas agree on;
-        static.
     """
 
     components: Components
@@ -45,10 +45,10 @@ class Setting(NamedTuple):
     key: jax.Array
     state: TransformState
     rung: jax.Array | np.int32
+    rides: bool
     params: Any = None
     times: Any = ()
     is_due: bool | None = None
-    rides: bool = False
 
     @property
     def sends(self) -> jax.Array | bool:
