@@ -825,12 +825,12 @@ class SecondsFilter:
         gain = self.covariance @ share / variance
         self.scale = self.scale + gain * error * math.sqrt(variance)
         self.covariance = self.covariance - np.outer(gain, gain) * variance
-        for i in range(4):
-            if self.scale[i] < 0:
-                column = self.covariance[i] / (2 * self.covariance[i, i])
-                doubled = 2 * self.covariance[i, i]
-                self.scale = self.scale - column * self.scale[i]
-                self.covariance = self.covariance - np.outer(column, column) * doubled
+        i = int(np.argmin(self.scale))
+        if self.scale[i] < 0:
+            column = self.covariance[i] / (2 * self.covariance[i, i])
+            doubled = 2 * self.covariance[i, i]
+            self.scale = self.scale - column * self.scale[i]
+            self.covariance = self.covariance - np.outer(column, column) * doubled
         if self.last and np.array_equal(self.last[1], at):
             change = 2 * (seconds - self.last[0]) / (seconds + self.last[0])
             seen = min(change**2 / 2, 9 * self.noise)

@@ -1,6 +1,7 @@
 """The default controller: the least predicted seconds per progress."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -220,7 +221,7 @@ class Fastest(Controller):
         progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-12)
         timing, has_changed = _timed(evidence, state.timing)
         kinds = step_time_filter.predict(timing, _kinds(evidence))
-        rounds = step_time_filter.mixed(kinds, self._shares_of_kinds())
+        rounds = step_time_filter.in_rounds(kinds, np.array(self.rounds, np.float32))
         # In units of what home costs.
         cost = rounds.seconds / progress
         unit = cost[state.home]
@@ -259,11 +260,11 @@ class Fastest(Controller):
             home,
             jnp.asarray(self.rounds, jnp.float32)[home // rungs],
         )
-        visited = home - home % rungs + jnp.argmax(worth).astype(jnp.int32)
-        is_visit = may_leave & ~is_tie & (jnp.max(worth) > 0)
+        visited = jnp.argmax(worth).astype(jnp.int32)
+        is_visit = may_leave & ~is_tie & (worth[visited] > 0)
 
         choice = jnp.where(is_free, home, state.current)
-        choice = jnp.where(is_visit, visited, choice)
+        choice = jnp.where(is_visit, home - home % rungs + visited, choice)
         return choice % rungs, FastestState(
             home=home,
             current=choice,
@@ -309,14 +310,8 @@ class Fastest(Controller):
         """Return what a step of each choice is worth, `[choices]` float32."""
         share = compression_gain.gain(averages.sent, averages.total)
         steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
-        return progress_of(share[None], steps).ravel().at[0].set(1.0)
-
-    def _shares_of_kinds(self) -> np.ndarray:
-        """Return the share of each kind of step in a round: `[choices, kinds]`."""
-        exchanges = np.eye(len(self.ladder), len(self.ladder) + 1)
-        local = np.eye(1, len(self.ladder) + 1, len(self.ladder))
-        mean = lambda steps: (exchanges + (steps - 1) * local) / steps
-        return np.concatenate(list(map(mean, self.rounds))).astype(np.float32)
+        progress = progress_of(share[None], steps).ravel()
+        return jnp.where(jnp.arange(progress.size) == 0, 1, progress)
 
 
 def _smoothed(
@@ -405,17 +400,19 @@ def value_of_visits(
     against_home = jnp.abs(moved - moved[home][None])
     gained = _expected_excess(jnp.abs(dearer)[:, None], against_home)
     gained = jnp.minimum(gained, jnp.maximum(cost[home] - least, 0)[:, None])
-    gained = gained.at[home].set(0.0)
+    is_home = jnp.arange(cost.size) == home
+    gained = jnp.where(is_home[:, None], 0, gained)
     rungs = moved.shape[1]
     visits = jax.lax.dynamic_slice_in_dim(dearer, home - home % rungs, rungs)
     price = DWELL * steps * jnp.maximum(visits, 0)
-    worth = HORIZON * jnp.max(gained, axis=0) - price
-    return worth.at[home % rungs].set(-jnp.inf) - TROUBLE
+    worth = HORIZON * jnp.max(gained, axis=0) - price - TROUBLE
+    return jnp.where(jnp.arange(rungs) == home % rungs, -jnp.inf, worth)
 
 
 def _expected_excess(dearer: jax.Array, deviation: jax.Array) -> jax.Array:
     """Return the mean of max(0, x) for a normal x with mean `-dearer`."""
     deviation = jnp.maximum(deviation, 1e-12)
     z = dearer / deviation
-    density, beyond = jax.scipy.stats.norm.pdf(z), jax.scipy.stats.norm.cdf(-z)
+    density = jnp.exp(-jnp.square(z) / 2) / math.sqrt(2 * math.pi)
+    beyond = (1 - jax.lax.erf(z / math.sqrt(2))) / 2  # far out 0, where nothing counts
     return jnp.maximum(deviation * density - dearer * beyond, 0)

@@ -6,6 +6,8 @@ really takes is learned by Bayesian linear regression that forgets: a Kalman fil
 four numbers. A single time at one rung does not tell how it divides into parts. The
 filter then is uncertain about the other rungs, and that gives a visit to them its
 worth.
+
+Sums over the four parts are written out, so that XLA makes a few kernels of it all.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ import numpy as np
 from gravac_jax import _arrays
 
 PARTS = ("compute", "selection", "messages", "bytes")
+COMPUTE = (1.0, 0.0, 0.0, 0.0)
 
 # All of these are arbitrary. Networks drift more than chips.
 DRIFT = (0.002, 0.002, 0.03, 0.03)  # how far a part wanders in a step, as a share of it
@@ -81,18 +84,6 @@ def no_times() -> Timing:
     )
 
 
-def _normal(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the share of each part at each rung, at most 1, and seconds of the parts.
-
-    Compute is the same at all rungs, whatever was predicted.
-    """
-    largest = jnp.max(guess, axis=0)
-    shares = guess / jnp.where(largest > 0, largest, 1)[None]
-    scale = jnp.where(timing.times == 0, largest, timing.scale)
-    return shares.at[:, 0].set(1), scale
-
-
-@jax.default_matmul_precision("highest")
 def predict(timing: Timing, guess: jax.Array) -> Predicted:
     """Predict the seconds of each rung, and the covariance of their errors.
 
@@ -101,24 +92,29 @@ def predict(timing: Timing, guess: jax.Array) -> Predicted:
       guess: `[rungs, parts]` float32, seconds by the cost model.
     """
     shares, scale = _normal(timing, guess)
-    seconds = jnp.maximum(shares @ scale, LEAST_SHARE * timing.seconds)
-    return Predicted(seconds, shares @ timing.covariance @ shares.T)
+    seconds = jnp.maximum(_dot(shares, scale[None]), LEAST_SHARE * timing.seconds)
+    with_parts = _dot(shares[:, None], timing.covariance[None])
+    return Predicted(seconds, _dot(with_parts[:, None], shares[None]))
 
 
-@jax.default_matmul_precision("highest")
-def mixed(predicted: Predicted, shares: np.ndarray) -> Predicted:
-    """Predict the mean seconds of steps of several kinds.
+def in_rounds(kinds: Predicted, steps: np.ndarray) -> Predicted:
+    """Predict the mean seconds of a step in rounds: an exchange, then local steps.
 
     Args:
-      predicted: the seconds of each kind.
-      shares: `[mixtures, kinds]` float32, how many of the steps are of each kind.
+      kinds: the seconds of a step that exchanges at each rung, and of a local one.
+      steps: `[rounds]` float32, how many steps a round has.
 
     Returns:
-      The mean seconds, `[mixtures]`, and their covariance with those of each kind,
-      `[mixtures, kinds]`.
+      The mean seconds, `[rounds * rungs]`, and their covariance with those of each
+      kind, `[rounds * rungs, kinds]`.
     """
-    of = jnp.asarray(shares)
-    return Predicted(of @ predicted.seconds, of @ predicted.covariance)
+
+    def mean(of: jax.Array) -> jax.Array:
+        each = steps.reshape(-1, *[1] * of.ndim)
+        means = (of[None, :-1] + (each - 1) * of[None, -1:]) / each
+        return means.reshape(-1, *of.shape[1:])
+
+    return Predicted(mean(kinds.seconds), mean(kinds.covariance))
 
 
 def least_compute(timing: Timing) -> jax.Array:
@@ -128,7 +124,6 @@ def least_compute(timing: Timing) -> jax.Array:
     return jnp.where(timing.times == 0, 0.0, least)
 
 
-@jax.default_matmul_precision("highest")
 def observe(
     timing: Timing, guess: jax.Array, rung: jax.Array | int, seconds: jax.Array
 ) -> tuple[Timing, jax.Array]:
@@ -150,11 +145,11 @@ def observe(
     is_first = timing.times == 0
     shares, start = _normal(timing, guess)
     at = shares[rung]
-    guessed = at @ start
+    guessed = _dot(at, start)
     ratio = jnp.where(guessed > 0, seconds / guessed, 1.0)
     scale = start * jnp.where(is_first, ratio, 1.0)
     nothing_guessed = is_first & ~(guessed > 0)
-    scale = scale.at[0].add(jnp.where(nothing_guessed, seconds, 0.0))
+    scale += _each(COMPUTE) * jnp.where(nothing_guessed, seconds, 0.0)
     # Any part may be all of a step, unless no rung has any of it.
     whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
     limit = jnp.where(at > 0, seconds / jnp.where(at > 0, at, 1), jnp.inf)
@@ -162,26 +157,24 @@ def observe(
     # A part that was believed to be zero may turn out not to be.
     drift = _each(DRIFT) * jnp.maximum(likely, LEAST_PART * whole)
     covariance = timing.covariance + _diagonal(drift)
-    covariance += jnp.where(is_first, _diagonal(whole), 0.0)
+    covariance += _diagonal(jnp.where(is_first, whole, 0.0))
 
-    expected = jnp.maximum(at @ scale, LEAST_SHARE * seconds)
+    expected = jnp.maximum(_dot(at, scale), LEAST_SHARE * seconds)
     share = at / expected
-    variance = share @ covariance @ share + timing.noise
-    error = (seconds / expected - share @ scale) / jnp.sqrt(variance)
+    with_time = _dot(covariance, share[None])
+    variance = _dot(with_time, share) + timing.noise
+    error = (seconds / expected - _dot(share, scale)) / jnp.sqrt(variance)
     error = jnp.clip(error, -OUTLIER, OUTLIER)
-    gain = covariance @ share / variance
-    # Joseph's form keeps variances positive in spite of rounding.
-    rest = _identity() - jnp.outer(gain, share)
-    covariance = rest @ covariance @ rest.T + timing.noise * jnp.outer(gain, gain)
-    moved = scale + gain * error * jnp.sqrt(variance)
-    scale, covariance = _positive_scale(moved, covariance)
+    scale += with_time * error / jnp.sqrt(variance)
+    covariance -= jnp.outer(with_time, with_time) / variance
+    scale, covariance = _positive_scale(scale, covariance)
 
     surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
     is_alarm = jnp.abs(surprise) > ALARM
-    covariance += jnp.where(is_alarm, _diagonal(_each(JUMP) * whole), 0.0)
+    covariance += _diagonal(jnp.where(is_alarm, _each(JUMP) * whole, 0.0))
     learned = Timing(
         scale=scale,
-        covariance=(covariance + covariance.T) / 2,
+        covariance=covariance,
         noise=_noise(timing, at, seconds),
         surprise=jnp.where(is_alarm, 0.0, surprise),
         times=timing.times + 1,
@@ -189,8 +182,7 @@ def observe(
         at=at,
     )
     # If float32 was not enough, begin again.
-    sums = [jnp.sum(x) for x in (learned.scale, learned.covariance)]
-    is_sound = jnp.all(jnp.isfinite(jnp.stack(sums)))
+    is_sound = jnp.isfinite(jnp.sum(learned.scale) + jnp.sum(learned.covariance))
     learned = _arrays.where(is_sound, learned, no_times())
     is_time = seconds > 0  # False for NaN
     return _arrays.where(is_time, learned, timing), is_time & is_alarm
@@ -208,20 +200,29 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
 def _positive_scale(
     scale: jax.Array, covariance: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Move negative parts half the way to 0, and correlated parts with them."""
-    for i in range(len(PARTS)):
-        variance = covariance[i, i]
-        is_negative = (scale[i] < 0) & (variance > 0)
-        gain = covariance[i] / jnp.where(is_negative, 2 * variance, 1)
-        gain = jnp.where(is_negative, gain, 0.0)
-        scale = scale - gain * scale[i]
-        rest = _identity().at[:, i].add(-gain)
-        covariance = rest @ covariance @ rest.T + variance * jnp.outer(gain, gain)
-    return scale, covariance
+    """Move the most negative part half the way to 0, and what goes with it."""
+    i = jnp.argmin(scale)
+    with_part, variance = covariance[i], covariance[i, i]
+    is_negative = (scale[i] < 0) & (variance > 0)
+    half = jnp.where(is_negative, 0.5 / variance, 0.0)
+    scale = scale - half * scale[i] * with_part
+    return scale, covariance - half * jnp.outer(with_part, with_part)
 
 
-def _identity() -> jax.Array:
-    return jnp.eye(len(PARTS), dtype=jnp.float32)
+def _normal(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the share of each part at each rung, at most 1, and seconds of the parts.
+
+    Compute is the same at all rungs, whatever was predicted.
+    """
+    largest = jnp.max(guess, axis=0)
+    shares = guess / jnp.where(largest > 0, largest, 1)[None]
+    scale = jnp.where(timing.times == 0, largest, timing.scale)
+    return jnp.where(_each(COMPUTE)[None] > 0, 1, shares), scale
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the sum of products over the parts, the last axis of both."""
+    return _arrays.total(a[..., i] * b[..., i] for i in range(len(PARTS)))
 
 
 def _each(parts: tuple[float, ...]) -> jax.Array:
@@ -229,4 +230,4 @@ def _each(parts: tuple[float, ...]) -> jax.Array:
 
 
 def _diagonal(deviations: jax.Array) -> jax.Array:
-    return jnp.diag(jnp.square(deviations))
+    return jnp.eye(len(PARTS), dtype=jnp.float32) * jnp.square(deviations)[None]
