@@ -337,22 +337,31 @@ def on_replicas(
 
     An `np.integer` is known when the step is compiled; other rungs are branches.
     """
+    known = rung if isinstance(rung, np.integer) else None
+    # A test may put another one in its place.
+    platform = jax.lax.platform_dependent
+    step = _jitted_on_replicas(exchange, ladder, known, looks is True, platform)
+    return step(buckets, rung, looks)
 
-    def step(bucket: Any, rung: Any) -> tuple[Any, Any]:
+
+@functools.cache
+def _jitted_on_replicas(
+    exchange: Any, ladder: Any, known: Any, looks_always: bool, platform: Any
+) -> Any:
+    del platform
+
+    def step(bucket: Any, rung: Any, looks: Any) -> tuple[Any, Any]:
         return exchange.exchange(
             bucket,
             exchange.init(bucket.size, ladder),
-            rung,
+            rung if known is None else known,
             ladder=ladder,
             key=jax.random.key(0),
             comm=Comm("data"),
-            looks=looks,
+            looks=looks_always or looks,
         )
 
-    if isinstance(rung, np.integer):
-        known = jax.vmap(lambda bucket: step(bucket, rung), axis_name="data")
-        return jax.jit(known)(buckets)
-    return jax.jit(jax.vmap(step, axis_name="data", in_axes=(0, None)))(buckets, rung)
+    return jax.jit(jax.vmap(step, axis_name="data", in_axes=(0, None, None)))
 
 
 def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:

@@ -76,9 +76,7 @@ slow = pytest.mark.slow
     [
         (two_stages, "mesh"),
         (in_rounds, "simulated"),
-        pytest.param(in_rounds, "mesh", marks=slow),
         pytest.param(steps_late, "mesh", marks=slow),
-        pytest.param(steps_late, "simulated", marks=slow),
         pytest.param(of_entries, "mesh", marks=slow),
     ],
 )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N, in_every_way
+from _harness import COMPRESS, PARAMS, N, in_both_ways
 
 import gravac_jax as gravac
 from gravac_jax._selection import entries
@@ -30,7 +30,7 @@ def mean_of_own_steps(gradients):
     return jax.tree.map(lambda *x: np.mean(x, axis=0), *totals)
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("delay", [0, 1])
 def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
     transform = gravac.transform(

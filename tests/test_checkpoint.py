@@ -32,11 +32,6 @@ LADDER = (1, 4)
 FIXED = {"controller": gravac.Fixed(4)}
 
 
-def one_of(kind):
-    """A member of a family; its members have the same kinds of state."""
-    return _examples.members((kind,))[0]
-
-
 RECIPES = {
     "default": {},
     "clip, decay, checks": {
@@ -52,19 +47,25 @@ RECIPES = {
         "memory": gravac.Momentum(0.5),
         "controller": gravac.Every(2, gravac.Fixed(4)),
     },
-    # A controller's state is kept apart from that of memory and exchange, and a choice
-    # of rungs doubles the time to compile: these have none, but for one of each.
-    **{kind.__name__: {"memory": one_of(kind), **FIXED} for kind in MEMORIES},
-    **{kind.__name__: {"exchange": one_of(kind), **FIXED} for kind in EXCHANGES},
+    "Momentum": {"memory": gravac.Momentum(0.5), **FIXED},
+    "LowRank": {"exchange": gravac.LowRank(), **FIXED},
     "in turn": {"exchange": gravac.Quantized(32), "controller": gravac.Fixed(64)},
-    "Steps": {"memory": one_of(gravac.Steps)},
+    "Steps": {"memory": gravac.Steps(optax.scale_by_adam())},
     "by leaf": {
         "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
         **FIXED,
     },
-    "Quantized": {"exchange": one_of(gravac.Quantized)},
-    **{kind.__name__: {"controller": one_of(kind)} for kind in CONTROLLERS},
 }
+# Each memory, exchange and controller once: their states are kept apart.
+FAMILIES = {"memory": MEMORIES, "exchange": EXCHANGES, "controller": CONTROLLERS}
+TOGETHER = {}
+for kinds in itertools.zip_longest(*map(_examples.one_of_each, FAMILIES.values())):
+    recipe = {x: y for x, y in zip(FAMILIES, kinds, strict=True) if y is not None}
+    TOGETHER[", ".join(type(x).__name__ for x in recipe.values())] = recipe
+OPTIONS = (
+    *("clip, decay, checks", "nothing compressed", "several buckets", "delay"),
+    *("in turn", "by leaf"),
+)
 
 
 def transform(**recipe):
@@ -115,7 +116,7 @@ class Run:
 
 @functools.cache
 def run_of(recipe="default", where=N):
-    return Run(where, **RECIPES[recipe])
+    return Run(where, **(RECIPES | TOGETHER)[recipe])
 
 
 @functools.cache
@@ -152,7 +153,9 @@ def on_host(tree):
 # On as many replicas every bit is the same, wherever the run is cut.
 
 
-@pytest.mark.parametrize("recipe", choices(RECIPES, lambda x: x == "several buckets"))
+@pytest.mark.parametrize(
+    "recipe", choices([*OPTIONS, *TOGETHER], lambda x: x == "several buckets")
+)
 def test_a_run_cut_at_any_step_goes_on_bit_for_bit(tmp_path, monkeypatch, recipe):
     if recipe == "several buckets":
         monkeypatch.setattr(entries, "MAX_ENTRIES", 300)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, assert_same, choices, in_every_way, make_mesh
+from _harness import N, assert_same, choices, in_both_ways, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import _state
@@ -53,7 +53,7 @@ def checksums(trees):
     return jax.vmap(gravac.checksum, axis_name="data")(trees)[0].tolist()
 
 
-@in_every_way
+@in_both_ways
 def test_the_same_trees_have_the_same_checksums_everywhere(how):
     sums = np.asarray(everywhere(gravac.checksum, how)(COPIES))
     assert (sums.shape, sums.dtype) == ((N, N), np.uint32)
@@ -87,7 +87,7 @@ def test_random_keys_are_compared_and_shared():
     assert (shared == keys[0]).all()
 
 
-@in_every_way
+@in_both_ways
 def test_a_resync_gives_every_replica_the_bits_of_the_first(how):
     special = jnp.array([-0.0, np.nan, np.inf, 1e-40], jnp.float32)
     tree = {**TREE, "special": special}

@@ -109,7 +109,7 @@ CONTROLLERS = {
     "warm-up": gravac.warm_up(20, factors=(1, 4, 16)),
 }
 OPTIONS = {
-    "replicas": (1, 2, 4, 7),
+    "replicas": (1, 4),
     "nesterov": (False, True),
     "masking": (False, True),
     "max_norm": (None, 4.0),

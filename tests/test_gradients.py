@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import N, in_every_way, make_mesh, on_every_mesh
+from _harness import N, in_both_ways, make_mesh, on_every_mesh
 
 import gravac_jax as gravac
 
@@ -59,7 +59,7 @@ CALLS = {
 }
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("call", CALLS)
 def test_values_and_gradients_belong_to_the_replica_alone(call, how):
     received = everywhere(CALLS[call](gravac.value_and_grad), how)
@@ -103,7 +103,7 @@ ROWS = jnp.arange(N * 6.0 * 3).reshape(N, 6, 3)
 MEAN_LOSS = lambda w, x: jnp.mean(x @ w)  # integers: sums are exact, and so is / 6
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("micro_batches", [1, 2, 6])
 def test_micro_batches_are_the_large_batch(how, micro_batches):
     loss = lambda w, x: (MEAN_LOSS(w, x), x[:1])
@@ -132,7 +132,7 @@ def test_micro_batches_exchange_nothing():
     assert str(jaxpr).count("scan[") == 1
 
 
-@in_every_way
+@in_both_ways
 def test_a_loss_that_was_averaged_before_has_the_same_gradients(how):
     averaged = lambda w, x: jax.lax.pmean(LOSS(w, x), "data")
     value, received = everywhere(gravac.value_and_grad(averaged), how)

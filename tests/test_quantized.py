@@ -65,14 +65,17 @@ def test_accelerators_round_rows_as_cpus_do(platform, bits, monkeypatch):
     np.testing.assert_allclose(levels.scales, on_cpu[1].scales, rtol=1e-6)
 
 
-def exchanged(bucket, rung, exchange=None):
-    exchange = exchange or ONE_BIT
-    run = jax.jit(
+@functools.cache
+def jitted(exchange):
+    return jax.jit(
         lambda x, rung: exchange.exchange(
             x, (), rung, ladder=LADDER, key=jax.random.key(0), comm=Comm(None)
         )[0]
     )
-    return run(bucket, rung)
+
+
+def exchanged(bucket, rung, exchange=ONE_BIT):
+    return jitted(exchange)(bucket, rung)
 
 
 def test_a_look_at_some_rows_tells_what_all_of_them_would_send():

@@ -268,8 +268,8 @@ def test_everything_is_remembered_once():
     assert owned.shape[-1] < sum(x.size for x in PARAMS.values()) / 3
 
 
-QUICK = gravac.QuantizedAllReduce(), gravac.LowRank()
-EVERY_EXCHANGE = choices(_examples.members(EXCHANGES), lambda x: x in QUICK)
+QUICK = gravac.QuantizedAllReduce(32), gravac.LowRank()
+EVERY_EXCHANGE = choices(_examples.one_of_each(EXCHANGES), lambda x: x in QUICK)
 IN_TURN = pytest.param(gravac.Quantized(row_entries=32), 64, id="in turn")
 
 

@@ -22,8 +22,8 @@ from _harness import (
     choices,
     collectives,
     compilations,
+    in_both_ways,
     in_every_mapped_way,
-    in_every_way,
     make_mesh,
     on_every_mesh,
     trajectory,
@@ -142,7 +142,7 @@ def residuals(states):
 # Dense
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("recipe", ["factor 1", "dense mean"])
 def test_factor_1_is_pmean_bit_for_bit_on_integers_and_near_it_on_floats(recipe, how):
     received, _ = compiled(recipe, how)(INTEGERS)
@@ -225,7 +225,7 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
 # Conservation
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("recipe", ["scripted", "gravac"])
 def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, how):
     _, updates, states = story(recipe, how)
@@ -247,7 +247,7 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, ho
         assert (np.abs(updates["w"][step].ravel() - mean) <= bound).all()
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
 def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
@@ -258,7 +258,7 @@ def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     assert (total == np.cumsum(came_in, axis=0)).all()
 
 
-@in_every_way
+@in_both_ways
 def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
     updates, _ = compiled("scripted", how)(INTEGERS, **times())
     assert (updates["b"] == INTEGERS["b"].mean(axis=1)).all()
@@ -300,7 +300,7 @@ def program(how, recipe="scripted"):
     return compiled(recipe, how).text(FLOATS, **times())
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("recipe", ["scripted", "gravac"])
 def test_the_rungs_stay_branches(recipe, how):
     # Under vmap a batched predicate would turn them into selects over all branches.
@@ -377,7 +377,7 @@ def test_selected_entries_travel_in_16_bits_by_default(how):
     }
 
 
-@in_every_way
+@in_both_ways
 def test_a_step_never_calls_the_host(how):
     assert not re.search(r"callback|infeed|outfeed|\b(send|recv)\(", program(how))
 
@@ -428,7 +428,7 @@ def test_a_time_that_cannot_be_credited_is_ignored(time):
     assert np.isnan(heard("shard_map", **{"seconds": 2.0, **time})).all()
 
 
-@in_every_way
+@in_both_ways
 def test_replicas_that_disagree_on_times_hear_the_same_mean(how):
     seconds, lags = [1.0, 2.0, 4.0, 9.0], [1, 4, 2, 7]
     received = heard(how, seconds=seconds, lag=lags)
@@ -450,7 +450,7 @@ def test_a_time_without_its_step_measures_the_step_before():
 # Bad steps and silent steps
 
 
-@in_every_way
+@in_both_ways
 @pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
 def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
     updates, states = compiled(recipe, how)(spoil(FLOATS), **times())
@@ -464,7 +464,7 @@ def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
     assert_same(uncounted(states), uncounted(expected_states))
 
 
-@in_every_way
+@in_both_ways
 def test_a_silent_step_keeps_the_gradient(how):
     gradients = FLOATS
     updates, states = compiled("pausing", how)(gradients, **times())
