@@ -376,8 +376,11 @@ def mean_traffic(entries: int, replicas: int) -> Traffic:
     return all_reduce_traffic(entries, FLOAT32_BYTES * entries, replicas)
 
 
-def carried_traffic(entries: int, replicas: int) -> Traffic:
-    """Return the cost of float32 figures that ride with a swap and a gather."""
+def carried_traffic(entries: int, replicas: int, is_gathered: bool = False) -> Traffic:
+    """Return the cost of float32 figures that ride with a swap and a gather, or one."""
+    if is_gathered:
+        traffic = all_gather_traffic(entries, FLOAT32_BYTES * entries, replicas)
+        return traffic._replace(messages=0)
     part_bytes = FLOAT32_BYTES * -(-entries // replicas)
     return Traffic(
         entries=entries,

@@ -281,8 +281,10 @@ def in_turn(whole: Any) -> Any:
         (replicas, n), highest = buckets.shape, 32 // exchange.least_bits
         length = row_length(exchange.row_entries, n)
         turns = max(1, math.ceil(factor / highest))
-        is_shared = isinstance(exchange, gravac.QuantizedAllReduce)
-        least = replicas if is_shared else 1  # a row for each owner
+        bits = exchange.least_bits
+        mean_bits = getattr(exchange, "mean_bits", math.inf) or bits
+        has_owners = replicas * bits > bits + mean_bits
+        least = replicas if has_owners else 1
         due = max(least, math.ceil(math.ceil(n / length) / turns)) * length
         if due >= n:
             return whole(exchange, buckets, min(factor, highest))
@@ -315,6 +317,8 @@ def quantized_all_reduce(
     length = row_length(exchange.row_entries, n)
     bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
     mean_bits = exchange.mean_bits or bits
+    if replicas * bits <= bits + mean_bits:  # a gather sends no more
+        return quantized_mean(exchange, buckets, factor)
     part = -(-n // length // replicas) * length  # entries that a replica owns
     row_bytes = (bits + mean_bits) * length // 8 + 16
     wire_bytes = (replicas - 1) * part // length * row_bytes

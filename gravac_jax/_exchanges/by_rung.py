@@ -54,20 +54,29 @@ class ByRung(GatheringExchange):
         if self.traffic(n, factor, replicas).entries == n:
             return _collectives.energies_beside_mean_traffic(n, rungs + 1, replicas)
         looked = rungs if rungs > 1 else 0
-        if self.carries(factor):
-            own = _collectives.carried_traffic(2, replicas)
-            both = own.plus(_collectives.carried_traffic(looked, replicas))
-            return both._replace(entries=0)
-        return super().energies_traffic(n, factor, looked + 1, replicas)
+        own, others = (self._carried(x, factor, replicas) for x in (2, looked))
+        return own.plus(others)._replace(entries=0)
 
-    def carries(self, factor: float) -> bool:
+    def stages(self, factor: float, replicas: int) -> int:
+        """Return the stages of a rung that is not dense: 2, a swap and a gather, or 1.
+
+        The only stage is a gather.
+        """
+        del factor, replicas
+        return 1
+
+    def carries(self, factor: float, replicas: int) -> bool:
         """Return whether figures travel along at a factor that is not dense.
 
-        They do in two stages, a swap and a gather. An exchange that only gathers would
-        send them N - 1 times, and leaves to be averaged whole may be among them.
+        They do in two stages. A gather would send them N - 1 times, and leaves to be
+        averaged whole may be among them; with two replicas that is as often as a mean.
         """
-        del factor
-        return False
+        return replicas <= 2 or self.stages(factor, replicas) == 2
+
+    def _carried(self, figures: int, factor: float, replicas: int) -> Traffic:
+        """Return the cost of figures that travel along."""
+        is_gathered = self.stages(factor, replicas) == 1
+        return _collectives.carried_traffic(figures, replicas, is_gathered)
 
     def figures_traffic(
         self, n: int, factor: float, figures: int, replicas: int
@@ -75,8 +84,8 @@ class ByRung(GatheringExchange):
         """Return the cost of averaging figures at this rung."""
         if self.traffic(n, factor, replicas).entries == n:  # with the energies
             return _collectives.mean_traffic(figures, replicas)._replace(messages=0)
-        if self.carries(factor):
-            return _collectives.carried_traffic(figures, replicas)
+        if self.carries(factor, replicas):
+            return self._carried(figures, factor, replicas)
         return super().figures_traffic(n, factor, figures, replicas)
 
     def exchange(
@@ -115,7 +124,7 @@ class ByRung(GatheringExchange):
 
         def sparse(i: int) -> tuple[Exchanged, Any]:
             told = Carrier.on(comm, figures)
-            beneath = told if self.carries(ladder[i]) else comm
+            beneath = told if self.carries(ladder[i], comm.replicas) else comm
             at = functools.partial(
                 self.at_rung, bucket, state, ladder[i], key=key, step=step
             )

@@ -113,10 +113,10 @@ class Mixed(ByRung):
         """Return the cost of the exchange that takes `factor`."""
         return self._at(factor).traffic(n, factor, replicas)
 
-    def carries(self, factor: float) -> bool:
-        """Return whether figures travel along with the exchange that takes `factor`."""
+    def stages(self, factor: float, replicas: int) -> int:
+        """Return the stages of the exchange that takes `factor`."""
         exchange = self._at(factor)
-        return isinstance(exchange, ByRung) and exchange.carries(factor)
+        return exchange.stages(factor, replicas) if isinstance(exchange, ByRung) else 1
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm

@@ -26,7 +26,9 @@ class QuantizedAllReduce(Quantized):
     the mean and sends it to all. What that rounding drops, N times, stays in the
     owner's residual, and comes with what it sends next.
 
-    Prefer `Quantized` for few replicas: it rounds once. It sends N / 2 times as much.
+    Two replicas exchange as `Quantized` does: a gather then sends as many bytes in half
+    the messages, and rounds once. With more, `Quantized` rounds once, too, and sends
+    N / 2 times as much.
 
     Law:
       As for `Quantized`; the mean is that of bucket - residual, to rounding. Energies
@@ -35,7 +37,7 @@ class QuantizedAllReduce(Quantized):
     Cost:
       2 (N - 1) alpha + (N - 1) / N (b + m) n / 8 beta with b bits an entry and m bits
       in the second stage, and 8 bytes a row each. A dense ring costs 64 / (b + m) times
-      as much.
+      as much. Where N b is at most b + m, that of `Quantized`.
 
     Args:
       row_entries: as for `Quantized`.
@@ -63,13 +65,15 @@ class QuantizedAllReduce(Quantized):
         if self.mean_bits is not None:
             _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
 
-    def carries(self, factor: float) -> bool:
-        """Return whether figures travel along: always, in two stages."""
-        del factor
-        return True
+    def stages(self, factor: float, replicas: int) -> int:
+        """Return 2, or 1 where a gather sends no more bits: with up to two replicas."""
+        return self._stages(self.bits(factor), replicas)
+
+    def _stages(self, bits: int, replicas: int) -> int:
+        return 1 if replicas * bits <= bits + (self.mean_bits or bits) else 2
 
     def _least_rows(self, replicas: int) -> int:
-        return replicas
+        return replicas if self._stages(self.least_bits, replicas) == 2 else 1
 
     def _part_rows(self, n: int, replicas: int) -> int:
         return -(-self._rows(n) // replicas)
@@ -78,7 +82,9 @@ class QuantizedAllReduce(Quantized):
         return self._row(n) * bits // 8 + FLOAT32_BYTES * SCALES
 
     def _traffic(self, n: int, bits: int, replicas: int) -> Traffic:
-        """Return the cost of both stages."""
+        """Return the cost of both stages, or of the only one."""
+        if self._stages(bits, replicas) == 1:
+            return super()._traffic(n, bits, replicas)
         part = self._part_rows(n, replicas)
         first = self._row_bytes(n, bits) * part
         second = self._row_bytes(n, self.mean_bits or bits) * part
@@ -93,6 +99,8 @@ class QuantizedAllReduce(Quantized):
         self, bucket: jax.Array, energy: jax.Array, bits: int, comm: Comm
     ) -> Exchanged:
         """Average this replica's part, and gather the rounded means of all parts."""
+        if self._stages(bits, comm.replicas) == 1:
+            return super()._send_all(bucket, energy, bits, comm)
         n, length = bucket.size, self._row(bucket.size)
         rows = self._part_rows(n, comm.replicas)
         words, levels, kept = self._round(bucket, bits)
