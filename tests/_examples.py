@@ -94,10 +94,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.Fastest: [
         {"ladder": (1, 4, 16, 64)},
-        {"ladder": (1, 4, 16, 64), "least_progress": 0.8},
-        {"ladder": (1, 4, 16, 64), "rounds": (1, 3, 8)},
+        {"ladder": (1, 4, 16, 64), "least_progress": 0.8, "most_bytes": 1.0},
         {"ladder": (1, 4, 16, 64), "rounds": (1, 3), "most_bytes": 100.0},
-        {"ladder": (1, 4, 16, 64), "most_bytes": 1.0},
     ],
     gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [

@@ -228,7 +228,7 @@ def test_a_wrong_argument_is_named(call, words):
 
 
 @pytest.mark.parametrize("controller", [gravac.Fastest(), gravac.GraVAC()], ids=repr)
-@pytest.mark.parametrize("size", [1e-20, 1e-25, 1e-30])
+@pytest.mark.parametrize("size", [1e-20, 1e-30])
 def test_gradients_whose_squares_vanish_go_dense(controller, size):
     tx = gravac.transform(None, controller=controller, wire=gravac.WireCost(1e6))
     grads = np.random.default_rng(0).normal(size=(128, 128)).astype("f")

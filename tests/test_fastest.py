@@ -243,7 +243,7 @@ def test_of_choices_that_cost_alike_it_takes_the_one_of_most_progress():
 
 @pytest.mark.parametrize(
     ("most", "rounds", "taken"),
-    [(2_000, (1,), {16}), (500, (1, 4), {16}), (10, (1, 4), {16}), (None, (1,), {1})],
+    [(2_000, (1,), {16}), (10, (1, 4), {16}), (None, (1,), {1})],
 )
 def test_bytes_stay_within_the_budget(most, rounds, taken):
     wire = gravac.WireCost(1e12, latency_seconds=1e-9)  # dense steps are fastest

@@ -22,7 +22,7 @@ GRADIENTS = _harness.gaussian_gradients(STEPS)
 # What a masking memory makes depends on what was sent.
 MEMBERS = [
     x
-    for x in _examples.members(MEMORIES)
+    for x in _examples.one_of_each(MEMORIES)
     if not isinstance(x, gravac.NoMemory) and not x.masks
 ]
 # A threshold follows the bucket of the step before, and random places those of the
@@ -528,8 +528,11 @@ def trained(tx, where, steps):
     return np.asarray(state[0]["w"])
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("where", [make_mesh(), N], ids=["mesh", "simulated"])
+@pytest.mark.parametrize(
+    ("where", "weight_decay"),
+    [(make_mesh(), 0.0), (N, 0.1)],
+    ids=["mesh", "simulated"],
+)
 def test_diloco_is_the_papers(where, weight_decay):
     tx = gravac.diloco(optax.adamw(RATE, weight_decay=weight_decay), H)
     found = trained(tx, where, 4 * H)
