@@ -377,7 +377,7 @@ def mean_traffic(entries: int, replicas: int) -> Traffic:
 
 
 def carried_traffic(entries: int, replicas: int, is_gathered: bool = False) -> Traffic:
-    """Return the cost of float32 figures that ride with a swap and a gather, or one."""
+    """Return the cost of figures that ride with two stages, or with a gather alone."""
     if is_gathered:
         traffic = all_gather_traffic(entries, FLOAT32_BYTES * entries, replicas)
         return traffic._replace(messages=0)

@@ -16,7 +16,6 @@ import gravac_jax as gravac
 from gravac_jax._state import transform_states
 
 N = 4  # replicas; a power of two, so that a mean of integers is exact
-HARNESSES = ("shard_map", "shard_map unchecked", "pmap", "vmap")
 AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 
 # A sum of N float32 numbers in any order, halved exactly twice: each of the N - 1
@@ -75,7 +74,7 @@ def covering(rows, things, together):
 # Without checks and under pmap what is traced is nearly the same: that all ways agree
 # is for test_error_feedback.py and test_transform.py to show.
 in_both_ways = pytest.mark.parametrize("how", ["shard_map", "vmap"])
-in_every_mapped_way = pytest.mark.parametrize(
+on_devices = pytest.mark.parametrize(
     "how", choices(["shard_map", "pmap"], lambda x: x == "shard_map")
 )
 on_every_mesh = pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
     Args:
       tx: a transformation over `axis_name`.
       params: the params.
-      how: one of `HARNESSES`.
+      how: "shard_map", "shard_map unchecked", "pmap" or "vmap".
       mesh: for `shard_map`; by default N devices and Auto.
       axis_name: the axis, or axes.
     """

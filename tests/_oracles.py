@@ -283,7 +283,7 @@ def in_turn(whole: Any) -> Any:
         turns = max(1, math.ceil(factor / highest))
         bits = exchange.least_bits
         mean_bits = getattr(exchange, "mean_bits", math.inf) or bits
-        has_owners = replicas * bits > bits + mean_bits
+        has_owners = replicas > 2 or bits > mean_bits
         least = replicas if has_owners else 1
         due = max(least, math.ceil(math.ceil(n / length) / turns)) * length
         if due >= n:
@@ -317,7 +317,7 @@ def quantized_all_reduce(
     length = row_length(exchange.row_entries, n)
     bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
     mean_bits = exchange.mean_bits or bits
-    if replicas * bits <= bits + mean_bits:  # a gather sends no more
+    if replicas <= 2 and bits <= mean_bits:  # a gather sends no more
         return quantized_mean(exchange, buckets, factor)
     part = -(-n // length // replicas) * length  # entries that a replica owns
     row_bytes = (bits + mean_bits) * length // 8 + 16

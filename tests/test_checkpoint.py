@@ -49,6 +49,7 @@ RECIPES = {
     },
     "Momentum": {"memory": gravac.Momentum(0.5), **FIXED},
     "LowRank": {"exchange": gravac.LowRank(), **FIXED},
+    "few entries": {"exchange": gravac.Mixed((4.0,), gravac.Quantized(32)), **FIXED},
     "in turn": {"exchange": gravac.Quantized(32), "controller": gravac.Fixed(64)},
     "Steps": {"memory": gravac.Steps(optax.scale_by_adam())},
     "by leaf": {
@@ -56,15 +57,18 @@ RECIPES = {
         **FIXED,
     },
 }
-# Each memory, exchange and controller once: their states are kept apart.
-FAMILIES = {"memory": MEMORIES, "exchange": EXCHANGES, "controller": CONTROLLERS}
+# Each memory, exchange and controller once: their states are kept apart. `DenseMean`
+# meets `Fixed`, for others would have no choice there.
+FIRST = [kind.__name__ for kind in CONTROLLERS].index("Fastest")
+TURNED = (*CONTROLLERS[FIRST:], *CONTROLLERS[:FIRST])
+FAMILIES = {"memory": MEMORIES, "exchange": EXCHANGES, "controller": TURNED}
 TOGETHER = {}
 for kinds in itertools.zip_longest(*map(_examples.one_of_each, FAMILIES.values())):
     recipe = {x: y for x, y in zip(FAMILIES, kinds, strict=True) if y is not None}
     TOGETHER[", ".join(type(x).__name__ for x in recipe.values())] = recipe
 OPTIONS = (
     *("clip, decay, checks", "nothing compressed", "several buckets", "delay"),
-    *("in turn", "by leaf"),
+    *("in turn", "by leaf", "few entries"),
 )
 
 

@@ -32,8 +32,6 @@ COPIES = jax.tree.map(lambda x: jnp.stack([x] * N), TREE)
 
 def everywhere(f, how):
     """Return a function that runs `f` on the tree of every replica, and stacks."""
-    if how == "pmap":
-        return jax.pmap(f, "data")
     if how == "vmap":
         return jax.vmap(f, axis_name="data")
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
@@ -42,7 +40,6 @@ def everywhere(f, how):
         mesh=MESH,
         in_specs=jax.P("data"),
         out_specs=jax.P("data"),
-        check_vma=how == "shard_map",
     )
     sharding = jax.NamedSharding(MESH, jax.P("data"))
     return lambda tree: jax.jit(mapped)(jax.device_put(tree, sharding))

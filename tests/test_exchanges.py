@@ -1,4 +1,4 @@
-"""Every exchange keeps every law, in every way to run it."""
+"""Every exchange keeps every law, on a mesh and simulated."""
 
 import functools
 import itertools
@@ -141,10 +141,10 @@ def test_a_replica_that_selects_nothing_has_finite_energies():
     assert state.agreement == 1
 
 
-# Any exchange with any compressor and encoding, in every way to run it: every choice
+# Any exchange with any compressor and encoding, on a mesh and simulated: every choice
 # in the default run, any two of them together in it or in the slow one. ------------
 
-WAYS = {"how": ["shard_map", "vmap"], "replicas": [1, 3, 8]}
+WAYS = {"how": ["shard_map", "vmap"], "replicas": [1, 2, 3, 8]}
 SELECTING = {"compressor": _examples.members(COMPRESSORS)}
 # What each exchange can be made of: each part goes with every other.
 PARTS = {

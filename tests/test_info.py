@@ -1,6 +1,5 @@
 """StepInfo reports what a step sent, down to the byte."""
 
-import functools
 import warnings
 
 import _examples
@@ -25,6 +24,7 @@ EXCHANGES = [
     gravac.DenseMean("bfloat16"),
     gravac.QuantizedAllReduce(32),
     gravac.Mixed((1000.0,), gravac.QuantizedAllReduce(32)),
+    gravac.QuantizedTopK(),
 ]
 
 
@@ -242,17 +242,19 @@ def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay)
     tx = gravac.transform(compress=True, controller=gravac.Fixed(4), delay=delay)
     own = np.random.default_rng(0).normal(size=(replicas, 8, 8)).astype("f")
 
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="data", in_axes=(0, None))
-    def counted(own, is_averaged):
-        grads = jnp.where(is_averaged, jax.lax.pmean(own, "data"), own)
-        step = lambda state, _: (tx.update(grads, state)[1], None)
-        return jax.lax.scan(step, tx.init(own), length=5)[0].info.alike_steps
+    def counting(gradient_of):
+        def steps(own):
+            step = lambda state, _: (tx.update(gradient_of(own), state)[1], None)
+            return jax.lax.scan(step, tx.init(own), length=5)[0].info.alike_steps
 
+        return jax.jit(jax.vmap(steps, axis_name="data"))
+
+    averaged = counting(lambda x: jax.lax.pmean(x, "data"))
+    plain = counting(lambda x: x)
     expected = 5 - delay if replicas > 1 else 0
-    assert counted(own, True).tolist() == [expected] * replicas
-    assert counted(own, False).tolist() == [0] * replicas
-    assert counted(np.zeros_like(own), False).tolist() == [0] * replicas
+    assert averaged(own).tolist() == [expected] * replicas
+    assert plain(own).tolist() == [0] * replicas
+    assert plain(np.zeros_like(own)).tolist() == [0] * replicas
 
 
 def test_pmap_does_not_hide_a_mean_that_was_left_in():

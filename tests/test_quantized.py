@@ -180,3 +180,37 @@ def test_training_at_one_bit_follows_the_mean():
     """Over a run, what was sent and what is kept is what came in."""
     gradients = RNG.standard_normal((30, 4, 300)).astype(np.float32)
     _harness.assert_follows_the_mean(gravac.Quantized(96, least_bits=1), 32, gradients)
+
+
+def test_between_two_replicas_an_all_reduce_is_a_gather():
+    factors = (4.0, 8.0, 16.0, 64.0)
+    buckets = RNG.standard_normal((2, 4096)).astype(np.float32)
+    both = []
+    for kind in (gravac.Quantized, gravac.QuantizedAllReduce):
+        exchange = kind(32)
+
+        def step(bucket, figures, turn, exchange=exchange):
+            exchanges = [
+                exchange.exchange(
+                    bucket,
+                    (),
+                    np.int32(0),
+                    ladder=(factor,),
+                    key=jax.random.key(0),
+                    comm=Comm("data"),
+                    step=turn,
+                    figures=figures,
+                )[0]
+                for factor in factors
+            ]
+            return exchanges
+
+        replicas = jax.jit(jax.vmap(step, (0, 0, None), axis_name="data"))
+        figures = {"x": buckets[:, :5], "y": buckets[:, 0]}
+        both.append(replicas(buckets, figures, np.int32(3)))
+        for received in both[-1]:
+            expected = jax.tree.map(lambda x: np.stack([x.mean(0)] * 2), figures)
+            assert_same(received.figures, expected)
+            sent = (buckets - received.residual).mean(0)
+            np.testing.assert_allclose(received.mean[0], sent, atol=1e-6)
+    assert_same(both[0], both[1])

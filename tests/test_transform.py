@@ -23,8 +23,8 @@ from _harness import (
     collectives,
     compilations,
     in_both_ways,
-    in_every_mapped_way,
     make_mesh,
+    on_devices,
     on_every_mesh,
     trajectory,
 )
@@ -325,7 +325,7 @@ def test_all_replicas_take_the_rung_of_the_first():
     np.testing.assert_allclose(states.info.factor, LADDER[apart[0]], rtol=0.01)
 
 
-@in_every_mapped_way
+@on_devices
 @pytest.mark.parametrize(
     ("recipe", "has_sample"), [("scripted", 0), ("pausing", 0), ("fastest", 1)]
 )
@@ -362,7 +362,7 @@ def test_at_a_known_rung_what_is_agreed_on_travels_with_the_exchange():
     assert of_update(1) == {"all-reduce"}
 
 
-@in_every_mapped_way
+@on_devices
 def test_selected_entries_travel_in_16_bits_by_default(how):
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
     tx = gravac.transform(

@@ -46,7 +46,7 @@ WHOLE = {"w": jax.P(), "b": jax.P()}
 
 AUTO, EXPLICIT = AXIS_TYPES
 by_check = pytest.mark.parametrize("check_vma", choices([True, False], bool))
-on_every_checked_mesh = pytest.mark.parametrize(
+on_meshes = pytest.mark.parametrize(
     ("axis_type", "check_vma"),
     [
         (AUTO, True),
@@ -121,7 +121,7 @@ def local(params, batch):
 # Every device holds the whole params.
 
 
-@on_every_checked_mesh
+@on_meshes
 def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
     tx = transform(compress=IS_MATRIX)
     deltas, states = run(tx, WHOLE, local, axis_type, check_vma)
@@ -173,7 +173,7 @@ def compensated_and_kept(states):
         yield compensated, kept
 
 
-@on_every_checked_mesh
+@on_meshes
 def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
     deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
     for i, delta in enumerate(deltas):
@@ -182,7 +182,7 @@ def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
     assert not np.any(_harness.residual(states[-1]))
 
 
-@on_every_checked_mesh
+@on_meshes
 def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
     exchange = gravac.AllGather(gravac.TopK())
     deltas, states = run_sharded(
@@ -482,7 +482,7 @@ def tensor_loss(params, x, sum_of_slices):
     return jnp.mean((sum_of_slices(hidden @ params["down"]) + params["b"][None]) ** 2)
 
 
-@on_every_checked_mesh
+@on_meshes
 def test_slices_that_compute_for_each_other_train_as_whole_params(axis_type, check_vma):
     def train_step(params, state, x):
         own = lambda params: tensor_loss(

@@ -165,8 +165,9 @@ def observe(
     variance = _dot(with_time, share) + timing.noise
     error = (seconds / expected - _dot(share, scale)) / jnp.sqrt(variance)
     error = jnp.clip(error, -OUTLIER, OUTLIER)
-    scale += with_time * error / jnp.sqrt(variance)
-    covariance -= jnp.outer(with_time, with_time) / variance
+    moved = with_time / jnp.sqrt(variance)
+    scale += moved * error
+    covariance -= jnp.outer(moved, moved)
     scale, covariance = _positive_scale(scale, covariance)
 
     surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
@@ -204,9 +205,9 @@ def _positive_scale(
     i = jnp.argmin(scale)
     with_part, variance = covariance[i], covariance[i, i]
     is_negative = (scale[i] < 0) & (variance > 0)
-    half = jnp.where(is_negative, 0.5 / variance, 0.0)
-    scale = scale - half * scale[i] * with_part
-    return scale, covariance - half * jnp.outer(with_part, with_part)
+    root = jnp.where(is_negative, jnp.sqrt(0.5 / variance), 0.0)
+    moved = with_part * root
+    return scale - moved * root * scale[i], covariance - jnp.outer(moved, moved)
 
 
 def _normal(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:

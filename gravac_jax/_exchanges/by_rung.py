@@ -68,8 +68,8 @@ class ByRung(GatheringExchange):
     def carries(self, factor: float, replicas: int) -> bool:
         """Return whether figures travel along at a factor that is not dense.
 
-        They do in two stages. A gather would send them N - 1 times, and leaves to be
-        averaged whole may be among them; with two replicas that is as often as a mean.
+        They do in two stages. A gather sends them N - 1 times, so with more than two
+        replicas they have a mean of their own. Dense leaves may be among them.
         """
         return replicas <= 2 or self.stages(factor, replicas) == 2
 

@@ -18,17 +18,18 @@ from gravac_jax._exchanges.rounding import Energies
 class QuantizedAllReduce(Quantized):
     """All-reduces entries in 8, 4 or 2 bits, whatever the number of replicas.
 
-    Factors, and parts in turn, are those of `Quantized`; a part has a row for each
-    replica at least.
+    Factors, and parts in turn, are those of `Quantized`.
 
     Every replica owns as many of the rows. In the first stage it receives these from
     all replicas, as `Quantized` rounds them, and averages them. In the second it rounds
     the mean and sends it to all. What that rounding drops, N times, stays in the
     owner's residual, and comes with what it sends next.
 
-    Two replicas exchange as `Quantized` does: a gather then sends as many bytes in half
-    the messages, and rounds once. With more, `Quantized` rounds once, too, and sends
-    N / 2 times as much.
+    A part in turn has a row for each replica at least.
+
+    Two replicas exchange in one stage, as `Quantized` does, unless `mean_bits` is less
+    than the bits of a rung: a gather sends as many bytes in half the messages, and
+    rounds once. With more replicas `Quantized` sends N / 2 times as much.
 
     Law:
       As for `Quantized`; the mean is that of bucket - residual, to rounding. Energies
@@ -37,7 +38,7 @@ class QuantizedAllReduce(Quantized):
     Cost:
       2 (N - 1) alpha + (N - 1) / N (b + m) n / 8 beta with b bits an entry and m bits
       in the second stage, and 8 bytes a row each. A dense ring costs 64 / (b + m) times
-      as much. Where N b is at most b + m, that of `Quantized`.
+      as much. In one stage, that of `Quantized`.
 
     Args:
       row_entries: as for `Quantized`.
@@ -66,11 +67,11 @@ class QuantizedAllReduce(Quantized):
             _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
 
     def stages(self, factor: float, replicas: int) -> int:
-        """Return 2, or 1 where a gather sends no more bits: with up to two replicas."""
+        """Return 1 with up to two replicas, if a gather sends no more bits; else 2."""
         return self._stages(self.bits(factor), replicas)
 
     def _stages(self, bits: int, replicas: int) -> int:
-        return 1 if replicas * bits <= bits + (self.mean_bits or bits) else 2
+        return 1 if replicas <= 2 and bits <= (self.mean_bits or bits) else 2
 
     def _least_rows(self, replicas: int) -> int:
         return replicas if self._stages(self.least_bits, replicas) == 2 else 1
