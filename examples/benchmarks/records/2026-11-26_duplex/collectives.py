@@ -93,7 +93,10 @@ def sockets(address: str) -> Times:
         sender.start()
         left = SENT_BYTES
         while left:
-            left -= len(peer.recv(left))
+            got = len(peer.recv(left))
+            if not got:
+                raise ConnectionError("the other host has closed the connection")
+            left -= got
         sender.join()
 
     return timed(both_ways)
