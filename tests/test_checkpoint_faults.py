@@ -377,19 +377,15 @@ def ends(process):
 
 
 @pytest.fixture(scope="module")
-def whole_of(tmp_path_factory):
-    """How a run of 20 steps ends that nobody stops, by its number of processes."""
-    folder = lambda: tmp_path_factory.mktemp("whole")
-    return functools.cache(lambda n: ends(start(folder(), 20, processes=n)))
+def whole(tmp_path_factory):
+    """How a run of 20 steps in two processes ends that nobody stops."""
+    return ends(start(tmp_path_factory.mktemp("whole"), 20, processes=2))
 
 
 @pytest.mark.xdist_group("whole")
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(
-    tmp_path, processes, whole_of
-):
-    run = start(tmp_path / "cut", 20, 0.3, processes=processes)
+def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, whole):
+    run = start(tmp_path / "cut", 20, 0.3, processes=2)
     try:
         lines_until(run, "step 4$")
         run.send_signal(signal.SIGTERM)
@@ -399,9 +395,9 @@ def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(
     assert run.returncode == 0
     (stopped,) = re.findall(r"preempted (\d+)", output)
     assert 4 <= int(stopped) < 20
-    again = start(tmp_path / "cut", 20, processes=processes)
+    again = start(tmp_path / "cut", 20, processes=2)
     assert lines_until(again, "restored")[-1] == f"restored {stopped}"
-    assert ends(again) == whole_of(processes)
+    assert ends(again) == whole
 
 
 @pytest.mark.slow
@@ -432,7 +428,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "pause"), [(0, 0.1), (1, 0.0)])
 def test_one_of_several_killed_while_all_save_does_no_harm(
-    tmp_path, victim, pause, whole_of
+    tmp_path, victim, pause, whole
 ):
     run = start(tmp_path / "cut", 20, 0.2, processes=2)
     try:
@@ -451,7 +447,7 @@ def test_one_of_several_killed_while_all_save_does_no_harm(
         run.kill()
     assert run.returncode == 1
     again = start(tmp_path / "cut", 20, processes=2)
-    assert ends(again) == whole_of(2)
+    assert ends(again) == whole
 
 
 @pytest.mark.slow

@@ -369,14 +369,12 @@ print(json.dumps(["__main__", losses, digest]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 4])
-def test_two_threads_of_each_process_keep_the_replicas_the_same(script, every):
-    controller = f"gravac.Every({every}, gravac.Fixed(16))"
+def test_two_threads_of_each_process_keep_the_replicas_the_same(script):
+    controller = "gravac.Every(4, gravac.Fixed(16))"
     command = *LAUNCH, "-n", "2", script(LATE), controller
     status, output, errors = finish(*command, NPROC="2")
     assert status == 0, errors
     _, losses, params = zip(*said(output), strict=True)
-    assert every > 1 or losses[0] == losses[1]
     assert losses[0][-1] < 0.5 * losses[0][0]
     assert params[0] == params[1]
 
@@ -407,23 +405,23 @@ def nothing_runs(path, launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_killing_any_process_ends_the_job_and_names_the_process(rank, script, start):
+def test_killing_a_process_ends_the_job_and_names_the_process(script, start):
     path = script(TRAIN)
     launcher = start(path, "GraVAC", str(10**9))
-    own = f"--process {rank} "
+    own = "--process 2 "
     [pid] = [pid for pid, words in running(path).items() if own in " ".join(words)]
     os.kill(pid, signal.SIGKILL)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
-    named = f"process {rank} of 3 (pid {pid}) was killed by SIGKILL"
+    named = f"process 2 of 3 (pid {pid}) was killed by SIGKILL"
     assert named in errors.splitlines()[-1]
     assert nothing_runs(path, launcher)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    ("number", "saves"), [(signal.SIGINT, False), (signal.SIGTERM, True)]
+)
 def test_a_signal_to_the_launcher_ends_the_job(number, saves, script, start):
     handle = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit())\n" * saves
     path = script(f"{handle}import time; print('in the middle'); time.sleep(1000)")

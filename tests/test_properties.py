@@ -22,7 +22,7 @@ from _harness import Scripted, agreed, choices, make_mesh
 
 import gravac_jax as gravac
 
-QUICK, MANY = 50, 200
+QUICK, MANY = 50, 100
 EVIDENCE_BYTES = 1000
 BFLOAT16 = ml_dtypes.bfloat16
 LEAVES = {

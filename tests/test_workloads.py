@@ -142,10 +142,10 @@ def test_every_program_trains(name, data_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet_cifar"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
-    name, data_dir, tmp_path, monkeypatch
+    data_dir, tmp_path, monkeypatch
 ):
+    name = "resnet_cifar"  # which has statistics, too
     whole = train(name, data_dir, tmp_path / "whole", monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         train(name, data_dir, tmp_path / "cut", monkeypatch, cut=CUT)
@@ -165,10 +165,10 @@ def check_statistics(statistics):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lstm_ptb"])
 def test_simulated_replicas_find_what_devices_find(
-    name, data_dir, tmp_path, monkeypatch, request
+    data_dir, tmp_path, monkeypatch, request
 ):
+    name = "lstm_ptb"  # which carries a state from batch to batch
     on_mesh = train(name, data_dir, tmp_path / "mesh", monkeypatch)
     request.getfixturevalue("on_one_device")
     simulated = train(name, data_dir, tmp_path / "simulated", monkeypatch)
@@ -178,9 +178,10 @@ def test_simulated_replicas_find_what_devices_find(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet_cifar"])
-def test_a_program_computes_in_bfloat16(name, data_dir, tmp_path, monkeypatch):
-    run = train(name, data_dir, tmp_path, monkeypatch, bfloat16=True, method="default")
+def test_a_program_computes_in_bfloat16(data_dir, tmp_path, monkeypatch):
+    run = train(
+        "resnet_cifar", data_dir, tmp_path, monkeypatch, bfloat16=True, method="default"
+    )
     kinds = {x.dtype for x in jax.tree.leaves(run.state[0])}
     assert kinds == {jnp.dtype("float32")}
     assert all(math.isfinite(line["loss"]) for line in run.lines)
