@@ -1,6 +1,5 @@
 """What goes wrong with checkpoints: states that do not fit, files, disks, signals."""
 
-import functools
 import gc
 import re
 import resource
