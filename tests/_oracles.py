@@ -281,9 +281,9 @@ def in_turn(whole: Any) -> Any:
         (replicas, n), highest = buckets.shape, 32 // exchange.least_bits
         length = row_length(exchange.row_entries, n)
         turns = max(1, math.ceil(factor / highest))
-        bits = exchange.least_bits
-        mean_bits = getattr(exchange, "mean_bits", math.inf) or bits
-        has_owners = replicas > 2 or bits > mean_bits
+        bits, mean_bits = exchange.least_bits, getattr(exchange, "mean_bits", None)
+        is_shared = isinstance(exchange, gravac.QuantizedAllReduce)
+        has_owners = is_shared and (replicas > 2 or bits > (mean_bits or bits))
         least = replicas if has_owners else 1
         due = max(least, math.ceil(math.ceil(n / length) / turns)) * length
         if due >= n:
