@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays, _collectives
-from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
+from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._selection.rungs import Rungs, shares_by_chance, shares_of_rungs
 
 
@@ -360,9 +360,8 @@ class GatheringExchange(Exchange):
         """Return 4 bytes an energy; only a dense step needs messages of their own."""
         if self.traffic(n, factor, replicas).entries == n:
             return super().energies_traffic(n, factor, rungs, replicas)
-        energies_bytes = FLOAT32_BYTES * (rungs + 1)
-        traffic = _collectives.all_gather_traffic(0, energies_bytes, replicas)
-        return traffic._replace(messages=0)
+        traffic = _collectives.carried_traffic(rungs + 1, replicas, is_gathered=True)
+        return traffic._replace(entries=0)
 
 
 def _averaged_energies(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:
