@@ -28,11 +28,16 @@ def brief(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:116]} ..."
 
 
-def ravel(leaves: list[jax.Array]) -> jax.Array:
-    """Return the entries of all `leaves`, one leaf after the other: `[n]` float32."""
-    if not leaves:
-        return jnp.zeros(0, jnp.float32)
-    return jnp.concatenate([jnp.ravel(x).astype(jnp.float32) for x in leaves])
+def ravel(leaves: list[jax.Array], size: int = 0) -> jax.Array:
+    """Return the entries of all `leaves`, one leaf after the other: `[n]` float32.
+
+    Zeros follow, if there are fewer than `size`.
+    """
+    flat = [jnp.ravel(x).astype(jnp.float32) for x in leaves]
+    zeros = max(0, size - sum(x.size for x in flat))
+    if zeros or not flat:
+        flat.append(jnp.zeros(zeros, jnp.float32))
+    return jnp.concatenate(flat)
 
 
 def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:

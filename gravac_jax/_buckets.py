@@ -3,15 +3,20 @@
 A bucket is a flat float32 vector of fused leaves. Selecting over the whole model beats
 selecting layer by layer at the same bytes (Tyagi and Swany, BigData 2023, table VI), so
 there is one bucket, as long as its indices fit. A larger model has several of about
-equal size; a leaf that lies across a border is cut there. Small and one-dimensional
-leaves (biases, norms) are fused into one dense vector: compressing them would save
-nothing and cost quality (Lin et al., 2018).
+equal size; a leaf that lies across a border is cut there.
+
+Leaves that go dense are fused into one vector. Where entries are selected, these are
+small and one-dimensional leaves (biases, norms): their entries would wait long, which
+costs quality (Lin et al., 2018). In few bits no leaf waits, and all are compressed.
+
+An exchange of rows has zeros after the leaves of a bucket, so that its rows are whole:
+to pad and to cut in every step would cost passes over the bucket.
 """
 
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +27,7 @@ from gravac_jax._selection import entries
 
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
 MIN_SHARE = 1e-3  # of all entries, in models so small that this is less
+NO_LEAF = -1  # in place of a leaf's index: padding, at the end of a part
 
 Predicate = Callable[[str, Any], bool]
 
@@ -48,9 +54,10 @@ class Piece(NamedTuple):
 def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
     """Compress leaves of two or more dimensions with at least `min_entries` entries.
 
-    This is the default of `gravac.transform`, which lowers `min_entries` to a
-    thousandth of all entries in models of under 16 million: small convolutions sent
-    whole would be most of what a small network sends.
+    This is the default of `gravac.transform` for exchanges that do not send few bits of
+    every entry. It lowers `min_entries` to a thousandth of all entries in models of
+    under 16 million: small convolutions sent whole would be most of what a small
+    network sends.
 
     Args:
       min_entries: smaller leaves go dense.
@@ -77,6 +84,7 @@ class Buckets:
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_compressed: tuple[bool, ...]
+    padded: Callable[[int], int] = lambda n: n
 
     @property
     def _borders(self) -> list[int]:
@@ -101,9 +109,14 @@ class Buckets:
         )
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The size n of each bucket; a single 0 if all leaves go dense."""
+    def _entries(self) -> tuple[int, ...]:
+        """Entries of leaves in each bucket; a single 0 if all leaves go dense."""
         return tuple(sum(x.entries for x in bucket) for bucket in self.pieces)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size n of each bucket: its entries, and its padding."""
+        return tuple(map(self.padded, self._entries))
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -136,17 +149,26 @@ class Buckets:
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """The leaf and the size of each piece: those of buckets, then dense leaves."""
+        """The leaf and the size of each piece of each part; the last is `NO_LEAF`."""
         order = range(len(self.leaves))
         chosen, others = self._chosen(order, True), self._chosen(order, False)
-        pieces = itertools.chain.from_iterable(self.pieces)
-        buckets = [(chosen[x.leaf], x.entries) for x in pieces]
-        return (*buckets, *((i, self.leaves[i].size) for i in others))
+        parts = [[(chosen[x.leaf], x.entries) for x in piece] for piece in self.pieces]
+        parts.append([(i, self.leaves[i].size) for i in others])
+        entries = (*self._entries, self.dense_size)
+        paddings = [n - m for n, m in zip(self.part_sizes, entries, strict=True)]
+        for part, padding in zip(parts, paddings, strict=True):
+            part.append((NO_LEAF, padding))
+        return tuple(itertools.chain.from_iterable(parts))
 
     @property
     def dense_size(self) -> int:
         """Entries of all leaves that go dense."""
         return sum(x.size for x in self._chosen(self.leaves, False))
+
+    @property
+    def total_size(self) -> int:
+        """Entries of all leaves."""
+        return sum(x.size for x in self.leaves)
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
@@ -162,9 +184,13 @@ class Buckets:
         leaves = jax.tree.leaves(tree)
         flat = [jnp.ravel(x) for x in self._chosen(leaves, True)]
         cut = lambda x: jax.lax.slice(flat[x.leaf], (x.start,), (x.stop,))
-        buckets = tuple(_arrays.ravel(list(map(cut, bucket))) for bucket in self.pieces)
-        dense = self._chosen(leaves, False) if self.dense_size else [jnp.zeros(1)]
-        return (*buckets, _arrays.ravel(dense))
+        parts = [list(map(cut, bucket)) for bucket in self.pieces]
+        parts.append(self._chosen(leaves, False))
+        return tuple(map(_arrays.ravel, parts, self.part_sizes))
+
+    def cleared(self, buckets: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
+        """Return buckets with 0 in their padding, of which rounding leaves a rest."""
+        return tuple(map(_cleared, buckets, self._entries))
 
     def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
         """Undo `pack`: return the leaves in their own dtypes."""
@@ -191,13 +217,29 @@ class Buckets:
         return [x for x, is_compressed in pairs if is_compressed == which]
 
 
-def plan(tree: Any, compress: bool | Predicate | Any | None) -> Buckets:
+def _cleared(x: jax.Array, entries: int) -> jax.Array:
+    """Return a vector with 0 after so many entries."""
+    if x.size <= entries:
+        return x
+    # XLA's CPU backend is slow to update a slice of what a kernel makes. Elsewhere a
+    # mask would be one more pass over what a branch returns.
+    masked = lambda x: jnp.where(jnp.arange(x.size) < entries, x, 0)
+    updated = lambda x: x.at[entries:].set(0)
+    return jax.lax.platform_dependent(x, cpu=masked, default=updated)
+
+
+def plan(
+    tree: Any,
+    compress: bool | Predicate | Any | None,
+    padded: Callable[[int], int] = lambda n: n,
+) -> Buckets:
     """Decide for each leaf of `tree` whether it is compressed.
 
     Args:
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`.
       compress: True for every leaf, a function of (path, leaf), or a pytree of bools;
         None for matrices that are not small beside the others.
+      padded: returns the size of a bucket for so many entries.
 
     Returns:
       The plan.
@@ -220,7 +262,7 @@ def plan(tree: Any, compress: bool | Predicate | Any | None) -> Buckets:
         _step_checks.update.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return Buckets(structure, specs, tuple(chosen))
+    return Buckets(structure, specs, tuple(chosen), padded)
 
 
 def warn_if_wide(buckets: Buckets) -> None:

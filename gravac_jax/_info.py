@@ -141,7 +141,7 @@ def tables(
     `rides` says that the first exchange also averages what replicas agree on.
     """
     ladder = controller.ladder
-    rungs, n, m = len(ladder), sum(buckets.sizes), buckets.dense_size
+    rungs, n = len(ladder), sum(buckets.sizes)
     # Every step averages the dense leaves, a count, an energy, its contrast, the rung
     # and the length of a round, if there are any, for each kind of step a time and how
     # many replicas measured it, and for each rung an energy, if they are asked for.
@@ -165,7 +165,7 @@ def tables(
         rows.append((factor_sent, *_sizes([told, *entries, *energies])))
     rows.append((np.inf, *_sizes([agreed])))
     rows.append((np.inf, 0, 0, 0))
-    dense = _collectives.mean_traffic(n + m, replicas)
+    dense = _collectives.mean_traffic(buckets.total_size, replicas)
     sent = np.asarray(rows, np.float32).T
     return Tables(*sent, dense=dense)
 

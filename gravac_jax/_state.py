@@ -91,8 +91,9 @@ class TransformState(NamedTuple):
       ladder: `[rungs]` float32, the factors.
       layout: `[pieces, 3]` int32, for each piece of a bucket, in order, and then each
         leaf that goes dense: the index of the leaf, the number of entries, and the
-        devices among which the exchange cuts a leaf, or 1. `update` refuses a state
-        with another number of pieces.
+        devices among which the exchange cuts a leaf, or 1. The last piece of a bucket,
+        and of the leaves that go dense, is padding, with -1 for a leaf. `update`
+        refuses a state with another number of pieces.
       local: what differs between replicas.
       rung: `[]` int32, the last decision: the rung of the third exchange from here.
       ahead: `[2]` int32, the rungs of the next two exchanges, as all replicas have

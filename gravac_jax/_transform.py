@@ -91,8 +91,10 @@ def transform(
         see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
         if there is none.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
-        function of (path, leaf), or a pytree of bools. Default: matrices of at least
-        16,384 entries, or of a thousandth of all entries if that is less.
+        function of (path, leaf), or a pytree of bools. Default: all leaves if the
+        exchange is `QuantizedAllReduce` or `Quantized`; for others, which select
+        entries or factor matrices, matrices of at least 16,384 entries, or of a
+        thousandth of all entries if that is less.
       sharded: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
         compiler shards the model over all axes but `axis_name`, as under `jit`. Each
         device then compresses what it owns; the step runs by `gravac.data_parallel`
@@ -197,6 +199,9 @@ def transform(
     _checks.component(controller, Controller, "controller", "gravac.Fixed(16)")
     if exchange is None:
         exchange = _exchange_for(controller, memory)
+    _checks.component(exchange, Exchange, "exchange", "gravac.AllGather()")
+    if compress is None and exchange.suits_small_leaves:
+        compress = True
     components = Components(
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,

@@ -29,7 +29,8 @@ EXCHANGES = [
 
 
 def tables(compress=True, exchange=None, replicas=N, controller=None):
-    plan = _buckets.plan(WEIGHTS, compress)
+    padded = (exchange or gravac.AllGather()).padded
+    plan = _buckets.plan(WEIGHTS, compress, padded)
     exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
     controller = controller or gravac.Scheduled(len, LADDER)
     return _info.tables(plan, exchanges, controller, replicas, rides=bool(exchanges))
@@ -95,13 +96,12 @@ def test_every_byte_of_a_step_at_a_known_rung_is_reported(
     monkeypatch.setattr(_collectives, "COPIED_ENTRIES", copied_entries)
     params = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(5, np.float32)}
     controller = gravac.Fixed(factor)
-    tx = gravac.transform(exchange=exchange, controller=controller)
+    tx = gravac.transform(exchange=exchange, controller=controller, compress=IS_MATRIX)
     state = tx.init(params)
     axis_env = [("data", replicas)]
     jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(params, state).jaxpr
-    table = _info.tables(
-        _buckets.plan(params, None), [exchange], controller, replicas, rides=True
-    )
+    plan = _buckets.plan(params, IS_MATRIX, exchange.padded)
+    table = _info.tables(plan, [exchange], controller, replicas, rides=True)
     sent = _laws.put_in(jaxpr, 0, 1, replicas)
     assert (table.payload_bytes[0], table.messages[0]) == sent
 

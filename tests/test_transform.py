@@ -30,6 +30,7 @@ from _harness import (
 )
 
 import gravac_jax as gravac
+from gravac_jax._exchanges import EXCHANGES
 from gravac_jax._selection import entries
 
 STEPS = 24
@@ -256,6 +257,17 @@ def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     assert np.any(left)
     total = N * np.cumsum(updates["w"], axis=0) + left
     assert (total == np.cumsum(came_in, axis=0)).all()
+
+
+@pytest.mark.filterwarnings("ignore:Mixed")  # its ladder lacks the example's factors
+@pytest.mark.parametrize("exchange", _examples.one_of_each(EXCHANGES), ids=repr)
+def test_few_bits_take_small_leaves_and_other_exchanges_leave_them_dense(exchange):
+    params = {"kernel": jnp.zeros((8, 8)), "bias": jnp.zeros(3)}
+    state = gravac.transform(None, exchange=exchange).init(params)
+    bucket, dense = (x.size for x in jax.tree.leaves(state.local.memory))
+    takes_all = isinstance(exchange, gravac.Quantized)
+    assert exchange.suits_small_leaves == takes_all
+    assert (bucket, dense) == ((67, 1) if takes_all else (64, 3))
 
 
 @in_both_ways

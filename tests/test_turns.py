@@ -177,7 +177,8 @@ def test_small_buckets_are_no_trouble(exchange, n):
 
 
 def test_an_empty_bucket_is_no_trouble():
-    tx = gravac.sgd(0.5, None, controller=gravac.Fastest((1, 16, 32)))
+    controller = gravac.Fastest((1, 16, 32))
+    tx = gravac.sgd(0.5, None, controller=controller, compress=gravac.matrices())
     params = {"small": jnp.ones(4)}
     with pytest.warns(UserWarning, match="compresses none"):
         state = tx.init(params)

@@ -205,7 +205,7 @@ class Steps(ErrorFeedback):
             step, optimizer = self.optimizer.update(
                 self._cut(gradient), state.optimizer, own
             )
-        step = self._joined(step)
+        step = self._joined(step, gradient.size)
         return state.residual + step, state._replace(optimizer=optimizer)
 
     @property
@@ -221,11 +221,11 @@ class Steps(ErrorFeedback):
         arrays = _arrays.unravel(vector, like)
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
 
-    def _joined(self, seen: Any) -> jax.Array:
-        """Undo `_cut`."""
+    def _joined(self, seen: Any, n: int) -> jax.Array:
+        """Undo `_cut` of a vector of `n` entries."""
         if self._leaves is None:
             return jnp.asarray(seen)
-        return _arrays.ravel([seen[path] for path, _ in self._leaves])
+        return _arrays.ravel([seen[path] for path, _ in self._leaves], n)
 
     def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
         """Return the state in which all of `compensated` waits."""

@@ -115,10 +115,25 @@ class Exchange(abc.ABC):
         """Whether every entry is either sent or kept, apart from rounding."""
         return True
 
+    @property
+    def suits_small_leaves(self) -> bool:
+        """Whether biases, norms and small matrices are compressed by default.
+
+        `compress` of `gravac.transform` has the last word. Without it they go dense.
+        """
+        return False
+
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
         """Return this exchange for buckets that hold arrays of these `shapes`."""
         del shapes
         return self
+
+    def padded(self, n: int) -> int:
+        """Return the size of a bucket for `n` entries of leaves; default: n.
+
+        Zeros fill it up, and are never held back: what is kept of them is dropped.
+        """
+        return n
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """Return this replica's state for a bucket of `n` entries; default: none."""

@@ -96,6 +96,10 @@ class Mixed(ByRung):
         """Whether entries are either sent or kept: no, in few bits all are rounded."""
         return False
 
+    def padded(self, n: int) -> int:
+        """Return the size of a bucket that suits few bits."""
+        return self.few_bits.padded(n)
+
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """Return the states of both exchanges."""
         if missing := sorted({*self.sparse_factors} - {*ladder}):

@@ -95,17 +95,28 @@ class Quantized(RoundingExchange):
         """Whether entries are either sent or kept: no, all are sent rounded."""
         return False
 
-    def _row(self, n: int) -> int:
-        """Return the entries of a row: at best as many as divide `n` without a rest.
+    @property
+    def suits_small_leaves(self) -> bool:
+        """Whether small leaves are compressed by default: yes, no entry waits long."""
+        return True
 
-        Padding would cost passes over the bucket. A small bucket has shorter rows, so
-        that a few replicas can own equal parts of it.
+    def _lengths(self, n: int) -> Sequence[int]:
+        """Return the entries that a row may have, the most first.
+
+        A small bucket has shorter rows, so that a few replicas can own equal parts.
         """
         part = -(-n // (SMALL_BUCKET_ROWS * WORD_BITS)) * WORD_BITS
         longest = min(self.row_entries, max(part, WORD_BITS))
-        shortest = longest // 4
-        lengths = range(longest, max(shortest, WORD_BITS) - 1, -WORD_BITS)
-        return next((x for x in lengths if n % x == 0), longest)
+        return range(longest, max(longest // 4, WORD_BITS) - 1, -WORD_BITS)
+
+    def _row(self, n: int) -> int:
+        """Return the entries of a row: at best as many as divide `n` without a rest."""
+        lengths = self._lengths(n)
+        return next((x for x in lengths if n % x == 0), lengths[0])
+
+    def padded(self, n: int) -> int:
+        """Return the least size of a bucket for `n` entries that has whole rows."""
+        return min(-(-n // x) * x for x in self._lengths(n))
 
     def bits(self, factor: float) -> int:
         """Return the bits of an entry at `factor`: as many as it allows, if enough."""

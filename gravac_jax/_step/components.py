@@ -45,7 +45,6 @@ class Components:
     def __post_init__(self) -> None:
         _checks.axis(self.axis_name)
         _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
-        _checks.component(self.exchange, Exchange, "exchange", "gravac.AllGather()")
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
@@ -94,7 +93,7 @@ class Components:
 
     def plan(self, tree: Any) -> Buckets:
         """Decide which leaves are compressed; buckets hold what a device owns."""
-        buckets = _buckets.plan(tree, self.compress)
+        buckets = _buckets.plan(tree, self.compress, self.exchange.padded)
         if self.slices is None:
             return buckets
         return dataclasses.replace(buckets, leaves=self.slices.shapes(buckets.leaves))

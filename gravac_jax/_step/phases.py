@@ -217,7 +217,8 @@ def exchange(
     agreed = exchanged[0].figures if setting.rides else agree(own, setting.axes)
     _step_checks.update.averaged_figures(agreed, Agreed, setting.exchanges)
     dense_residual = jnp.zeros_like(fed.parts[-1])  # it went whole
-    residuals = (*(x.residual for x in exchanged), dense_residual)
+    buckets = setting.buckets.cleared(x.residual for x in exchanged)
+    residuals = (*buckets, dense_residual)
     retained = map(components.memory.retain, residuals, fed.parts, fed.memory)
     local = local._replace(memory=tuple(retained), exchange=states)
     means = tuple(x.mean for x in exchanged)

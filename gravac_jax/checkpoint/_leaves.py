@@ -17,6 +17,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from gravac_jax import _collectives, _placement, _slices
+from gravac_jax._buckets import NO_LEAF
 from gravac_jax._state import TransformState
 from gravac_jax.checkpoint._paths import Path, by_path
 
@@ -44,12 +45,14 @@ class Layout:
     Attributes:
       mesh: the devices. All axes are Auto, so that XLA finds out what to send.
       spec: along which axes per-replica state `[N, ...]` is sharded.
-      leaves: the compressed leaves, in the order in which they fill the buckets.
+      leaves: the leaves, in the order in which they fill the buckets.
+      paddings: the zeros at the end of each bucket.
     """
 
     mesh: jax.sharding.Mesh
     spec: jax.P
     leaves: tuple[Leaf, ...]
+    paddings: tuple[int, ...]
 
     @functools.partial(jax.jit, static_argnums=0)
     def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
@@ -57,7 +60,9 @@ class Layout:
         shapes = [x.slice for x in self.leaves]
 
         def body(buckets: list[jax.Array]) -> list[jax.Array]:
-            parts = zip(_regroup(buckets, shapes), self.leaves, strict=True)
+            pairs = zip(buckets, self.paddings, strict=True)
+            filled = [x[:, : x.shape[1] - zeros] for x, zeros in pairs]
+            parts = zip(_regroup(filled, shapes), self.leaves, strict=True)
             return [_slices.from_owner(x, leaf.copies) for x, leaf in parts]
 
         return self._on_devices(body, self.spec, [x.spec for x in self.leaves])(buckets)
@@ -69,7 +74,10 @@ class Layout:
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
             parts = zip(arrays, self.leaves, strict=True)
             own = [_slices.owned(x, leaf.copies) for x, leaf in parts]
-            return _regroup(own, [(n,) for n in sizes])
+            pairs = list(zip(sizes, self.paddings, strict=True))
+            filled = _regroup(own, [(n - zeros,) for n, zeros in pairs])
+            pad = lambda x, zeros: jnp.pad(x, ((0, 0), (0, zeros)))
+            return list(map(pad, filled, self.paddings))
 
         return self._on_devices(body, [x.spec for x in self.leaves], self.spec)(arrays)
 
@@ -80,16 +88,8 @@ class Layout:
 
 def _regroup(arrays: list[jax.Array], shapes: Sequence[Any]) -> list[jax.Array]:
     """Cut the entries of all `[1, ...]` arrays of a device, in a row, into shapes."""
-    zeros = [jnp.zeros(shape, arrays[0].dtype) for shape in shapes]
-    like, unravel = ravel_pytree(zeros)
-
-    def regroup(rows: list[jax.Array]) -> list[jax.Array]:
-        flat, _ = ravel_pytree(rows)
-        # The vectors may end with an entry that belongs to no leaf, a zero.
-        padded = jnp.pad(flat, (0, max(0, like.size - flat.size)))
-        return unravel(padded[: like.size])
-
-    return jax.vmap(regroup)(arrays)
+    _, unravel = ravel_pytree([jnp.zeros(shape, arrays[0].dtype) for shape in shapes])
+    return jax.vmap(lambda rows: unravel(ravel_pytree(rows)[0]))(arrays)
 
 
 def layout_of(state: TransformState, params: Any) -> Layout:
@@ -111,8 +111,12 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     _check_copies(replica)
     mesh, axes = _mesh_and_axes(replica.sharding)
     sizes: dict[int, int] = {}
+    paddings = []
     for i, entries, _ in np.asarray(pieces).tolist():
-        sizes[i] = sizes.get(i, 0) + entries
+        if i == NO_LEAF:
+            paddings.append(entries)
+        else:
+            sizes[i] = sizes.get(i, 0) + entries
     inner = _inner_axes(mesh, axes, int(np.max(pieces, axis=0, initial=1)[2]))
     flat = list(by_path(params).items())
     leaves = tuple(_leaf(*flat[i], mesh, axes, inner) for i in sizes if i < len(flat))
@@ -123,7 +127,7 @@ def layout_of(state: TransformState, params: Any) -> Layout:
             f" its compressed leaves have {expected[:8]} entries, and those of `params`"
             f" {found[:8]}. Pass those of tx.init. Give each of two models a directory."
         )
-    return Layout(mesh, jax.P(axes), leaves)
+    return Layout(mesh, jax.P(axes), leaves, tuple(paddings))
 
 
 def _check_copies(replica: jax.Array) -> None:
