@@ -115,8 +115,13 @@ class Quantized(RoundingExchange):
         return next((x for x in lengths if n % x == 0), lengths[0])
 
     def padded(self, n: int) -> int:
-        """Return the least size of a bucket for `n` entries that has whole rows."""
-        return min(-(-n // x) * x for x in self._lengths(n))
+        """Return the size of a bucket for `n` entries that makes few and whole rows.
+
+        The scales of a row weigh as much as 32 of its entries, in two bits.
+        """
+        cost = lambda row: -(-n // row) * (row + WORD_BITS)
+        row = min(self._lengths(n), key=cost)
+        return -(-n // row) * row
 
     def bits(self, factor: float) -> int:
         """Return the bits of an entry at `factor`: as many as it allows, if enough."""
