@@ -98,6 +98,30 @@ def test_a_model_beyond_int32_has_several_buckets_of_about_one_size():
     assert back == HUGE
 
 
+@pytest.mark.parametrize("compress", [True, {"kernel": True, "bias": False}])
+def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
+    exchange = gravac.QuantizedAllReduce()
+    plan = _buckets.plan(PARAMS, compress, exchange.padded)
+    bucket, dense = plan.pack(PARAMS)
+    n = MATRIX.size + BIAS.size * (compress is True)
+    assert plan.sizes == (bucket.size,) == (32,)
+    assert not np.any(bucket[n:])
+    assert sum(entries for _, entries in plan.layout) == bucket.size + dense.size
+    assert next(n for leaf, n in plan.layout if leaf == _buckets.NO_LEAF) == 32 - n
+    assert_same(plan.unpack((bucket.at[n:].set(7.0), dense)), PARAMS)
+    (cleared,) = plan.cleared([bucket.at[n:].set(7.0)])
+    assert_same(cleared, bucket)
+
+
+@pytest.mark.parametrize("row_entries", [32, 4096])
+@pytest.mark.parametrize("n", [0, 1, 31, 512, 5000, 409_600, 25_557_032])
+def test_a_padded_bucket_has_whole_rows(n, row_entries):
+    exchange = gravac.Quantized(row_entries)
+    padded = exchange.padded(n)
+    assert n <= padded < n + row_entries
+    assert padded % exchange._row(padded) == 0
+
+
 def test_a_step_of_a_huge_model_can_be_traced():
     tx = gravac.transform(axis_name=None, compress=gravac.matrices(0))
     state = jax.eval_shape(tx.init, HUGE)

@@ -28,9 +28,15 @@ PARAMS = {
     "u": RNG.normal(size=(16, 8)).astype(np.float32),
     "w": RNG.normal(size=(24, 16)).astype(np.float32),
 }
+ENTRIES = sum(x.size for x in PARAMS.values())
 LADDER = (1, 4)
 FIXED = {"controller": gravac.Fixed(4)}
-
+PADDED = {
+    "memory": gravac.Steps(optax.scale_by_adam()),
+    "exchange": gravac.Quantized(32),
+    "compress": True,
+    "controller": gravac.Fixed(64),
+}
 
 RECIPES = {
     "default": {},
@@ -50,11 +56,16 @@ RECIPES = {
     "Momentum": {"memory": gravac.Momentum(0.5), **FIXED},
     "LowRank": {"exchange": gravac.LowRank(), **FIXED},
     "few entries": {"exchange": gravac.Mixed((4.0,), gravac.Quantized(32)), **FIXED},
-    "in turn": {"exchange": gravac.Quantized(32), "controller": gravac.Fixed(64)},
+    "a padded bucket": PADDED,
+    "several padded buckets": PADDED,
     "Steps": {"memory": gravac.Steps(optax.scale_by_adam())},
     "by leaf": {
         "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
         **FIXED,
+    },
+    "by leaf, padded": {
+        **PADDED,
+        "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
     },
 }
 # Each memory, exchange and controller once: their states are kept apart. `DenseMean`
@@ -68,7 +79,7 @@ for kinds in itertools.zip_longest(*map(_examples.one_of_each, FAMILIES.values()
     TOGETHER[", ".join(type(x).__name__ for x in recipe.values())] = recipe
 OPTIONS = (
     *("clip, decay, checks", "nothing compressed", "several buckets", "delay"),
-    *("in turn", "by leaf", "few entries"),
+    *("several padded buckets", "by leaf, padded", "few entries"),
 )
 
 
@@ -161,7 +172,7 @@ def on_host(tree):
     "recipe", choices([*OPTIONS, *TOGETHER], lambda x: x == "several buckets")
 )
 def test_a_run_cut_at_any_step_goes_on_bit_for_bit(tmp_path, monkeypatch, recipe):
-    if recipe == "several buckets":
+    if recipe.startswith("several"):
         monkeypatch.setattr(entries, "MAX_ENTRIES", 300)
     run = run_of(recipe)
     with saving(tmp_path) as checkpointer:
@@ -283,7 +294,10 @@ WHERES = {
     "mesh of 8": make_mesh((8,), axis_type=AXIS_TYPES[1]),
 }
 MOVES = [("Momentum", where) for where in WHERES]
-MOVES += [(recipe, "mesh of 8") for recipe in ("Steps", "LowRank", "rounds")]
+MOVES += [
+    (recipe, "mesh of 8")
+    for recipe in ("Steps", "LowRank", "rounds", "a padded bucket")
+]
 
 
 @pytest.mark.parametrize(
@@ -339,8 +353,15 @@ def test_what_a_controller_knows_of_times_begins_anew_on_other_devices(
 # Other buckets, another ladder, another controller.
 
 
-def test_the_number_of_buckets_may_change(tmp_path, monkeypatch):
-    one, several = run_of("Steps"), run_of("several buckets")
+@pytest.mark.parametrize(
+    ("recipe", "cut_recipe", "n"),
+    [
+        ("Steps", "several buckets", ENTRIES - PARAMS["b"].size),
+        ("a padded bucket", "several padded buckets", ENTRIES),
+    ],
+)
+def test_the_number_of_buckets_may_change(tmp_path, monkeypatch, recipe, cut_recipe, n):
+    one, several = run_of(recipe), run_of(cut_recipe)
     state = one.train(one.begin(), 0, 3)
     with monkeypatch.context() as patch:
         patch.setattr(entries, "MAX_ENTRIES", 300)
@@ -351,7 +372,12 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch):
     assert len(buckets) == 2
     parts = [np.asarray(bucket.residual) for bucket in buckets]
     whole = np.asarray(local(state).memory[0].residual)
-    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+    assert np.any(whole)
+    filled = np.concatenate([x[:, : n // 2] for x in parts], axis=1)
+    assert np.array_equal(filled, whole[:, :n])
+    assert not any(np.any(x[:, n // 2 :]) for x in parts)
+    assert not np.any(whole[:, n:])
+    assert (whole.shape[1] > n) == (recipe == "a padded bucket")
     assert_same(on_host(local(back).memory), on_host(local(state).memory))
 
 
