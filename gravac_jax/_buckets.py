@@ -7,10 +7,11 @@ equal size; a leaf that lies across a border is cut there.
 
 Leaves that go dense are fused into one vector. Where entries are selected, these are
 small and one-dimensional leaves (biases, norms): their entries would wait long, which
-costs quality (Lin et al., 2018). In few bits no leaf waits, and all are compressed.
+costs quality (Lin et al., 2018). In few bits every entry is sent, in each step or in
+its turn, and all leaves are compressed.
 
-An exchange of rows has zeros after the leaves of a bucket, so that its rows are whole:
-to pad and to cut in every step would cost passes over the bucket.
+Few bits round a bucket in rows of entries. Zeros after its leaves make them whole: to
+pad and to cut in every step would cost passes over the bucket.
 """
 
 import dataclasses
@@ -54,10 +55,10 @@ class Piece(NamedTuple):
 def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
     """Compress leaves of two or more dimensions with at least `min_entries` entries.
 
-    This is the default of `gravac.transform` for exchanges that do not send few bits of
-    every entry. It lowers `min_entries` to a thousandth of all entries in models of
-    under 16 million: small convolutions sent whole would be most of what a small
-    network sends.
+    This is the default of `gravac.transform` for all exchanges but `Quantized` and
+    `QuantizedAllReduce`. It lowers `min_entries` to a thousandth of all entries in
+    models of under 16 million: small convolutions sent whole would be most of what a
+    small network sends.
 
     Args:
       min_entries: smaller leaves go dense.
@@ -79,12 +80,19 @@ def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The plan for one pytree; static, made from the leaves at each trace."""
+    """The plan for one pytree; static, made from the leaves at each trace.
+
+    Attributes:
+      structure: that of the tree.
+      leaves: their shapes and dtypes.
+      is_compressed: whether each leaf is in a bucket; the others go dense.
+      padded_size: returns the size of a bucket for so many entries.
+    """
 
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_compressed: tuple[bool, ...]
-    padded: Callable[[int], int] = lambda n: n
+    padded_size: Callable[[int], int] = lambda n: n
 
     @property
     def _borders(self) -> list[int]:
@@ -116,7 +124,9 @@ class Buckets:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The size n of each bucket: its entries, and its padding."""
-        return tuple(map(self.padded, self._entries))
+        sizes = tuple(map(self.padded_size, self._entries))
+        _step_checks.update.holds_all(sizes, self._entries)
+        return sizes
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -149,16 +159,19 @@ class Buckets:
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
-        """The leaf and the size of each piece of each part; the last is `NO_LEAF`."""
+        """The leaf and the size of each piece of each part.
+
+        A part ends with its padding, whose leaf is `NO_LEAF`.
+        """
         order = range(len(self.leaves))
         chosen, others = self._chosen(order, True), self._chosen(order, False)
-        parts = [[(chosen[x.leaf], x.entries) for x in piece] for piece in self.pieces]
+        parts = [[(chosen[x.leaf], x.entries) for x in part] for part in self.pieces]
         parts.append([(i, self.leaves[i].size) for i in others])
-        entries = (*self._entries, self.dense_size)
-        paddings = [n - m for n, m in zip(self.part_sizes, entries, strict=True)]
-        for part, padding in zip(parts, paddings, strict=True):
-            part.append((NO_LEAF, padding))
-        return tuple(itertools.chain.from_iterable(parts))
+        padded = (
+            [*part, (NO_LEAF, size - sum(n for _, n in part))]
+            for part, size in zip(parts, self.part_sizes, strict=True)
+        )
+        return tuple(itertools.chain.from_iterable(padded))
 
     @property
     def dense_size(self) -> int:
@@ -189,7 +202,7 @@ class Buckets:
         return tuple(map(_arrays.ravel, parts, self.part_sizes))
 
     def cleared(self, buckets: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
-        """Return buckets with 0 in their padding, of which rounding leaves a rest."""
+        """Return `buckets` with 0 in their padding, where rounding leaves something."""
         return tuple(map(_cleared, buckets, self._entries))
 
     def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
@@ -217,21 +230,21 @@ class Buckets:
         return [x for x, is_compressed in pairs if is_compressed == which]
 
 
-def _cleared(x: jax.Array, entries: int) -> jax.Array:
+def _cleared(x: jax.Array, filled: int) -> jax.Array:
     """Return a vector with 0 after so many entries."""
-    if x.size <= entries:
+    if x.size <= filled:
         return x
     # XLA's CPU backend is slow to update a slice of what a kernel makes. Elsewhere a
     # mask would be one more pass over what a branch returns.
-    masked = lambda x: jnp.where(jnp.arange(x.size) < entries, x, 0)
-    updated = lambda x: x.at[entries:].set(0)
+    masked = lambda x: jnp.where(jnp.arange(x.size) < filled, x, 0)
+    updated = lambda x: x.at[filled:].set(0)
     return jax.lax.platform_dependent(x, cpu=masked, default=updated)
 
 
 def plan(
     tree: Any,
     compress: bool | Predicate | Any | None,
-    padded: Callable[[int], int] = lambda n: n,
+    padded_size: Callable[[int], int] = lambda n: n,
 ) -> Buckets:
     """Decide for each leaf of `tree` whether it is compressed.
 
@@ -239,7 +252,7 @@ def plan(
       tree: a pytree of arrays or `jax.ShapeDtypeStruct`.
       compress: True for every leaf, a function of (path, leaf), or a pytree of bools;
         None for matrices that are not small beside the others.
-      padded: returns the size of a bucket for so many entries.
+      padded_size: returns the size of a bucket for so many entries, at least as many.
 
     Returns:
       The plan.
@@ -262,7 +275,7 @@ def plan(
         _step_checks.update.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
     specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return Buckets(structure, specs, tuple(chosen), padded)
+    return Buckets(structure, specs, tuple(chosen), padded_size)
 
 
 def warn_if_wide(buckets: Buckets) -> None:
@@ -280,7 +293,7 @@ def warn_if_wide(buckets: Buckets) -> None:
 
 def warn_if_empty(buckets: Buckets) -> None:
     """Warn if nothing will be compressed."""
-    if buckets.dense_size and not sum(buckets.sizes):
+    if buckets.dense_size and not any(buckets.is_compressed):
         warnings.warn(
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
             f" ({buckets.dense_size:,} entries): all are one-dimensional or small."

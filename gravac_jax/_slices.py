@@ -10,8 +10,8 @@ same slice.
 The exchange cuts every leaf into as many slices as there are inner devices. Along inner
 axes over which a leaf is not sharded, devices hold copies of it: there, each device
 owns a part of its copy. So everything is remembered once and sent once. A leaf that
-does not divide belongs to the first of the devices that hold it: the others take zeros
-in its place, and what they send of it is dropped.
+does not divide goes dense. It belongs to the first of the devices that hold it: the
+others take zeros in its place, and what they send of it is dropped.
 """
 
 import dataclasses
@@ -75,6 +75,10 @@ class Slices:
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
         return tuple(map(slice_of, leaves, self._cuts(leaves)))
+
+    def are_cut(self, leaves: Sequence[Any]) -> list[bool]:
+        """Return whether each leaf divides, so that a device owns a part of each."""
+        return [not cut.copies for cut in self._cuts(leaves)] if leaves else []
 
     def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
         _step_checks.meshes.sharded_alike(leaves, self.specs)

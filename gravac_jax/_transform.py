@@ -92,9 +92,8 @@ def transform(
         if there is none.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: all leaves if the
-        exchange is `QuantizedAllReduce` or `Quantized`; for others, which select
-        entries or factor matrices, matrices of at least 16,384 entries, or of a
-        thousandth of all entries if that is less.
+        exchange is `QuantizedAllReduce` or `Quantized`; for all others, matrices of at
+        least 16,384 entries, or of a thousandth of all entries if that is less.
       sharded: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
         compiler shards the model over all axes but `axis_name`, as under `jit`. Each
         device then compresses what it owns; the step runs by `gravac.data_parallel`

@@ -101,7 +101,7 @@ def test_a_model_beyond_int32_has_several_buckets_of_about_one_size():
 @pytest.mark.parametrize("compress", [True, {"kernel": True, "bias": False}])
 def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
     exchange = gravac.QuantizedAllReduce()
-    plan = _buckets.plan(PARAMS, compress, exchange.padded)
+    plan = _buckets.plan(PARAMS, compress, exchange.padded_size)
     bucket, dense = plan.pack(PARAMS)
     n = MATRIX.size + BIAS.size * (compress is True)
     assert plan.sizes == (bucket.size,) == (32,)
@@ -117,7 +117,7 @@ def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
 @pytest.mark.parametrize("n", [0, 1, 31, 512, 5000, 409_600, 25_557_032])
 def test_a_padded_bucket_has_whole_rows(n, row_entries):
     exchange = gravac.Quantized(row_entries)
-    padded = exchange.padded(n)
+    padded = exchange.padded_size(n)
     assert n <= padded < n + row_entries
     assert padded % exchange._row(padded) == 0
 

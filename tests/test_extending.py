@@ -150,6 +150,38 @@ class Wrapped(Windows):
         return exchanged._replace(figures=figures), state
 
 
+class InSixes(Windows):
+    """Asks for buckets of so many entries more, up to a multiple of six."""
+
+    def padded_size(self, n):
+        return -(-n // 6) * 6
+
+
+class TooSmall(Windows):
+    """Asks for buckets that are too small."""
+
+    def padded_size(self, n):
+        return n - 1
+
+
+def test_an_exchange_of_ones_own_says_how_large_its_buckets_are():
+    grads = {"a": np.ones((5, 2), np.float32), "b": np.ones(4, np.float32)}
+    make = lambda exchange: gravac.transform(
+        None, exchange=exchange, compress=True, controller=gravac.Fixed(4)
+    )
+    tx = make(InSixes())
+    updates, state = tx.update(grads, tx.init(grads))
+    (bucket, _) = jax.tree.leaves(state.local.memory)
+    assert bucket.size == 18
+    assert not np.any(bucket[14:])
+    kept = bucket[:14].sum()
+    assert sum(x.sum() for x in updates.values()) + kept == 14
+    dense = gravac.DenseMean().traffic(14, 1, 1)
+    assert state.info.dense_bytes == dense.payload_bytes
+    with pytest.raises(ValueError, match=r"returned \[13\] for \[14\] entries"):
+        make(TooSmall()).init(grads)
+
+
 class Forgetful(Windows):
     """Takes figures, and averages none."""
 

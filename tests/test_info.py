@@ -29,7 +29,7 @@ EXCHANGES = [
 
 
 def tables(compress=True, exchange=None, replicas=N, controller=None):
-    padded = (exchange or gravac.AllGather()).padded
+    padded = (exchange or gravac.AllGather()).padded_size
     plan = _buckets.plan(WEIGHTS, compress, padded)
     exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
     controller = controller or gravac.Scheduled(len, LADDER)
@@ -100,7 +100,7 @@ def test_every_byte_of_a_step_at_a_known_rung_is_reported(
     state = tx.init(params)
     axis_env = [("data", replicas)]
     jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(params, state).jaxpr
-    plan = _buckets.plan(params, IS_MATRIX, exchange.padded)
+    plan = _buckets.plan(params, IS_MATRIX, exchange.padded_size)
     table = _info.tables(plan, [exchange], controller, replicas, rides=True)
     sent = _laws.put_in(jaxpr, 0, 1, replicas)
     assert (table.payload_bytes[0], table.messages[0]) == sent

@@ -7,11 +7,12 @@ import sys
 
 import numpy as np
 import pytest
+from _harness import make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import __main__ as tools
-from gravac_jax import probe
-from gravac_jax.probe import _measure, _results, _timing
+from gravac_jax import _buckets, _info, probe
+from gravac_jax.probe import _measure, _results, _steps, _timing
 from gravac_jax.probe._results import Range, Results, Row
 from gravac_jax.probe._steps import Step
 
@@ -64,7 +65,7 @@ def test_the_interval_covers_the_median_nine_times_in_ten(n):
 def test_what_slows_a_whole_round_does_not_blur_a_speed_up():
     slow = np.random.default_rng(0).uniform(1, 10, size=9)
     seconds = {("dense", 1): 0.2 * slow, ("leader", 10): 0.1 * slow}
-    steps = [Step(*key, 1e6, lambda: None) for key in seconds]
+    steps = [Step(*key, 1e6, 2, lambda: None) for key in seconds]
     _, row = _measure.compare(seconds, steps)
     assert row.speed_up == pytest.approx((2, 2, 2))
     assert row.step_seconds.low < row.step_seconds.high
@@ -75,20 +76,34 @@ def test_latency_bandwidth_and_selection_are_those_of_the_cost_model():
     large = wire.exchange_seconds(4e6 * 2 * 3 / 4, messages=6)  # four replicas
     seconds = [1e-4, 1e-4 + 6 * 2e-4, 1e-4 + large, 0.03]
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
-    # The evidence and the entries travel in two collectives of six messages each.
-    step = 0.03 + 0.004 + wire.exchange_seconds(1e5, messages=12)
-    row = Row("leader", 100.0, 1e5, Range(step, step, step), Range(1, 1, 1))
-    found = _measure.network(times, [row], 10**6, 4)
+    sent = {("few-bits", 16.0): (2e5, 6), ("leader", 100.0): (1e5, 12)}
+    for key, exchange in sent.items():
+        times[key] = np.full(5, 0.03 + 0.004 + wire.exchange_seconds(*exchange))
+    steps = [Step(*key, *exchange, lambda: None) for key, exchange in sent.items()]
+    found = _measure.network(times, steps, 10**6, 4)
     assert found["bytes_per_second"] == pytest.approx(12.5e6)
     assert found["latency_seconds"] == pytest.approx(2e-4)
     assert found["selection_seconds"] == pytest.approx(0.004)
 
 
+@pytest.mark.parametrize("name", _steps.EXCHANGES)
+def test_messages_are_those_of_the_whole_step(name):
+    exchange, ladder = _steps.EXCHANGES[name], (1.0, 16.0)
+    model = _steps.stand_in(20_000)
+    trainer = _steps.Trainer(make_mesh((4,)), model)
+    plan = _buckets.plan(model.params, True, exchange.padded_size)
+    shaped = [exchange.shaped(shapes) for shapes in plan.shapes]
+    table = _info.tables(plan, shaped, gravac.Fastest(ladder), 4, rides=True)
+    messages = [trainer._messages(exchange, factor, 2) for factor in ladder]
+    assert messages == table.messages[:2].tolist()
+
+
 def test_noise_gives_no_negative_network():
     seconds = [3e-3, 2e-3, 1e-3, 0.03]  # the smaller program takes longer
-    row = Row("leader", 100.0, 1e5, Range(0, 0, 0), Range(1, 1, 1))
+    step = Step("leader", 100.0, 1e5, 4, lambda: None)
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
-    wire = gravac.WireCost(**_measure.network(times, [row], 10**6, 2))
+    times["leader", 100.0] = np.zeros(5)
+    wire = gravac.WireCost(**_measure.network(times, [step], 10**6, 2))
     assert (wire.latency_seconds, wire.selection_seconds) == (0, 0)
 
 

@@ -267,7 +267,7 @@ def test_few_bits_take_small_leaves_and_other_exchanges_leave_them_dense(exchang
     bucket, dense = (x.size for x in jax.tree.leaves(state.local.memory))
     takes_all = isinstance(exchange, gravac.Quantized)
     assert exchange.suits_small_leaves == takes_all
-    assert (bucket, dense) == ((67, 1) if takes_all else (64, 3))
+    assert (bucket, dense) == ((96, 1) if takes_all else (64, 3))
 
 
 @in_both_ways

@@ -117,9 +117,9 @@ class Exchange(abc.ABC):
 
     @property
     def suits_small_leaves(self) -> bool:
-        """Whether biases, norms and small matrices are compressed by default.
+        """Whether small leaves, such as biases, are compressed by default: no.
 
-        `compress` of `gravac.transform` has the last word. Without it they go dense.
+        They are, or they go dense, if `gravac.transform` is not given `compress`.
         """
         return False
 
@@ -128,10 +128,12 @@ class Exchange(abc.ABC):
         del shapes
         return self
 
-    def padded(self, n: int) -> int:
+    def padded_size(self, n: int) -> int:
         """Return the size of a bucket for `n` entries of leaves; default: n.
 
-        Zeros fill it up, and are never held back: what is kept of them is dropped.
+        It is at least n. Zeros fill up the bucket, and what is kept of them is dropped.
+        The optimizer of `Steps` sees them, too, as gradients and params, and must make
+        steps of 0 of them.
         """
         return n
 

@@ -29,6 +29,9 @@ class Mixed(ByRung):
     of both, a controller takes what the gradients ask for. Without a controller,
     `gravac.transform(exchange=gravac.Mixed())` has `Fastest` with all of these rungs.
 
+    Small leaves go dense by default, as with other exchanges that select entries;
+    `compress=True` compresses them.
+
     Take gradients at own params, as `gravac.train_step` does. Where entries are of like
     size, a factor of 1000 is worth less than is predicted (the record
     2026-11-26_sparse_progress), and programs with selections take longer to compile, so
@@ -96,9 +99,9 @@ class Mixed(ByRung):
         """Whether entries are either sent or kept: no, in few bits all are rounded."""
         return False
 
-    def padded(self, n: int) -> int:
+    def padded_size(self, n: int) -> int:
         """Return the size of a bucket that suits few bits."""
-        return self.few_bits.padded(n)
+        return self.few_bits.padded_size(n)
 
     def init(self, n: int, ladder: tuple[float, ...]) -> Any:
         """Return the states of both exchanges."""

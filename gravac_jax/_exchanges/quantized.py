@@ -53,7 +53,7 @@ class Quantized(RoundingExchange):
     Args:
       row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
         a quarter, if a bucket then divides into whole rows, and in buckets of fewer
-        than 16 such rows.
+        than 16 such rows. `gravac.transform` fills up the last row with zeros.
       least_bits: the fewest bits of an entry: 1, 2, 4 or 8. For the same bytes, two
         bits of half of the entries lost as much as one bit of all for a GPT, and far
         less for LSTMs, whose steps have a few large entries.
@@ -97,7 +97,7 @@ class Quantized(RoundingExchange):
 
     @property
     def suits_small_leaves(self) -> bool:
-        """Whether small leaves are compressed by default: yes, no entry waits long."""
+        """Whether small leaves are compressed by default: yes, no entry is left out."""
         return True
 
     def _lengths(self, n: int) -> Sequence[int]:
@@ -114,11 +114,14 @@ class Quantized(RoundingExchange):
         lengths = self._lengths(n)
         return next((x for x in lengths if n % x == 0), lengths[0])
 
-    def padded(self, n: int) -> int:
-        """Return the size of a bucket for `n` entries that makes few and whole rows.
+    def padded_size(self, n: int) -> int:
+        """Return the size of a bucket that holds `n` entries in few and whole rows.
 
-        The scales of a row weigh as much as 32 of its entries, in two bits.
+        It is n, if these have whole rows. The scales of a row weigh as much as 32 of
+        its entries, in two bits.
         """
+        if n % self._row(n) == 0:
+            return n
         cost = lambda row: -(-n // row) * (row + WORD_BITS)
         row = min(self._lengths(n), key=cost)
         return -(-n // row) * row

@@ -93,10 +93,15 @@ class Components:
 
     def plan(self, tree: Any) -> Buckets:
         """Decide which leaves are compressed; buckets hold what a device owns."""
-        buckets = _buckets.plan(tree, self.compress, self.exchange.padded)
+        buckets = _buckets.plan(tree, self.compress, self.exchange.padded_size)
         if self.slices is None:
             return buckets
-        return dataclasses.replace(buckets, leaves=self.slices.shapes(buckets.leaves))
+        # Few bits would round the zeros that stand for a leaf of another device.
+        is_cut = self.slices.are_cut(buckets.leaves)
+        both = zip(buckets.is_compressed, is_cut, strict=True)
+        leaves = self.slices.shapes(buckets.leaves)
+        chosen = tuple(map(all, both))
+        return dataclasses.replace(buckets, leaves=leaves, is_compressed=chosen)
 
     def initial(self, buckets: Buckets) -> TransformState:
         """Return the state before the first step, of what a device owns."""

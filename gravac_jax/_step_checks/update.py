@@ -199,3 +199,12 @@ def needs_delay() -> None:
         "overlap=True needs gravac.transform(delay=1): without a delay an exchange"
         " waits for the gradient. Add the delay, or leave `overlap` out."
     )
+
+
+def holds_all(sizes: tuple[int, ...], entries: tuple[int, ...]) -> None:
+    """Raise if an exchange of a user's own asks for buckets that are too small."""
+    if any(size < filled for size, filled in zip(sizes, entries, strict=True)):
+        raise ValueError(
+            f"`padded_size` of the exchange returned {list(sizes)} for"
+            f" {list(entries)} entries: return as many or more."
+        )

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.headroom and not options.loss:
         parser.error("--headroom needs a computation to compare with: give --loss")
     if not options.loss and options.params < _steps.MIN_PARAMS:
-        parser.error(f"--params must be {_steps.MIN_PARAMS} or more: less goes dense")
+        parser.error(f"--params must be {_steps.MIN_PARAMS} or more: less is too small")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory for this file")
     mesh = _mesh(parser, options.mesh or {"data": jax.device_count()})

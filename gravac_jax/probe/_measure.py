@@ -57,7 +57,7 @@ def measure(
     meet = _program(mesh, lambda x: jax.lax.pmean(x, mesh.axis_names), entries=1)
     seconds = _timing.in_rounds(runs, meet, budget_seconds)
     rows = compare(seconds, steps.values())
-    wire = network(seconds, rows, trainer.entries, mesh.shape[axis])
+    wire = network(seconds, steps.values(), trainer.entries, mesh.shape[axis])
     headroom = None
     if model.has_compute:
         wire["compute_seconds"] = float(np.median(seconds[NO_EXCHANGE]))
@@ -107,13 +107,16 @@ def median_range(samples: np.ndarray) -> Range:
 
 
 def network(
-    seconds: Mapping[Any, np.ndarray], rows: Sequence[Row], entries: int, replicas: int
+    seconds: Mapping[Any, np.ndarray],
+    steps: Iterable[_steps.Step],
+    entries: int,
+    replicas: int,
 ) -> dict[str, float]:
     """Return latency, bandwidth and selection as arguments of `gravac.WireCost`.
 
     Args:
-      seconds: `[rounds]` seconds of what is timed beside the steps.
-      rows: The results of the steps. Without a compressed one, selection is left out.
+      seconds: `[rounds]` seconds of the steps, and of what is timed beside them.
+      steps: The steps. Without a compressed one, selection is left out.
       entries: The number of entries in the large all-reduce.
       replicas: N, the number of replicas.
     """
@@ -122,15 +125,13 @@ def network(
     transfer = median(LARGE_ALL_REDUCE) - median(SMALL_ALL_REDUCE)
     traffic = gravac.DenseMean().traffic(entries, 1, replicas)
     byte_seconds = max(transfer / traffic.wire_bytes, 1e-15)
-    # Beside its bytes, a compressed step waits for two collectives: one exchanges the
-    # evidence for the controller, one the entries.
-    without = median(NO_EXCHANGE) + 2 * wait
+    latency = wait / traffic.messages
+    exchange = lambda x: x.messages * latency + x.wire_bytes * byte_seconds
     selection = [
-        x.step_seconds.middle - without - x.wire_bytes * byte_seconds
-        for x in rows
+        median((x.exchange, x.factor)) - median(NO_EXCHANGE) - exchange(x)
+        for x in steps
         if x.factor > 1
     ]
-    latency = wait / traffic.messages
     wire = {"bytes_per_second": 1 / byte_seconds, "latency_seconds": latency}
     if selection:
         wire["selection_seconds"] = max(0.0, float(np.median(selection)))

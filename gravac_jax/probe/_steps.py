@@ -30,7 +30,7 @@ ON_REQUEST = ("rows",)  # on CPUs its selection at low factors takes long
 DENSE = "dense"
 DENSE_RUNG = "dense rung"  # factor 1 of the transform
 
-MIN_PARAMS = 16_384  # the transform averages smaller models dense
+MIN_PARAMS = 16_384  # smaller models gain nothing
 
 # So small that no loss diverges, however many steps are timed.
 _LEARNING_RATE = 1e-8
@@ -63,12 +63,14 @@ class Step(NamedTuple):
       exchange: The name of the exchange.
       factor: The compression factor n / k.
       wire_bytes: The bytes that one replica sends over the compressed axis.
+      messages: The messages over this axis that a step waits for, one after the other.
       run: Runs one step and returns arrays that are ready when the step is done.
     """
 
     exchange: str
     factor: float
     wire_bytes: float
+    messages: int
     run: Callable[[], Any]
 
 
@@ -100,6 +102,7 @@ class Trainer:
     def __init__(self, mesh: jax.sharding.Mesh, model: Model) -> None:
         self._mesh, self._loss_fn = mesh, model.loss_fn
         self._axis, *fast = mesh.axis_names
+        self._replicas = mesh.shape[self._axis]
         self._fast_axes = tuple(fast) or None
         self._params = gravac.place(model.params, mesh, self._axis)
         self.entries = sum(x.size for x in jax.tree.leaves(model.params))
@@ -113,9 +116,9 @@ class Trainer:
     def dense(self) -> Step:
         """Return a step that averages float32 gradients in one all-reduce."""
         average = functools.partial(_dense_mean, axes=self._mesh.axis_names)
-        replicas = self._mesh.shape[self._axis]
-        sent = gravac.DenseMean().traffic(self.entries, 1, replicas).wire_bytes
-        return Step(DENSE, 1.0, sent, self._compile(average, ()))
+        sent = gravac.DenseMean().traffic(self.entries, 1, self._replicas)
+        run = self._compile(average, ())
+        return Step(DENSE, 1.0, sent.wire_bytes, sent.messages, run)
 
     def compressed(self, name: str, factors: tuple[float, ...]) -> list[Step]:
         """Return the steps of one exchange, beginning with the dense rung.
@@ -151,8 +154,23 @@ class Trainer:
                     " 2**50. Return params and a batch that training works with."
                 )
             title = DENSE_RUNG if factor == 1 and not is_dense else name
-            steps.append(Step(title, factor, float(info.wire_bytes), run))
+            messages = self._messages(EXCHANGES[name], factor, len(ladder))
+            steps.append(Step(title, factor, float(info.wire_bytes), messages, run))
         return steps
+
+    def _messages(self, exchange: gravac.Exchange, factor: float, rungs: int) -> int:
+        """Return the messages of the entries, their energies, and the figures."""
+        shapes = [x.shape for x in jax.tree.leaves(self._params) if x.ndim > 1]
+        n, replicas = sum(map(math.prod, shapes)), self._replicas
+        exchange = exchange.shaped(tuple(shapes))
+        # Over a fast axis, the figures have an all-reduce of their own.
+        carrier = gravac.DenseMean() if self._fast_axes else exchange
+        parts = (
+            exchange.traffic(n, factor, replicas),
+            exchange.energies_traffic(n, factor, rungs, replicas),
+            carrier.figures_traffic(n, factor, rungs, replicas),
+        )
+        return sum(x.messages for x in parts)
 
     def _compile(self, average: Callable[..., Any], state: Any) -> Callable[..., Any]:
         """Return a function that trains one step and returns the new params and state.
