@@ -72,7 +72,8 @@ class Exchange(abc.ABC):
 
     To write your own, implement `traffic`, `send` and `conclude`, and `prepare` if some
     work does not depend on the rung. An exchange may also override `exchange` itself,
-    and then averages the `figures` that it is given.
+    and then averages the `figures` that it is given. `padded_size` may ask for buckets
+    that end with zeros, and `suits_small_leaves` for all leaves in them.
 
     Law:
       On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean
@@ -117,9 +118,9 @@ class Exchange(abc.ABC):
 
     @property
     def suits_small_leaves(self) -> bool:
-        """Whether small leaves, such as biases, are compressed by default: no.
+        """Whether small leaves are compressed if `compress` does not say: no.
 
-        They are, or they go dense, if `gravac.transform` is not given `compress`.
+        `compress` is an argument of `gravac.transform`.
         """
         return False
 

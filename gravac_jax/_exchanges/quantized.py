@@ -97,7 +97,7 @@ class Quantized(RoundingExchange):
 
     @property
     def suits_small_leaves(self) -> bool:
-        """Whether small leaves are compressed by default: yes, no entry is left out."""
+        """Whether small leaves are compressed if `compress` does not say: yes."""
         return True
 
     def _lengths(self, n: int) -> Sequence[int]:
