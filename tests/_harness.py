@@ -283,7 +283,8 @@ def assert_follows_the_mean(exchange, factor, gradients):
     kept = np.asarray(states.local.memory[0].residual, np.float64)
     sent = np.asarray(updates[0], np.float64).sum(0) * 4
     came = gradients.astype(np.float64).sum((0, 1))
-    np.testing.assert_allclose(sent + kept.sum(0), came, rtol=0, atol=1e-3)
+    kept = kept.sum(0)[: came.size]  # the rest is padding
+    np.testing.assert_allclose(sent + kept, came, rtol=0, atol=1e-3)
     assert_same(updates, np.stack([updates[0]] * 4))
 
 

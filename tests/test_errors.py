@@ -361,11 +361,11 @@ WRONG_VALUES = [
         ]
     ],
     misuse(
-        "(69,) ... (72,) ... call init again",
+        "(4, 3) ... (5, 3) ... call init again",
         lambda: ALONE.update({**PARAMS, "new": jnp.zeros(3)}, STATE),
     ),
     misuse(
-        "(2, 3) ... (1, 3) ... call init again",
+        "(4, 3) ... (3, 3) ... call init again",
         lambda: ALONE.update(jnp.zeros(5 + 8 * 8), STATE),
     ),
     misuse(
@@ -373,7 +373,7 @@ WRONG_VALUES = [
         lambda: ALONE.update(PARAMS, optax.chain(ALONE, optax.sgd(0.1)).init(PARAMS)),
     ),
     misuse(
-        "(4, 69) ... (69,) ... gravac.state_specs",
+        "(4, 96) ... (96,) ... gravac.state_specs",
         lambda: ALONE.update(PARAMS, gravac.init(ALONE, PARAMS, N)),
     ),
     misuse(

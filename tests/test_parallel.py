@@ -175,8 +175,11 @@ def test_keyword_arguments_reach_every_replica_whole(where):
 
 
 def test_a_simulation_runs_one_branch_and_not_all():
-    controller = gravac.GraVAC(ladder=(1, 4, 16))
-    tx = gravac.transform(compress=True, controller=controller)
+    tx = gravac.transform(
+        compress=True,
+        exchange=gravac.AllGather(),
+        controller=gravac.GraVAC(ladder=(1, 4, 16)),
+    )
     step = gravac.simulate(lambda state, x: tx.update(x, state)[::-1], N)
     state = gravac.init(tx, PARAMS["b"], N)
     program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()

@@ -21,6 +21,7 @@ import pytest
 from _harness import Scripted, agreed, choices, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax import _buckets
 
 QUICK, MANY = 50, 100
 EVIDENCE_BYTES = 1000
@@ -167,7 +168,9 @@ def by_kind(state, part):
     # After the buckets come the leaves that go dense, if there are any.
     buckets = state.local.memory[: len(state.local.exchange)]
     held = [np.asarray(getattr(x, part), np.float64).sum(0) for x in buckets]
-    return np.concatenate(held)
+    paddings = [n for leaf, n, _ in state.layout.tolist() if leaf == _buckets.NO_LEAF]
+    pairs = zip(held, paddings, strict=False)
+    return np.concatenate([x[: x.size - padding] for x, padding in pairs])
 
 
 def compressed(case, tree, replicas=True):

@@ -42,13 +42,13 @@ def explain(opt_state: Any, controller: Controller) -> str:
       >>> wire = gravac.WireCost(bytes_per_second=1e6)
       >>> tx = gravac.transform(controller=controller, compress=True, wire=wire)
       >>> step = gravac.simulate(lambda state, grads: tx.update(grads, state)[::-1], 4)
-      >>> grads = jax.random.normal(jax.random.key(0), (4, 25_000))
+      >>> grads = jax.random.normal(jax.random.key(0), (4, 25_600))
       >>> state, _ = step(gravac.place(tx.init(grads[0]), 4), grads)
       >>> print(metrics.explain(state, controller))  # doctest: +ELLIPSIS
       choice     ms a step  progress  ms for a dense step's progress
-      dense          160.7      1.00                           160.7
-      factor 4        49.6      1.00                            49.6
-      factor 16       21.3      0.94                            22.6  taken
+      dense          164.3      1.00                           164.3
+      factor 4        50.3      1.00                            50.4
+      factor 16       21.5      0.94                            22.8  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
     found = _predictions(opt_state, controller)
