@@ -52,7 +52,8 @@ class StepInfo(NamedTuple):
         different params.
       alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
         the same norm. They had been averaged before the exchange, which nothing else
-        can tell under `pmap`, or all replicas had the same batch.
+        can tell under `pmap`, or all replicas had the same batch. With a clip in the
+        transform, which may give all of them the same norm, no step counts.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `gravac.Every`
         or `gravac.Fastest` makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without

@@ -257,6 +257,14 @@ def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay)
     assert plain(np.zeros_like(own)).tolist() == [0] * replicas
 
 
+def test_gradients_that_a_clip_gives_the_same_norm_are_not_alike():
+    clip = gravac.ClipByGlobalNorm(0.1)
+    tx = gravac.transform(compress=True, controller=gravac.Fixed(4), clip=clip)
+    own = np.random.default_rng(0).normal(size=(3, 8, 8)).astype("f")
+    update = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x)), axis_name="data"))
+    assert update(own)[1].info.alike_steps.tolist() == [0] * 3
+
+
 def test_pmap_does_not_hide_a_mean_that_was_left_in():
     tx = gravac.transform(compress=True, controller=gravac.Fixed(4))
     grads = np.random.default_rng(0).normal(size=(N, 8, 8)).astype("f")

@@ -202,10 +202,14 @@ def agree(own: Agreed, axes: Axes) -> Agreed:
     return figures._replace(dense=axes.slow.mean(own.dense))
 
 
-def _are_alike(agreed: Agreed, axes: Axes) -> jax.Array:
-    """Return whether all gradients have the same norm, and are no zeros."""
+def _are_alike(agreed: Agreed, setting: Setting) -> jax.Array:
+    """Return whether all gradients have the same norm, and are no zeros.
+
+    A clip may give different gradients the same norm, so nothing is said with one.
+    """
     is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
-    return is_alike & (axes.slow.replicas > 1)
+    is_clipped = not isinstance(setting.components.clip, NoClip)
+    return is_alike & (setting.axes.slow.replicas > 1 and not is_clipped)
 
 
 def exchange(
@@ -306,7 +310,7 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
             info,
             is_bad=agreed.bad != 0,
             is_told_late=setting.components.waits,
-            is_alike=_are_alike(agreed, setting.axes),
+            is_alike=_are_alike(agreed, setting),
             apart=agreed.apart,
         ),
     )
