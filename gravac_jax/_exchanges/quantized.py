@@ -16,6 +16,7 @@ from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
 from gravac_jax._exchanges.rounding import Energies, RoundingExchange
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
+QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,9 @@ class Quantized(RoundingExchange):
         if n % self._row(n) == 0:
             return n
         cost = lambda row: -(-n // row) * (row + WORD_BITS)
-        row = min(self._lengths(n), key=cost)
+        lengths = self._lengths(n)
+        quick = [row for row in lengths if row % QUICK_ROW == 0]
+        row = min(quick or lengths, key=cost)
         return -(-n // row) * row
 
     def bits(self, factor: float) -> int:
