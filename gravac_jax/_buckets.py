@@ -92,7 +92,7 @@ class Buckets:
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_compressed: tuple[bool, ...]
-    padded_size: Callable[[int], int] = lambda n: n
+    padded_size: Callable[[int], int]
 
     @property
     def _borders(self) -> list[int]:

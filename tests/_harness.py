@@ -40,6 +40,11 @@ def residual(tree):
     return state.local.memory[0].residual
 
 
+def on_host(tree):
+    """Return a tree whose arrays are NumPy's."""
+    return jax.tree.map(np.asarray, tree)
+
+
 def choices(every, is_quick, name=str):
     """Return parameters of a test; those that are not quick are for the slow run."""
     marks = lambda x: () if is_quick(x) else pytest.mark.slow

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, assert_same, choices, make_mesh
+from _harness import AXIS_TYPES, assert_same, choices, make_mesh, on_host
 from flax import nnx
 
 import gravac_jax as gravac
@@ -59,10 +59,6 @@ RECIPES = {
     "a padded bucket": PADDED,
     "several padded buckets": PADDED,
     "Steps": {"memory": gravac.Steps(optax.scale_by_adam())},
-    "by leaf": {
-        "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
-        **FIXED,
-    },
     "by leaf, padded": {
         **PADDED,
         "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
@@ -159,10 +155,6 @@ def moved(directory, state, run, step=3):
 
 def local(state):
     return optax.tree.get(state, "TransformState").local
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 # On as many replicas every bit is the same, wherever the run is cut.

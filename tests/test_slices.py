@@ -510,13 +510,9 @@ def test_a_run_in_few_bits_goes_on_bit_for_bit(tmp_path):
         checkpointer.save(1, (params, state), params)
         found = checkpointer.restore((params, state), params).tree
     assert np.any(np.asarray(_harness.residual(state)))
-    _harness.assert_same(on_host(found), on_host((params, state)))
+    _harness.assert_same(_harness.on_host(found), _harness.on_host((params, state)))
     expected, received = step(params, state, batch), step(*found, batch)
-    _harness.assert_same(on_host(received), on_host(expected))
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
+    _harness.assert_same(_harness.on_host(received), _harness.on_host(expected))
 
 
 def refused(transform, mesh=None, **kwargs):
