@@ -218,7 +218,7 @@ def guard(
       >>> updates, opt_state = tx.update(bad, tx.init(params), params)
       >>> updates["w"].tolist()
       [0.0, 0.0, 0.0]
-      >>> int(optax.tree.get(opt_state, "skipped_steps"))
+      >>> int(optax.tree.get(opt_state, "bad_steps"))
       1
     """
     _checks.optimizer(tx, "gravac.guard(tx)")

@@ -45,7 +45,7 @@ class StepInfo(NamedTuple):
         without a clip, below 2**50. Always True with a delay, rounds or a memory that
         forgets, where replicas are told of a gradient after its step.
       dense_steps: `[]` int32, steps so far that sent everything.
-      skipped_steps: `[]` int32, steps so far in which a replica left its gradient out,
+      bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
         because it was not finite. Where replicas are told late, exchanges that told of
         such a step.
       disagreements: `[]` int32, how often `check_every` found that replicas hold
@@ -85,7 +85,7 @@ class StepInfo(NamedTuple):
     dense_wire_bytes: jax.Array
     is_finite: jax.Array
     dense_steps: jax.Array
-    skipped_steps: jax.Array
+    bad_steps: jax.Array
     disagreements: jax.Array
     alike_steps: jax.Array
     local_steps: jax.Array
@@ -223,7 +223,7 @@ def before_the_first_step(rungs: int) -> StepInfo:
         dense_wire_bytes=jnp.zeros((), jnp.float32),
         is_finite=jnp.ones((), bool),
         dense_steps=jnp.zeros((), jnp.int32),
-        skipped_steps=jnp.zeros((), jnp.int32),
+        bad_steps=jnp.zeros((), jnp.int32),
         disagreements=jnp.zeros((), jnp.int32),
         alike_steps=jnp.zeros((), jnp.int32),
         local_steps=jnp.zeros((), jnp.int32),
@@ -274,7 +274,7 @@ def count_faults(
     is_apart = jnp.any(apart).astype(jnp.int32)
     return info._replace(
         is_finite=~is_bad | is_told_late,
-        skipped_steps=info.skipped_steps + is_bad.astype(jnp.int32),
+        bad_steps=info.bad_steps + is_bad.astype(jnp.int32),
         disagreements=info.disagreements + is_apart,
         alike_steps=info.alike_steps + is_alike.astype(jnp.int32),
     )

@@ -107,7 +107,7 @@ def test_bad_gradients_of_all_replicas_change_nothing_at_any_rung():
         *state, _ = step(*state, batch)
     params, opt_state = jax.device_get(state)
     assert_same(params, PARAMS)
-    assert optax.tree.get(opt_state, "StepInfo").skipped_steps == 8
+    assert optax.tree.get(opt_state, "StepInfo").bad_steps == 8
     assert not any(x.any() for x in jax.tree.leaves(opt_state[0].local.memory))
 
 

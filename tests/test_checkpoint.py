@@ -220,7 +220,7 @@ def test_every_kind_of_leaf_is_restored(tmp_path):
 # The format.
 
 
-def test_version_5_stores_these_names_and_shapes(tmp_path):
+def test_version_6_stores_these_names_and_shapes(tmp_path):
     """Checkpoints of earlier releases have them: a new name needs a new version."""
     run = run_of("Steps")
     state = run.train(run.begin(), 0, 2)
@@ -232,7 +232,7 @@ def test_version_5_stores_these_names_and_shapes(tmp_path):
         *("version", "replicas", "steps", "ladder", "rung", "ahead", "past_rungs"),
         *("controller", "info", "replica", "memory", "exchange"),
     }
-    assert (stored["version"], stored["replicas"]) == (5, N)
+    assert (stored["version"], stored["replicas"]) == (6, N)
     assert _state.Round._fields == ("length", "next_length", "exchanges")
     assert jax.tree.map(np.shape, stored["exchange"]) == {
         "0": {"reached": (N,), "threshold": (N,)}
@@ -307,7 +307,7 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
         x, y = (np.asarray(z, np.float64).mean(0) for z in (x, y))
         np.testing.assert_allclose(y, x, rtol=0, atol=np.abs(x).max() * 2**-22)
         assert "nu" not in jax.tree_util.keystr(path) or (y >= 0).all()
-    for name in ("steps", "rung", "skipped_steps", "dense_steps", "local_steps"):
+    for name in ("steps", "rung", "bad_steps", "dense_steps", "local_steps"):
         assert int(optax.tree.get(there, name)) == int(optax.tree.get(state, name))
     other.train(there, 3, STEPS)
 

@@ -228,7 +228,7 @@ def test_bad_steps_change_nothing_but_counters(name):
     for x in bad:
         assert_same(without_counters(x, name), without_counters(good, name))
     counters = [
-        [int(optax.tree.get(x, key)) for key in ("steps", "skipped_steps")]
+        [int(optax.tree.get(x, key)) for key in ("steps", "bad_steps")]
         for x in (good, *bad, after)
     ]
     skipped = len(BAD) * 3

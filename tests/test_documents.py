@@ -230,13 +230,13 @@ def test_an_overflow_on_one_replica_halves_the_scale_on_all(recipe):
     assert recipe["scales"] == [2.0**15, 2.0**14, 2.0**14]
     state = recipe["scaled_state"]
     for replica in (3, 0):
-        before, skipped = copied((state[0], state[1][1:])), info_of(state).skipped_steps
+        before, skipped = copied((state[0], state[1][1:])), info_of(state).bad_steps
         factor, skipped = float(state[2]["factor"]), int(skipped)
         *state, _ = recipe["scaled_step"](*state, overflow_on(recipe, replica))
         assert_alike((state[0], state[1][1:], state[2]))
         assert_same((state[0], state[1][1:]), before)
         assert float(state[2]["factor"]) == factor / 2
-        assert int(info_of(state).skipped_steps) == skipped + 1
+        assert int(info_of(state).bad_steps) == skipped + 1
     *state, loss = recipe["scaled_step"](*state, recipe["make_batch"](64))
     assert np.isfinite(loss)
     assert float(state[2]["factor"]) == factor / 2
@@ -255,7 +255,7 @@ def test_under_pmap_an_overflow_on_one_replica_halves_the_scale_on_all(recipe):
     params, opt_state, scale = recipe["pmap_state"]
     assert_alike((params, opt_state[1:], scale))
     assert set(np.asarray(scale.scale)) == {2.0**15}
-    assert set(np.asarray(info_of(opt_state).skipped_steps)) == {1}
+    assert set(np.asarray(info_of(opt_state).bad_steps)) == {1}
     assert set(np.asarray(info_of(opt_state).alike_steps)) == {0}
 
 

@@ -176,13 +176,13 @@ def test_a_local_step_sends_nothing_at_all_and_is_counted():
 
 def test_dense_and_bad_steps_and_disagreements_are_counted():
     info = reports(0, SILENT, 1, 0)
-    assert (info.dense_steps, info.skipped_steps) == (2, 0)
+    assert (info.dense_steps, info.bad_steps) == (2, 0)
     for is_bad in (True, False, True, True):
         info = report(info, jnp.int32(1), jnp.ones(3), is_bad)
         assert info.is_finite == (not is_bad)
     for apart in (0.0, 0.5, 0.0, 1.0):
         info = report(info, jnp.int32(1), jnp.ones(3), apart=apart)
-    assert (info.dense_steps, info.skipped_steps, info.disagreements) == (2, 3, 2)
+    assert (info.dense_steps, info.bad_steps, info.disagreements) == (2, 3, 2)
 
 
 def test_what_is_told_late_is_counted_and_is_no_bad_step():
@@ -193,7 +193,7 @@ def test_what_is_told_late_is_counted_and_is_no_bad_step():
         is_alike=jnp.bool(False),
         apart=jnp.zeros(1),
     )
-    assert (info.skipped_steps, info.is_finite) == (1, True)
+    assert (info.bad_steps, info.is_finite) == (1, True)
 
 
 def test_no_two_figures_share_a_buffer():

@@ -376,7 +376,7 @@ FIGURES = [
         "gravac/gain": 0.256,
         "gravac/wire_bytes": 1e6,
         "gravac/dense_wire_bytes": 4e6,
-        "gravac/skipped_steps": i,
+        "gravac/bad_steps": i,
     }
     for i in range(3)
 ]

@@ -404,7 +404,7 @@ def test_a_bad_gradient_is_nothing_to_its_replica_and_the_others_hear_later(how)
     expected, others = run(nothing, **recipe)
     assert_same(updates, expected)
     assert_same(states.local.memory, others.local.memory)
-    assert states.info.skipped_steps.tolist() == [0, 0, 1, 1, 1, 1]
+    assert states.info.bad_steps.tolist() == [0, 0, 1, 1, 1, 1]
     assert states.info.is_finite.all()
 
 

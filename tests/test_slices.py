@@ -473,7 +473,7 @@ def test_a_bad_gradient_of_one_device_leaves_everything_as_it_is():
     after, bad, _ = step(params, state, np.array([1.0, np.inf], np.float32))
     on_all_devices((after, bad))
     info = optax.tree.get(bad, "StepInfo")
-    assert (int(info.skipped_steps), bool(info.is_finite)) == (1, False)
+    assert (int(info.bad_steps), bool(info.is_finite)) == (1, False)
     jax.tree.map(np.testing.assert_array_equal, after, params)
     np.testing.assert_array_equal(_harness.residual(bad), _harness.residual(state))
 

@@ -236,7 +236,7 @@ def test_a_bad_gradient_is_left_out_and_a_guard_skips_the_step():
     def after(tx, batch):
         step = gravac.train_step(loss_fn, tx, make_mesh())
         (params, opt_state), _ = trained(step, step.init(PARAMS), [batch])
-        return params, int(optax.tree.get(opt_state, "skipped_steps"))
+        return params, int(optax.tree.get(opt_state, "bad_steps"))
 
     (params, skipped), (expected, _) = after(tx, bad), after(tx, nothing)
     assert_same(params, expected)

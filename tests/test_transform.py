@@ -469,9 +469,9 @@ def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
     expected, expected_states = compiled(recipe, how)(left_out(FLOATS), **times())
     is_bad = np.isin(np.arange(STEPS), BAD_STEPS)
     assert (states.info.is_finite == ~is_bad).all()
-    assert (states.info.skipped_steps == np.cumsum(is_bad)).all()
+    assert (states.info.bad_steps == np.cumsum(is_bad)).all()
     assert (states.steps == np.arange(STEPS) + 1).all()
-    uncounted = lambda x: x._replace(info=x.info._replace(is_finite=0, skipped_steps=0))
+    uncounted = lambda x: x._replace(info=x.info._replace(is_finite=0, bad_steps=0))
     assert_same(updates, expected)
     assert_same(uncounted(states), uncounted(expected_states))
 
@@ -517,7 +517,7 @@ def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
     for leaf, x in updates.items():
         np.testing.assert_allclose(x[:-1].sum(0), FLOATS[leaf][0].mean(0), atol=1e-5)
     assert ((states.info.gain >= 0) & (states.info.gain <= 1)).all()
-    assert states.info.skipped_steps[-1] == 0
+    assert states.info.bad_steps[-1] == 0
     for x in jax.tree.leaves(at(states, -1)):
         assert not np.issubdtype(x.dtype, np.floating) or np.isfinite(x).all()
 

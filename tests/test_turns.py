@@ -134,7 +134,7 @@ def test_a_bad_gradient_is_left_out_and_nothing_is_lost():
     updates, states = _harness.trajectory(transform, PARAMS, "vmap")(gradients)
     assert np.isfinite(updates["w"]).all()
     assert updates["w"][1].any()
-    assert states.info.skipped_steps[-1] == 1
+    assert states.info.bad_steps[-1] == 1
     came_in = GRADIENTS["w"].copy()
     came_in[1, 2] = 0
     assert_adds_up(updates, states, came_in)

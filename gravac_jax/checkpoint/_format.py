@@ -1,9 +1,9 @@
-"""The format of checkpoints, version 5: training state as named arrays.
+"""The format of checkpoints, version 6: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
-    version                        5
+    version                        6
     replicas                       N
     steps, rung, ahead, ...        the fields that are the same on all replicas
     replica                        `[N]`
@@ -25,7 +25,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 5
+VERSION = 6
 
 
 def to_named(tree: Any, params: Any) -> Named:

@@ -16,7 +16,7 @@ _LOSSES = 20  # steps in the mean of the loss; arbitrary
 _REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
 _ALARMS = {
-    "gravac/skipped_steps": "{:.0f} bad steps: a gradient was not finite",
+    "gravac/bad_steps": "{:.0f} bad steps: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
     "gravac/alike_steps": "all replicas had the same gradient in {:.0f} steps",
 }

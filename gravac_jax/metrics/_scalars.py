@@ -79,7 +79,7 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
       ...     return opt_state, optax.tree.get(opt_state, "StepInfo")
       >>> grads = {"w": jnp.ones((3, 256, 256))}
       >>> opt_state, infos = jax.lax.scan(step, tx.init(params), grads)
-      >>> [x["gravac/skipped_steps"] for x in metrics.scalars_of_steps(infos)]
+      >>> [x["gravac/bad_steps"] for x in metrics.scalars_of_steps(infos)]
       [0.0, 0.0, 0.0]
     """
     return fetch(_snapshot(infos, others, {}))

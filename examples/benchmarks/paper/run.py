@@ -88,7 +88,7 @@ def add_up(lines: list[dict[str, float]]) -> Line:
         "wire_bytes": total("wire_bytes"),
         "dense_wire_bytes": total("dense_wire_bytes"),
         "dense_steps": int(lines[-1]["gravac/dense_steps"]),
-        "skipped_steps": int(lines[-1]["gravac/skipped_steps"]),
+        "bad_steps": int(lines[-1]["gravac/bad_steps"]),
         "mean_factor": round(1 / inverse, 3) if inverse else None,
         "course": course(factors),
         "evaluations": evaluations,

@@ -265,7 +265,7 @@ def add_up(totals: Line, steps: Sequence[Any], replicas: int) -> Line:
         "training_loss": finite(float(np.mean([loss for loss, _ in steps]))),
         "factor": finite(float(last.factor)),
         "gain": round(float(last.gain), 6),
-        "skipped_steps": int(last.skipped_steps),
+        "bad_steps": int(last.bad_steps),
         **totals,
         "touches": round(totals["touches"], 3),
     }
