@@ -246,7 +246,7 @@ class Comm:
         return own.astype(jnp.float32)
 
 
-def only_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
+def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
     """Return `exchange()` if it is due, else `otherwise`, without a collective.
 
     Args:
@@ -404,7 +404,7 @@ def energies_beside_mean_traffic(n: int, figures: int, replicas: int) -> Traffic
 
     Other figures travel with them, whether or not the entries take both along.
     """
-    traffic = mean_traffic(figures, replicas)._replace(entries=0)
+    traffic = mean_traffic(figures, replicas)
     return traffic._replace(messages=0) if takes_along(n) else traffic
 
 

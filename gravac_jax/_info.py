@@ -23,9 +23,9 @@ class StepInfo(NamedTuple):
     """What the last step sent; the same on every replica.
 
     Read it from any optimizer state: `optax.tree.get(opt_state, "StepInfo")`. Bytes are
-    float32: exact below 2**24, and to seven digits above. A silent step has factor
-    infinity, since it sent nothing of the compressed leaves, and gain 0. With two axes
-    the bytes are those that one device sends over the slow axis.
+    float32: exact below 2**24, and to seven digits above. A local step has factor
+    infinity, since it sent nothing, and gain 0. With two axes the bytes are those that
+    one device sends over the slow axis.
 
     Attributes:
       factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.
@@ -96,9 +96,9 @@ class StepInfo(NamedTuple):
     def byte_factor(self) -> jax.Array:
         """How many times fewer bytes than a dense step this one sent: `[]` float32.
 
-        It stays below `factor`: an all-gather sends to each of N - 1 replicas, and the
-        dense leaves and the evidence count. It is infinite in a local step, and 1 with
-        one replica, where a dense step sends nothing either.
+        It counts all bytes: those of indices, of dense leaves and of the evidence, and
+        an all-gather's to each of N - 1 replicas. It is infinite in a local step, and 1
+        with one replica, where a dense step sends nothing either.
         """
         return self._fewer_than_dense(self.wire_bytes)
 
@@ -113,13 +113,13 @@ class StepInfo(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What each rung sends; after them come a silent step and a local one. Static.
+    """What each rung sends, and at the end a local step. Static.
 
     Attributes:
-      factors: `[rungs + 2]`, entries over entries sent.
-      payload_bytes: `[rungs + 2]`.
-      wire_bytes: `[rungs + 2]`.
-      messages: `[rungs + 2]`, sent one after the other.
+      factors: `[rungs + 1]`, entries over entries sent.
+      payload_bytes: `[rungs + 1]`.
+      wire_bytes: `[rungs + 1]`.
+      messages: `[rungs + 1]`, sent one after the other.
       dense: a float32 mean of all leaves.
     """
 
@@ -149,11 +149,10 @@ def tables(
     scalars = 4 + controller.has_rounds + 2 * kinds_of_steps(controller)
     scalars += rungs * controller.samples_gradient
     figures = buckets.part_sizes[-1] + scalars
-    agreed = _collectives.mean_traffic(figures, replicas)
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:
-        told = agreed
+        told = _collectives.mean_traffic(figures, replicas)
         if rides:
             first, size = pairs[0]
             told = first.figures_traffic(size, factor, figures, replicas)
@@ -164,7 +163,6 @@ def tables(
         sent = sum(x.entries for x in entries)
         factor_sent = n / sent if n else 1.0
         rows.append((factor_sent, *_sizes([told, *entries, *energies])))
-    rows.append((np.inf, *_sizes([agreed])))
     rows.append((np.inf, 0, 0, 0))
     dense = _collectives.mean_traffic(buckets.total_size, replicas)
     sent = np.asarray(rows, np.float32).T
@@ -198,7 +196,7 @@ def warn_if_dense(
 
 
 def first_sparse(table: Tables) -> jax.Array:
-    """Return the lowest rung of a factor above 1, `[]` int32; if none, the silent."""
+    """Return the lowest rung of a factor above 1, `[]` int32; `rungs` if none."""
     return jnp.int32(int(np.argmax(table.factors > 1)))
 
 
@@ -206,7 +204,7 @@ def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
     """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
     costs = zip(table.wire_bytes, table.messages, table.factors == 1, strict=True)
     parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
-    return jnp.asarray(parts[:-2], jnp.float32)
+    return jnp.asarray(parts[:-1], jnp.float32)
 
 
 def before_the_first_step(rungs: int) -> StepInfo:
@@ -240,7 +238,7 @@ def after(
     alignment: jax.Array,
 ) -> StepInfo:
     """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
-    is_local = rung == gains.size + 1
+    is_local = rung == gains.size
     at_rung = lambda figures: jnp.asarray(figures)[rung]
     factor = at_rung(table.factors)
     is_dense = (factor == 1).astype(jnp.int32)
@@ -249,7 +247,7 @@ def after(
     mean_bytes = wire_bytes / steps.astype(jnp.float32)
     return before._replace(
         factor=factor,
-        gain=jnp.append(gains, jnp.zeros(2, jnp.float32))[rung],
+        gain=jnp.append(gains, jnp.float32(0))[rung],
         gains=gains,
         payload_bytes=at_rung(table.payload_bytes),
         wire_bytes=wire_bytes,

@@ -23,7 +23,7 @@ class Told(NamedTuple):
       gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
         never asks.
       seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
-        Kinds are the rungs, and with rounds silent and local steps.
+        Kinds are the rungs, and with rounds local steps.
       timed: `[kinds]` float32, 1 where a time was measured.
     """
 
@@ -101,7 +101,7 @@ class TransformState(NamedTuple):
         `gravac.guard` skips moves them on, too.
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
-        rungs if the step was silent, and one more if it was local.
+        rungs if the step was local, and -1 before the first step.
       round: how long rounds are, if the controller has any.
       info: what a human wants to know.
       arrived: what an update that only `receives` leaves for the rest of its step. A

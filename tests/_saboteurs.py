@@ -193,13 +193,6 @@ class TalksBeforehand(gravac.AllGather):
         return super().exchange(bucket, state, rung, **others)
 
 
-@caught_by(_laws.sends_nothing_beyond_the_ladder)
-class SendsInItsSleep(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, ladder, **others):
-        rung = jnp.minimum(rung, len(ladder) - 1)
-        return super().exchange(bucket, state, rung, ladder=ladder, **others)
-
-
 @caught_by(_laws.sends_alike_looking_or_not)
 class SendsLessUnseen(gravac.AllGather):
     def exchange(self, bucket, state, rung, *, looks: Any = True, **others):

@@ -67,11 +67,10 @@ def test_a_memory_takes_the_space_that_its_docstring_says(memory, floats, words)
         assert x.dtype in (np.float32, np.int32)
 
 
-def test_masking_needs_entries_that_are_sent_as_they_are():
+@pytest.mark.parametrize("exchange", [gravac.LowRank(), gravac.DenseMean("bfloat16")])
+def test_masking_needs_entries_that_are_sent_as_they_are(exchange):
     with pytest.raises(ValueError, match="masking=False"):
-        gravac.transform(
-            memory=gravac.Momentum(masking=True), exchange=gravac.LowRank()
-        )
+        gravac.transform(memory=gravac.Momentum(masking=True), exchange=exchange)
     gravac.transform(momentum=0.9, exchange=gravac.LowRank())
 
 

@@ -122,6 +122,28 @@ def test_accelerators_exchange_what_cpus_do(exchange, monkeypatch):
         )
 
 
+def test_each_replica_leads_in_its_turn():
+    buckets = np.random.default_rng(7).standard_normal((3, 40)).astype(np.float32)
+    exchange = gravac.LeaderIndices(gravac.TopK())
+
+    @jax.jit
+    def run(step):
+        one = lambda bucket: exchange.exchange(
+            bucket,
+            exchange.init(40, (4.0,)),
+            np.int32(0),
+            ladder=(4.0,),
+            key=jax.random.key(0),
+            comm=Comm("data"),
+            step=step,
+        )[0]
+        return jax.vmap(one, axis_name="data")(buckets)
+
+    for step in range(4):
+        largest = np.argsort(-np.abs(buckets[step % 3]))[:10]
+        assert set(np.flatnonzero(run(np.int32(step)).mean[0])) == set(largest)
+
+
 def test_a_leader_that_did_not_suit_is_forgotten_in_dense_steps():
     exchange = gravac.LeaderIndices(gravac.TopK())
     bucket = jnp.asarray(_examples.EXCHANGED[0])

@@ -47,13 +47,13 @@ class Windows(gravac.Exchange):
     def prepare(self, bucket, state, rungs, key, comm):
         return jax.random.randint(key, (), 0, bucket.size)
 
-    def send(self, bucket, local, k, comm):
-        mean = comm.mean(jnp.roll(bucket, -local)[:k])
-        return jnp.roll(jnp.pad(mean, (0, bucket.size - k)), local), ()
+    def send(self, bucket, prepared, k, comm):
+        mean = comm.mean(jnp.roll(bucket, -prepared)[:k])
+        return jnp.roll(jnp.pad(mean, (0, bucket.size - k)), prepared), ()
 
-    def conclude(self, bucket, state, local, told, rungs):
+    def conclude(self, bucket, state, prepared, found, rungs):
         places = jnp.arange(rungs.n, dtype=jnp.int32)
-        is_kept = (places - local) % rungs.n >= rungs.sent_count
+        is_kept = (places - prepared) % rungs.n >= rungs.sent_count
         residual = jnp.where(is_kept, bucket, 0)
         energy, counts = jnp.sum(bucket**2), jnp.asarray(rungs.counts, jnp.float32)
         sent = energy - jnp.sum(residual**2)

@@ -16,7 +16,8 @@ from _harness import trajectory
 import gravac_jax as gravac
 from gravac_jax import metrics
 from gravac_jax._controllers import fastest
-from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
+from gravac_jax._controllers.progress import WAITING_COST, progress
+from gravac_jax._selection.waiting import waiting_steps
 
 CONTROLLER = gravac.Fastest(gravac.geometric(10, 1000))
 LADDER = np.array(CONTROLLER.ladder)
@@ -166,10 +167,6 @@ def on_random_networks():
 def on_special_network(name):
     at = len(NETWORKS) + list(SPECIAL).index(name)
     return tuple(x[at] for x in on_networks_that_stay())
-
-
-# In one worker: they share one run.
-pytestmark = pytest.mark.xdist_group("fastest")
 
 
 @pytest.mark.slow

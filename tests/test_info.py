@@ -13,7 +13,7 @@ import gravac_jax as gravac
 from gravac_jax import _buckets, _collectives, _info
 
 N, LADDER = 4, (1.0, 4.0, 1000.0)
-SILENT, LOCAL = len(LADDER), len(LADDER) + 1
+LOCAL = len(LADDER)
 WEIGHTS = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
 IS_MATRIX = {"w": True, "b": False}
 EXCHANGES = [
@@ -70,7 +70,7 @@ def test_every_byte_of_a_whole_step_is_reported(
     axis_env = [("data", replicas)]
     jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(WEIGHTS, state).jaxpr
     table = tables(compress, exchange, replicas, controller)
-    for rung in (*range(len(LADDER)), SILENT):
+    for rung in range(len(LADDER)):
         sent = _laws.put_in(jaxpr, rung, len(LADDER), replicas)
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
@@ -114,7 +114,7 @@ def test_every_byte_of_a_step_at_a_known_rung_is_reported(
 def test_the_factor_is_entries_over_entries_sent_of_compressed_leaves(
     compress, factors
 ):
-    assert tables(compress).factors.tolist() == [*np.float32(factors), np.inf, np.inf]
+    assert tables(compress).factors.tolist() == [*np.float32(factors), np.inf]
 
 
 def test_the_dense_figures_are_those_of_a_plain_mean():
@@ -125,7 +125,7 @@ def test_one_replica_alone_sends_nothing_over_the_wire():
     table = tables(replicas=1)
     assert not table.wire_bytes.any()
     assert table.dense.wire_bytes == 0
-    assert (table.payload_bytes[: SILENT + 1] > 0).all()
+    assert (table.payload_bytes[:LOCAL] > 0).all()
 
 
 def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
@@ -135,9 +135,9 @@ def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
     assert predicted.dtype == np.float32
     expected = [
         np.full(len(LADDER), 2),
-        np.float32(1e-3) * (table.factors > 1)[:-2],
-        table.messages[:-2],
-        table.wire_bytes[:-2] / 1024,
+        np.float32(1e-3) * (table.factors > 1)[:-1],
+        table.messages[:-1],
+        table.wire_bytes[:-1] / 1024,
     ]
     np.testing.assert_array_equal(predicted.T, expected)
 
@@ -160,13 +160,6 @@ def test_the_byte_factor_is_dense_bytes_over_bytes_sent():
     assert _info.before_the_first_step(len(LADDER)).byte_factor == 1
 
 
-def test_a_silent_step_sent_nothing_and_gained_nothing():
-    info = reports(SILENT)
-    assert (info.factor, info.gain) == (np.inf, 0)
-    assert info.payload_bytes == tables().payload_bytes[SILENT]
-    assert info.is_finite
-
-
 def test_a_local_step_sends_nothing_at_all_and_is_counted():
     info = reports(1, LOCAL, LOCAL)
     assert (info.factor, info.gain, info.byte_factor) == (np.inf, 0, np.inf)
@@ -175,7 +168,7 @@ def test_a_local_step_sends_nothing_at_all_and_is_counted():
 
 
 def test_dense_and_bad_steps_and_disagreements_are_counted():
-    info = reports(0, SILENT, 1, 0)
+    info = reports(0, LOCAL, 1, 0)
     assert (info.dense_steps, info.bad_steps) == (2, 0)
     for is_bad in (True, False, True, True):
         info = report(info, jnp.int32(1), jnp.ones(3), is_bad)
@@ -210,7 +203,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     table = _info.tables(
         buckets, exchanges, gravac.Scheduled(len, ladder), 32, rides=False
     )
-    assert table.factors.tolist() == [1, 1, 1, 100, np.inf, np.inf]
+    assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
     assert (np.diff(table.wire_bytes) <= 0).all()
     with pytest.warns(UserWarning, match=r"32 replicas .*\[10.0, 20.0\]"):
         _info.warn_if_dense(buckets, exchanges, ladder, 32)

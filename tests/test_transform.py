@@ -93,13 +93,6 @@ def sgd(exchange):
     return optax.chain(exchange, optax.sgd(0.5, momentum=0.5))
 
 
-class Pausing(Scripted):
-    """Takes the rungs in turn, and one beyond the ladder, at which nothing is sent."""
-
-    def decide(self, evidence, state):
-        return evidence.effective_step % (len(self.ladder) + 1), state
-
-
 GRAVAC = gravac.GraVAC(
     epsilon=0.9, ladder=LADDER, window=1000, gain="norm", smoothing=1.0
 )
@@ -108,7 +101,6 @@ RECIPES = {
     "scripted": gravac_with(Scripted(LADDER)),
     "gravac": gravac_with(GRAVAC),
     "fastest": gravac_with(gravac.Fastest(LADDER)),
-    "pausing": gravac_with(Pausing(LADDER)),
     "factor 1": sgd(gravac_with(gravac.Fixed(1))),
     "dense mean": sgd(
         gravac.transform(
@@ -249,7 +241,7 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, ho
 
 
 @in_both_ways
-@pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
 def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     updates, states = compiled(recipe, how)(spoil(INTEGERS), **times())
     came_in = left_out(INTEGERS)["w"].sum(axis=1)
@@ -338,12 +330,8 @@ def test_all_replicas_take_the_rung_of_the_first():
 
 
 @on_devices
-@pytest.mark.parametrize(
-    ("recipe", "has_sample"), [("scripted", 0), ("pausing", 0), ("fastest", 1)]
-)
-def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
-    recipe, has_sample, how
-):
+@pytest.mark.parametrize(("recipe", "has_sample"), [("scripted", 0), ("fastest", 1)])
+def test_each_rung_runs_its_own_collectives(recipe, has_sample, how):
     found, _ = collectives(program(how, recipe))
     rungs = len(LADDER)
     energies, figures = 4 * (rungs + 1), 4 + (2 + has_sample) * rungs
@@ -352,8 +340,7 @@ def test_each_rung_runs_its_own_collectives_and_a_silent_step_the_agreed_one(
             # Agreed on in every step: dense leaves; a count, an energy and the rung; a
             # time with its count per rung, and an energy if the controller asks.
             ("all-reduce", "f32", 4 * (DENSE_SIZE + figures), ()),
-            # Entries, with the energies of all rungs and of everything. The branch of
-            # a silent step, the last one, has none.
+            # Entries, with the energies of all rungs and of everything.
             ("all-reduce", "f32", 4 * SIZE, (0,)),
             ("all-reduce", "f32", energies, (0,)),
             ("all-gather", "s32", 8 * ENTRIES[4] + energies, (1,)),
@@ -459,11 +446,11 @@ def test_a_time_without_its_step_measures_the_step_before():
     np.testing.assert_array_equal(states.controller.measured_seconds, expected)
 
 
-# Bad steps and silent steps
+# Bad steps
 
 
 @in_both_ways
-@pytest.mark.parametrize("recipe", ["scripted", "gravac", "pausing"])
+@pytest.mark.parametrize("recipe", ["scripted", "gravac"])
 def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
     updates, states = compiled(recipe, how)(spoil(FLOATS), **times())
     expected, expected_states = compiled(recipe, how)(left_out(FLOATS), **times())
@@ -474,22 +461,6 @@ def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
     uncounted = lambda x: x._replace(info=x.info._replace(is_finite=0, bad_steps=0))
     assert_same(updates, expected)
     assert_same(uncounted(states), uncounted(expected_states))
-
-
-@in_both_ways
-def test_a_silent_step_keeps_the_gradient(how):
-    gradients = FLOATS
-    updates, states = compiled("pausing", how)(gradients, **times())
-    silent = np.flatnonzero(states.info.factor == np.inf)
-    assert len(silent) > 3
-    kept, before = residuals(states)
-    for step in silent:
-        expected = before[step] + gradients["w"][step].reshape(N, SIZE)
-        assert_same(kept[step], expected)
-        assert not updates["w"][step].any()
-        assert updates["b"][step].any()
-        was, now = at(states, step - 1).local, at(states, step).local
-        assert_same(now.exchange, was.exchange)
 
 
 CONTROLLERS = {

@@ -116,9 +116,8 @@ class Controller(abc.ABC):
     """Chooses the rung of each step. Subclass it to write your own.
 
     Law:
-      The rung is on the ladder, or `len(ladder)` for a silent step, which sends nothing
-      of the buckets. The state keeps its shapes and dtypes, and nothing in it depends
-      on one replica alone.
+      The rung is on the ladder. The state keeps its shapes and dtypes, and nothing in
+      it depends on one replica alone.
 
     Attributes:
       ladder: the factors to choose from, rising.
@@ -266,9 +265,9 @@ class Wrapping(DerivedLadder):
 def kinds_of_steps(controller: Controller) -> int:
     """Return of how many kinds a timed step may be.
 
-    One for each rung, and with rounds one for silent steps and one for local ones.
+    One for each rung, and with rounds one for local steps.
     """
-    return len(controller.ladder) + 2 * controller.has_rounds
+    return len(controller.ladder) + controller.has_rounds
 
 
 def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:

@@ -3,27 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from gravac_jax._selection.waiting import waiting_steps
+
 # The best for all of five workloads is 0.11, and for momentum SGD alone 0.17 to 0.18
 # (examples/benchmarks/records/2026-11-25_progress, which says how wrong each is). A
 # value that is too high costs some time, and one that is too low costs quality.
 WAITING_COST = 0.15
-
-
-def waiting_steps(share: jax.Array, steps: jax.Array | int = 1) -> jax.Array:
-    """Return how many steps an entry of the gradient waits on average.
-
-    It waits for the end of its round. An exchange that sends the share a of what has
-    gathered leaves 1 - a to the next, of which it sends a, and so on: an entry waits
-    (1 - a) + (1 - a)**2 + ... = (1 - a) / a rounds more.
-
-    Args:
-      share: float32, the share of the energy of one gradient that an exchange sends.
-      steps: the steps of a round, of a shape that goes with `share`.
-
-    Returns:
-      float32; infinite where the share is 0.
-    """
-    return (steps - 1) / 2 + steps * (1 - share) / share
 
 
 def progress(share: jax.Array, steps: jax.Array | int = 1) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gravac_jax import _checks, _collectives
 from gravac_jax._collectives import Comm, Traffic
-from gravac_jax._exchanges.base import GatheringExchange, Kept, dense_if_cheaper
+from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
 from gravac_jax._selection import Threshold, select_entries, wire_format
 from gravac_jax._selection.compressor import Compressor
 from gravac_jax._selection.entries import Payload, mean_of_payloads
@@ -18,13 +18,13 @@ from gravac_jax._selection.select_entries import Selected
 from gravac_jax._selection.wire_format import WireFormat
 
 
-class _Local(NamedTuple):
+class _Prepared(NamedTuple):
     selected: Selected
     compressor: Any  # its new state
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather(GatheringExchange):
+class AllGather(Exchange):
     """All-gathers what a compressor selects, and adds it up in replica order.
 
     The bucket is compressed once, for the rung that was decided. What smaller factors
@@ -87,38 +87,42 @@ class AllGather(GatheringExchange):
         traffic = _collectives.all_gather_traffic(k, payload_bytes, replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
+    def energies_traffic(
+        self, n: int, factor: float, rungs: int, replicas: int
+    ) -> Traffic:
+        """Return 4 bytes an energy; only a dense step needs messages of their own."""
+        if self.is_dense(n, factor, replicas):
+            return super().energies_traffic(n, factor, rungs, replicas)
+        return _collectives.carried_traffic(rungs + 1, replicas, is_gathered=True)
+
     def prepare(
         self, bucket: jax.Array, state: Any, rungs: Rungs, key: jax.Array, comm: Comm
-    ) -> _Local:
+    ) -> _Prepared:
         """Select once, for the rung that is taken."""
         del comm
         wire_format = self._wire_format(bucket.size)
-        return _Local(
+        return _Prepared(
             *select_entries.select(
                 self.compressor, wire_format, bucket, state, rungs, key
             )
         )
 
-    def _own_energies(self, local: _Local) -> jax.Array:
+    def _own_energies(self, prepared: _Prepared) -> jax.Array:
         """Return what each rung would send, then the bucket: `[rungs + 1]` float32."""
-        return jnp.append(local.selected.energies, local.selected.energy)
+        return jnp.append(prepared.selected.energies, prepared.selected.energy)
 
-    def told_dense(
-        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
+    def found_dense(
+        self, bucket: jax.Array, prepared: _Prepared, mean: jax.Array, comm: Comm
     ) -> jax.Array:
         """Average the energies; XLA merges this with the mean of the bucket."""
-        return comm.mean(self._own_energies(local))
-
-    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> jax.Array:
-        """Return energies of zero."""
-        return comm.zeros(self._own_energies(local))
+        return comm.mean(self._own_energies(prepared))
 
     def send(
-        self, bucket: jax.Array, local: _Local, k: int, comm: Comm
+        self, bucket: jax.Array, prepared: _Prepared, k: int, comm: Comm
     ) -> tuple[jax.Array, jax.Array]:
         """Gather all payloads; the energies travel with them, in one collective."""
-        selected, wire_format = local.selected, self._wire_format(bucket.size)
-        own = self._own_energies(local)
+        selected, wire_format = prepared.selected, self._wire_format(bucket.size)
+        own = self._own_energies(prepared)
         payload = Payload(*(x[:k] for x in selected.payload))
         buffers = comm.gather(wire_format.encode(payload, own))
         decode = lambda buffer: wire_format.decode(buffer, k)
@@ -130,11 +134,11 @@ class AllGather(GatheringExchange):
         self,
         bucket: jax.Array,
         state: Any,
-        local: _Local,
-        told: jax.Array,
+        prepared: _Prepared,
+        found: jax.Array,
         rungs: Rungs,
     ) -> tuple[Kept, Any]:
         """Keep what was not selected, and what rounding dropped."""
-        selected = local.selected
-        kept = Kept(selected.kept, selected.energies, selected.energy, told)
-        return kept, local.compressor
+        selected = prepared.selected
+        kept = Kept(selected.kept, selected.energies, selected.energy, found)
+        return kept, prepared.compressor

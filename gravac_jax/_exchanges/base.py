@@ -18,7 +18,8 @@ import numpy as np
 
 from gravac_jax import _arrays, _collectives
 from gravac_jax._collectives import Comm, Traffic
-from gravac_jax._selection.rungs import Rungs, shares_by_chance, shares_of_rungs
+from gravac_jax._selection.rungs import Rungs, shares_of_rungs
+from gravac_jax._selection.waiting import shares_by_chance
 
 
 class Exchanged(NamedTuple):
@@ -78,8 +79,7 @@ class Exchange(abc.ABC):
     Law:
       On every replica `sent = bucket - residual` holds exactly, and `mean` is the mean
       of `sent` over replicas, the same bits on all of them (in float32, payloads added
-      in the order of the replicas). A rung of factor 1 sends everything. A rung beyond
-      the ladder is silent: it sends nothing and keeps the bucket and the state.
+      in the order of the replicas). A rung of factor 1 sends everything.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp
@@ -89,10 +89,10 @@ class Exchange(abc.ABC):
       ...     def traffic(self, n, factor, replicas):
       ...         k = max(1, int(n / factor))
       ...         return gravac.DenseMean().traffic(k, 1, replicas)
-      ...     def send(self, bucket, local, k, comm):
+      ...     def send(self, bucket, prepared, k, comm):
       ...         mean = comm.mean(bucket[:k])
       ...         return jnp.pad(mean, (0, bucket.size - k)), ()
-      ...     def conclude(self, bucket, state, local, told, rungs):
+      ...     def conclude(self, bucket, state, prepared, found, rungs):
       ...         squares = jnp.cumsum(bucket**2)
       ...         energies = squares[jnp.asarray(rungs.counts) - 1]
       ...         is_sent = jnp.arange(bucket.size) < rungs.sparse_count
@@ -150,9 +150,13 @@ class Exchange(abc.ABC):
     def energies_traffic(
         self, n: int, factor: float, rungs: int, replicas: int
     ) -> Traffic:
-        """Return the cost of averaging `Exchanged.mean_energies`; no entries."""
+        """Return the cost of averaging `Exchanged.mean_energies`."""
         del n, factor
-        return _collectives.mean_traffic(rungs + 1, replicas)._replace(entries=0)
+        return _collectives.mean_traffic(rungs + 1, replicas)
+
+    def is_dense(self, n: int, factor: float, replicas: int) -> bool:
+        """Return whether `factor` sends a bucket of `n` entries whole."""
+        return self.traffic(n, factor, replicas).entries == n
 
     def entries(self, n: int, ladder: Sequence[float], replicas: int) -> list[int]:
         """Return how many entries of a bucket of `n` each rung sends."""
@@ -174,8 +178,7 @@ class Exchange(abc.ABC):
 
     def is_replaced(self, n: int, factor: float, replicas: int) -> bool:
         """Return whether `factor` is dense only because there are so many replicas."""
-        entries = lambda replicas: self.traffic(n, factor, replicas).entries
-        return entries(replicas) == n > entries(1)
+        return self.is_dense(n, factor, replicas) and not self.is_dense(n, factor, 1)
 
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
@@ -223,46 +226,40 @@ class Exchange(abc.ABC):
           comm: the other replicas.
 
         Returns:
-          `local`, handed to the methods below; default: None.
+          `prepared`, handed to the methods below; default: None.
         """
         del bucket, state, rungs, key, comm
 
     def send(
-        self, bucket: jax.Array, local: Any, k: int, comm: Comm
+        self, bucket: jax.Array, prepared: Any, k: int, comm: Comm
     ) -> tuple[jax.Array, Any]:
         """Exchange what a sparse rung sends; runs inside the branch of the rung.
 
         Args:
           bucket: as for `prepare`.
-          local: from `prepare`.
+          prepared: from `prepare`.
           k: static, from `branch_sizes`.
           comm: the other replicas.
 
         Returns:
           mean: `[n]` float32, the mean over replicas.
-          told: what else the branch found out, of the same shapes at every rung.
+          found: what else the branch found out, of the same shapes at every rung.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sparse rungs")
 
-    def told_dense(
-        self, bucket: jax.Array, local: Any, mean: jax.Array, comm: Comm
+    def found_dense(
+        self, bucket: jax.Array, prepared: Any, mean: jax.Array, comm: Comm
     ) -> Any:
-        """Return the `told` of a dense rung; runs inside its branch."""
-        del bucket, local, mean, comm
-        return ()
-
-    def told_silent(self, bucket: jax.Array, local: Any, comm: Comm) -> Any:
-        """Return the `told` of a silent rung; runs inside its branch."""
-        del bucket, local, comm
+        """Return the `found` of a dense rung; runs inside its branch."""
+        del bucket, prepared, mean, comm
         return ()
 
     def conclude(
-        self, bucket: jax.Array, state: Any, local: Any, told: Any, rungs: Rungs
+        self, bucket: jax.Array, state: Any, prepared: Any, found: Any, rungs: Rungs
     ) -> tuple[Kept, Any]:
         """Work out what was kept, and the new state, after the branch of the rung.
 
-        The residual matters at sparse rungs only: `exchange` itself sees to those that
-        send everything or nothing.
+        The residual matters at sparse rungs only: `exchange` itself sees to dense ones.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sparse rungs")
 
@@ -284,8 +281,8 @@ class Exchange(abc.ABC):
         Args:
           bucket: `[n]` float32, the compensated gradient of this replica.
           state: from `init` or the last step.
-          rung: `[]` int32, the same on every replica; `len(ladder)` for a silent step.
-            An `np.int32` if it is known when the step is compiled.
+          rung: `[]` int32, the same on every replica; an `np.int32` if it is known when
+            the step is compiled.
           ladder: static factors, rising.
           key: a random key, the same on every replica, new at every step.
           comm: the other replicas.
@@ -293,8 +290,7 @@ class Exchange(abc.ABC):
             same on every replica; static True if all steps do.
           step: `[]` int32, steps before this one, the same on every replica; with
             rounds, exchanges before this one.
-          figures: a tree of float32 arrays, to be averaged over replicas at every rung,
-            also at a silent one.
+          figures: a tree of float32 arrays, to be averaged over replicas at every rung.
 
         Returns:
           What came of it, and the new state.
@@ -304,91 +300,66 @@ class Exchange(abc.ABC):
         if rungs.are_all_dense:
             return self._exchange_whole(bucket, rungs, comm, figures), state
         figures = comm.mean(figures)
-        local = self.prepare(bucket, state, rungs, key, comm)
+        prepared = self.prepare(bucket, state, rungs, key, comm)
 
         def dense() -> tuple[jax.Array, Any]:
             mean = comm.mean(bucket)
-            return mean, self.told_dense(bucket, local, mean, comm)
+            return mean, self.found_dense(bucket, prepared, mean, comm)
 
-        def silent() -> tuple[jax.Array, Any]:
-            return comm.zeros(bucket), self.told_silent(bucket, local, comm)
-
-        sparse = lambda k: functools.partial(self.send, bucket, local, k, comm)
+        sparse = lambda k: functools.partial(self.send, bucket, prepared, k, comm)
         branches = [dense if k == rungs.n else sparse(k) for k in rungs.counts]
-        branches.append(silent)
         if isinstance(rung, np.integer):
-            mean, told = branches[rung]()
+            mean, found = branches[rung]()
         else:
-            mean, told = jax.lax.switch(rung, branches)
+            mean, found = jax.lax.switch(rung, branches)
 
-        kept, after = self.conclude(bucket, state, local, told, rungs)
+        kept, after = self.conclude(bucket, state, prepared, found, rungs)
         exchanged = Exchanged(
             mean=mean,
-            residual=self._held_back(bucket, kept, rungs),
+            residual=_held_back(kept, rungs),
             energies=kept.energies,
             energy=kept.energy,
-            mean_energies=_averaged_energies(kept, rungs, comm),
+            mean_energies=_averaged_energies(kept, comm),
             figures=figures,
         )
-        return exchanged, _arrays.where(rungs.is_silent, state, after)
-
-    def _held_back(self, bucket: jax.Array, kept: Kept, rungs: Rungs) -> jax.Array:
-        """Return the residual at any rung; that of `kept` is right at sparse ones."""
-        # The residual overwrites the bucket in place. A condition computed from the
-        # energies makes XLA do that last, when nothing reads the bucket any more.
-        is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
-        residual = jnp.where(is_empty, 0, kept.residual)
-        return jnp.where(rungs.is_silent, bucket, residual)
+        return exchanged, after
 
     def rounded(self, bucket: jax.Array) -> jax.Array:
         """Return what a rung that is dense at any factor sends of `bucket`."""
         return bucket
 
     def mean_beside(
-        self, sent: jax.Array, told: tuple[Any, ...], comm: Comm
+        self, sent: jax.Array, figures: tuple[Any, ...], comm: Comm
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Return the means over replicas of what such a rung sends, and of figures."""
-        return comm.mean(sent), tuple(map(comm.mean, told))
+        return comm.mean(sent), tuple(map(comm.mean, figures))
 
     def _exchange_whole(
         self, bucket: jax.Array, rungs: Rungs, comm: Comm, figures: Any
     ) -> Exchanged:
-        """Average the whole bucket, unless the step is silent."""
+        """Average the whole bucket."""
         sent, energy = self.rounded(bucket), _arrays.energy(bucket)
         sent_energy = energy if sent is bucket else _arrays.energy(sent)
         energies = jnp.broadcast_to(sent_energy, (len(rungs.counts),))
         own = jnp.append(energies, energy)
-
-        def silent() -> tuple[jax.Array, Any]:
-            return comm.zeros(bucket), (comm.zeros(own), comm.mean(figures))
-
-        dense = lambda: self.mean_beside(sent, (own, figures), comm)
-        mean, told = jax.lax.cond(rungs.is_silent, silent, dense)
-        lost = jnp.zeros_like(bucket) if sent is bucket else bucket - sent
-        residual = jnp.where(rungs.is_silent, bucket, lost)
-        return Exchanged(mean, residual, energies, energy, *told)
+        mean, averaged = self.mean_beside(sent, (own, figures), comm)
+        residual = jnp.zeros_like(bucket) if sent is bucket else bucket - sent
+        return Exchanged(mean, residual, energies, energy, *averaged)
 
 
-class GatheringExchange(Exchange):
-    """An exchange whose energies travel with the payloads of its all-gather."""
-
-    def energies_traffic(
-        self, n: int, factor: float, rungs: int, replicas: int
-    ) -> Traffic:
-        """Return 4 bytes an energy; only a dense step needs messages of their own."""
-        if self.traffic(n, factor, replicas).entries == n:
-            return super().energies_traffic(n, factor, rungs, replicas)
-        traffic = _collectives.carried_traffic(rungs + 1, replicas, is_gathered=True)
-        return traffic._replace(entries=0)
+def _held_back(kept: Kept, rungs: Rungs) -> jax.Array:
+    """Return the residual at any rung; that of `kept` is right at sparse ones."""
+    # The residual overwrites the bucket in place. A condition computed from the
+    # energies makes XLA do that last, when nothing reads the bucket any more.
+    is_empty = rungs.is_dense | _arrays.is_never(kept.energies)
+    return jnp.where(is_empty, 0, kept.residual)
 
 
-def _averaged_energies(kept: Kept, rungs: Rungs, comm: Comm) -> jax.Array:
+def _averaged_energies(kept: Kept, comm: Comm) -> jax.Array:
     """Return the mean energies, by a collective of their own if none carried them."""
     if kept.mean_energies is not None:
         return kept.mean_energies
-    own = jnp.append(kept.energies, kept.energy)
-    silent = lambda: comm.zeros(own)
-    return jax.lax.cond(rungs.is_silent, silent, lambda: comm.mean(own))
+    return comm.mean(jnp.append(kept.energies, kept.energy))
 
 
 def dense_if_cheaper(traffic: Traffic, n: int, replicas: int) -> Traffic:

@@ -11,10 +11,10 @@ import numpy as np
 from gravac_jax import _arrays, _collectives
 from gravac_jax._carrier import Carrier
 from gravac_jax._collectives import Comm, Traffic
-from gravac_jax._exchanges.base import Exchanged, GatheringExchange
+from gravac_jax._exchanges.base import Exchange, Exchanged
 
 
-class ByRung(GatheringExchange):
+class ByRung(Exchange):
     """An exchange with a whole branch for each rung, from the bucket to the residual.
 
     Each branch is compiled as if its rung were the only one. So nothing is laid out for
@@ -51,11 +51,11 @@ class ByRung(GatheringExchange):
         self, n: int, factor: float, rungs: int, replicas: int
     ) -> Traffic:
         """Return the cost of the energies of this rung, and of what all would send."""
-        if self.traffic(n, factor, replicas).entries == n:
+        if self.is_dense(n, factor, replicas):
             return _collectives.energies_beside_mean_traffic(n, rungs + 1, replicas)
         looked = rungs if rungs > 1 else 0
         own, others = (self._carried(x, factor, replicas) for x in (2, looked))
-        return own.plus(others)._replace(entries=0)
+        return own.plus(others)
 
     def stages(self, factor: float, replicas: int) -> int:
         """Return the stages of a rung that is not dense: 2, a swap and a gather, or 1.
@@ -82,7 +82,7 @@ class ByRung(GatheringExchange):
         self, n: int, factor: float, figures: int, replicas: int
     ) -> Traffic:
         """Return the cost of averaging figures at this rung."""
-        if self.traffic(n, factor, replicas).entries == n:  # with the energies
+        if self.is_dense(n, factor, replicas):  # with the energies
             return _collectives.mean_traffic(figures, replicas)._replace(messages=0)
         if self.carries(factor, replicas):
             return self._carried(figures, factor, replicas)
@@ -116,15 +116,15 @@ class ByRung(GatheringExchange):
         def dense(i: int) -> tuple[Exchanged, Any]:
             whole, nothing = energy(), jnp.zeros_like(bucket)
             energies = looked.at[i].set(whole)
-            told = Carrier.on(comm, (jnp.append(energies, whole), figures))
-            mean = told.mean(bucket)
+            carrier = Carrier.on(comm, (jnp.append(energies, whole), figures))
+            mean = carrier.mean(bucket)
             return Exchanged(
-                mean, nothing, energies, whole, *told.mean_of_figures()
+                mean, nothing, energies, whole, *carrier.mean_of_figures()
             ), state
 
         def sparse(i: int) -> tuple[Exchanged, Any]:
-            told = Carrier.on(comm, figures)
-            beneath = told if self.carries(ladder[i], comm.replicas) else comm
+            carrier = Carrier.on(comm, figures)
+            beneath = carrier if self.carries(ladder[i], comm.replicas) else comm
             at = functools.partial(
                 self.at_rung, bucket, state, ladder[i], key=key, step=step
             )
@@ -134,18 +134,11 @@ class ByRung(GatheringExchange):
                 energies = Carrier.on(beneath, looked)
                 exchanged, after = at(comm=energies)
                 exchanged = _among_others(exchanged, i, looked, energies)
-            return exchanged._replace(figures=told.mean_of_figures()), after
-
-        def silent() -> tuple[Exchanged, Any]:
-            whole = energy()
-            zeros = comm.zeros(jnp.append(looked, whole))
-            nothing, agreed = comm.zeros(bucket), comm.mean(figures)
-            return Exchanged(nothing, bucket, looked, whole, zeros, agreed), state
+            return exchanged._replace(figures=carrier.mean_of_figures()), after
 
         entries = self.entries(bucket.size, ladder, comm.replicas)
         take = lambda i: dense(i) if entries[i] == bucket.size else sparse(i)
         branches = [functools.partial(take, i) for i in range(len(ladder))]
-        branches = [*branches, silent]
         if not isinstance(rung, np.integer):
             return jax.lax.switch(rung, branches)
         exchanged, after = branches[rung]()

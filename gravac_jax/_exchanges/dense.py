@@ -70,9 +70,13 @@ class DenseMean(Exchange):
     ) -> Traffic:
         """Return the cost of energies, which travel along if the bucket is small."""
         if self.values == "bfloat16":
-            carried = self.figures_traffic(n, factor, rungs + 1, replicas)
-            return carried._replace(entries=0)
+            return self.figures_traffic(n, factor, rungs + 1, replicas)
         return _collectives.energies_beside_mean_traffic(n, rungs + 1, replicas)
+
+    @property
+    def sends_whole_entries(self) -> bool:
+        """Whether every entry is either sent or kept: in float32."""
+        return self.values == "float32"
 
     def rounded(self, bucket: jax.Array) -> jax.Array:
         """Round to `values`."""
@@ -81,10 +85,10 @@ class DenseMean(Exchange):
         return bucket
 
     def mean_beside(
-        self, sent: jax.Array, told: tuple[Any, ...], comm: Comm
+        self, sent: jax.Array, figures: tuple[Any, ...], comm: Comm
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Return the mean, which travels as `values` and takes figures along."""
-        carrier = Carrier.on(comm, told)
+        carrier = Carrier.on(comm, figures)
         if self.values == "bfloat16":
             mean = carrier.bfloat16_mean([sent])[0]
         else:

@@ -23,24 +23,22 @@ class LeaderState(NamedTuple):
     """What one replica carries from step to step.
 
     Attributes:
-      turn: `[]` int32, exchanges so far; tells whose turn it is.
       agreement: `[]` float32, the energy of this replica's bucket at the places chosen
         last, divided by that at its own choice; 1 at first.
       compressor: the compressor's state.
     """
 
-    turn: jax.Array
     agreement: jax.Array
     compressor: Any
 
 
-class _Local(NamedTuple):
+class _Prepared(NamedTuple):
     selected: Selected
     compressor: Any  # its new state
-    turn: jax.Array
+    turn: jax.Array  # [] int32, whose turn it is to lead, modulo N
 
 
-class _Told(NamedTuple):
+class _Found(NamedTuple):
     places: jax.Array  # [capacity] int32, chosen by the leader; as in a payload
     energy: jax.Array  # [] of this replica's bucket at these places
 
@@ -89,9 +87,9 @@ class LeaderIndices(Exchange):
         return self.compressor.is_blind
 
     def init(self, n: int, ladder: tuple[float, ...]) -> LeaderState:
-        """Return the state in which the first replica leads."""
+        """Return full agreement, and the compressor's state."""
         del ladder
-        return LeaderState(jnp.int32(0), jnp.float32(1), self.compressor.init(n))
+        return LeaderState(jnp.float32(1), self.compressor.init(n))
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of 8 bytes an entry, in two collectives."""
@@ -108,63 +106,58 @@ class LeaderIndices(Exchange):
         rungs: Rungs,
         key: jax.Array,
         comm: Comm,
-    ) -> _Local:
+    ) -> _Prepared:
         """Select, on every replica: each may be the leader."""
         wire_format = WireFormat("float32", "int32", bucket.size)
         selected, compressor = select_entries.select(
             self.compressor, wire_format, bucket, state.compressor, rungs, key
         )
-        return _Local(selected, compressor, state.turn)
+        return _Prepared(selected, compressor, jnp.asarray(rungs.step))
 
     def send(
-        self, bucket: jax.Array, local: _Local, k: int, comm: Comm
-    ) -> tuple[jax.Array, _Told]:
+        self, bucket: jax.Array, prepared: _Prepared, k: int, comm: Comm
+    ) -> tuple[jax.Array, _Found]:
         """Share the leader's indices, then average everybody's values there."""
-        leads = local.turn % comm.replicas == comm.replica()
-        indices = comm.share(local.selected.payload.indices[:k], leads)
+        leads = prepared.turn % comm.replicas == comm.replica()
+        indices = comm.share(prepared.selected.payload.indices[:k], leads)
         values = take(bucket, indices).values
         mean = Payload(comm.mean(values), indices)
-        places = jnp.concatenate([indices, _no_places(local, comm)[k:]])
-        told = _Told(places, _arrays.energy(values))
-        return spread(mean, comm.zeros(bucket)), told
+        places = jnp.concatenate([indices, _no_places(prepared, comm)[k:]])
+        found = _Found(places, _arrays.energy(values))
+        return spread(mean, comm.zeros(bucket)), found
 
-    def told_dense(
-        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
-    ) -> _Told:
+    def found_dense(
+        self, bucket: jax.Array, prepared: _Prepared, mean: jax.Array, comm: Comm
+    ) -> _Found:
         """Return no places, and the energy of the bucket."""
-        return _Told(_no_places(local, comm), local.selected.energy)
-
-    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> _Told:
-        """Return no places and no energy."""
-        zero = comm.cast(comm.zeros(local.selected.energy))
-        return _Told(_no_places(local, comm), zero)
+        return _Found(_no_places(prepared, comm), prepared.selected.energy)
 
     def conclude(
         self,
         bucket: jax.Array,
         state: LeaderState,
-        local: _Local,
-        told: _Told,
+        prepared: _Prepared,
+        found: _Found,
         rungs: Rungs,
     ) -> tuple[Kept, LeaderState]:
         """Keep what is not at the leader's places; learn how well they suited."""
-        selected = local.selected
+        selected = prepared.selected
         own = jnp.sum(jnp.where(rungs.is_taken, selected.energies, 0))
-        found = jnp.where(own > 0, told.energy / jnp.where(own > 0, own, 1), 1)
+        suited = jnp.where(own > 0, found.energy / jnp.where(own > 0, own, 1), 1)
         # A dense step shows no agreement. One bad leader must not end compression.
         forgotten = (state.agreement + 1) / 2
         is_sparse = rungs.sparse_count > 0
-        agreement = jnp.where(is_sparse, jnp.clip(found, 0, 1), forgotten)
+        agreement = jnp.where(is_sparse, jnp.clip(suited, 0, 1), forgotten)
         foreseen = jnp.minimum(selected.energies * agreement, selected.energy)
         is_dense = jnp.asarray(rungs.counts) == rungs.n
         foreseen = jnp.where(is_dense, selected.energy, foreseen)
-        energies = jnp.where(rungs.is_taken, told.energy, foreseen)
-        after = LeaderState(state.turn + 1, agreement, local.compressor)
-        return Kept(drop(bucket, told.places), energies, selected.energy), after
+        energies = jnp.where(rungs.is_taken, found.energy, foreseen)
+        after = LeaderState(agreement, prepared.compressor)
+        return Kept(drop(bucket, found.places), energies, selected.energy), after
 
 
-def _no_places(local: _Local, comm: Comm) -> jax.Array:
+def _no_places(prepared: _Prepared, comm: Comm) -> jax.Array:
     """Return indices of empty slots, marked as the same on all replicas."""
-    capacity = local.selected.payload.indices.size
-    zero = comm.zeros(local.selected.energy).astype(jnp.int32)
+    capacity = prepared.selected.payload.indices.size
+    zero = comm.zeros(prepared.selected.energy).astype(jnp.int32)
     return PAD + jnp.arange(capacity) + zero

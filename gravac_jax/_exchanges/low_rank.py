@@ -53,13 +53,13 @@ def _matrices(shapes: tuple[tuple[int, ...], ...]) -> list[_Matrix]:
     return matrices
 
 
-class _Local(NamedTuple):
+class _Prepared(NamedTuple):
     mine: list[jax.Array]
     states: tuple[PowerState, ...]
     energies: list[jax.Array]
 
 
-class _Told(NamedTuple):
+class _Found(NamedTuple):
     residual: jax.Array  # [n], what this replica did not send
     energy: jax.Array  # [] of what it sent
     states: list[PowerState]
@@ -190,47 +190,43 @@ class LowRank(Exchange):
         rungs: Rungs,
         key: jax.Array,
         comm: Comm,
-    ) -> _Local:
+    ) -> _Prepared:
         """Cut the bucket into matrices."""
         mine = [x.of(bucket) for x in self._matrices(bucket.size)]
-        return _Local(mine, comm.cast(state), [_arrays.energy(x) for x in mine])
+        return _Prepared(mine, comm.cast(state), [_arrays.energy(x) for x in mine])
 
     def _is_low(self, n: int, rank: int) -> list[bool]:
         return [rank <= x.top_rank for x in self._matrices(n)]
 
     def send(
-        self, bucket: jax.Array, local: _Local, k: int, comm: Comm
-    ) -> tuple[jax.Array, _Told]:
+        self, bucket: jax.Array, prepared: _Prepared, k: int, comm: Comm
+    ) -> tuple[jax.Array, _Found]:
         """Run one power iteration at rank `k`."""
         collective = Collective(lambda x: x, comm.mean)
         if self.values == "bfloat16":
             collective = Collective(_arrays.round_to_bfloat16, comm.bfloat16_mean)
         is_low = self._is_low(bucket.size, k)
-        sent = power_iteration.send(*local, is_low, k, collective)
+        sent = power_iteration.send(*prepared, is_low, k, collective)
         energy = _arrays.total(map(_arrays.energy, sent.own))
         residual = bucket - _arrays.ravel(sent.own)
-        told = _Told(residual, energy, comm.cast(sent.states))
-        return _arrays.ravel(sent.means), told
+        found = _Found(residual, energy, comm.cast(sent.states))
+        return _arrays.ravel(sent.means), found
 
-    def told_dense(
-        self, bucket: jax.Array, local: _Local, mean: jax.Array, comm: Comm
-    ) -> _Told:
+    def found_dense(
+        self, bucket: jax.Array, prepared: _Prepared, mean: jax.Array, comm: Comm
+    ) -> _Found:
         """Learn about all ranks from the mean of whole matrices."""
         means = [x.of(mean) for x in self._matrices(bucket.size)]
-        learned = list(map(power_iteration.learn_from_whole, means, *local))
-        energy = _arrays.total(local.energies)
-        return _Told(jnp.zeros_like(bucket), energy, comm.cast(learned))
-
-    def told_silent(self, bucket: jax.Array, local: _Local, comm: Comm) -> _Told:
-        """Return that nothing was sent or learned."""
-        return _Told(bucket, local.energies[0] * 0, list(local.states))
+        learned = list(map(power_iteration.learn_from_whole, means, *prepared))
+        energy = _arrays.total(prepared.energies)
+        return _Found(jnp.zeros_like(bucket), energy, comm.cast(learned))
 
     def conclude(
         self,
         bucket: jax.Array,
         state: Any,
-        local: _Local,
-        told: _Told,
+        prepared: _Prepared,
+        found: _Found,
         rungs: Rungs,
     ) -> tuple[Kept, tuple[PowerState, ...]]:
         """Keep what was not sent; estimate what every other rank would send."""
@@ -238,12 +234,14 @@ class LowRank(Exchange):
         for rank in rungs.counts:
             shares = [
                 power_iteration.sent_share(s, rank) if low else 1.0
-                for s, low in zip(told.states, self._is_low(rungs.n, rank), strict=True)
+                for s, low in zip(
+                    found.states, self._is_low(rungs.n, rank), strict=True
+                )
             ]
-            foreseen.append(_arrays.total(map(operator.mul, local.energies, shares)))
-        energies = jnp.where(rungs.is_taken, told.energy, jnp.stack(foreseen))
-        energy = _arrays.total(local.energies)
-        return Kept(told.residual, energies, energy), tuple(told.states)
+            foreseen.append(_arrays.total(map(operator.mul, prepared.energies, shares)))
+        energies = jnp.where(rungs.is_taken, found.energy, jnp.stack(foreseen))
+        energy = _arrays.total(prepared.energies)
+        return Kept(found.residual, energies, energy), tuple(found.states)
 
 
 def by_rank(

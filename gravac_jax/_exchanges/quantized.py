@@ -12,8 +12,10 @@ from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges import quantizer
 from gravac_jax._exchanges.base import Exchanged, dense_if_cheaper
-from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, WORD_BITS, Levels
+from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, Levels
 from gravac_jax._exchanges.rounding import Energies, RoundingExchange
+from gravac_jax._selection.entries import WORD_BITS
+from gravac_jax._selection.waiting import share_by_chance, waiting_steps
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
@@ -196,23 +198,17 @@ class Quantized(RoundingExchange):
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Return the shares of all rungs, in turn those that let entries wait as long.
-
-        If an exchange sends the share a by chance, entries wait (1 - a) / a steps. In H
-        turns they wait H times as many, and (H - 1) / 2 for the first one.
-        """
+        """Return shares; of parts in turn, those that let entries wait as long."""
         n, replicas = gradient.size, comm.replicas
         counts, turns = [], []
         for factor in ladder:
-            is_dense = self.traffic(n, factor, replicas).entries == n
+            is_dense = self.is_dense(n, factor, replicas)
             words = self.bits(factor) * self._plane_words(n)
             due = self._due_entries(n, factor, replicas)
             counts.append(n if is_dense else words)
             turns.append(1.0 if is_dense else float(-(-n // due)))
         share = super()._shares(gradient, counts, key)
-        turns = jnp.asarray(turns, jnp.float32)
-        waiting = (turns - 1) / 2 + turns * (1 - share) / share
-        return 1 / (1 + waiting)
+        return share_by_chance(waiting_steps(share, jnp.asarray(turns, jnp.float32)))
 
     def _round(
         self, bucket: jax.Array, bits: int

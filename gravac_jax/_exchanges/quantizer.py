@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays
+from gravac_jax._selection.entries import WORD_BITS
 
-WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)
 SCALES = 2  # of a row; widths that need one leave the other at 0
 BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale

@@ -57,34 +57,30 @@ class SharedRandomK(Exchange):
         return random_k.drawn(bucket.size, k, key).marks
 
     def send(
-        self, bucket: jax.Array, local: Marks, k: int, comm: Comm
+        self, bucket: jax.Array, prepared: Marks, k: int, comm: Comm
     ) -> tuple[jax.Array, jax.Array]:
         """Average the values at the places; also return the energy that was sent."""
-        indices = entries.places(local, k)
+        indices = entries.places(prepared, k)
         values = take(bucket, indices).values
         mean = Payload(comm.mean(values), indices)
         return spread(mean, comm.zeros(bucket)), _arrays.energy(values)
 
-    def told_dense(
-        self, bucket: jax.Array, local: Marks, mean: jax.Array, comm: Comm
+    def found_dense(
+        self, bucket: jax.Array, prepared: Marks, mean: jax.Array, comm: Comm
     ) -> jax.Array:
         """Return the energy of the bucket."""
         return _arrays.energy(bucket)
-
-    def told_silent(self, bucket: jax.Array, local: Marks, comm: Comm) -> jax.Array:
-        """Return no energy."""
-        return comm.cast(comm.zeros(_arrays.energy(bucket)))
 
     def conclude(
         self,
         bucket: jax.Array,
         state: Any,
-        local: Marks,
-        told: jax.Array,
+        prepared: Marks,
+        found: jax.Array,
         rungs: Rungs,
     ) -> tuple[Kept, Any]:
         """Keep what was not drawn; other rungs would send their share on average."""
         energy = _arrays.energy(bucket)
         on_average = jnp.asarray(rungs.counts, jnp.float32) * (energy / rungs.n)
-        energies = jnp.where(rungs.is_taken, told, on_average)
-        return Kept(entries.clear(bucket, local), energies, energy), state
+        energies = jnp.where(rungs.is_taken, found, on_average)
+        return Kept(entries.clear(bucket, prepared), energies, energy), state

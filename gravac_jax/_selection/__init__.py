@@ -3,7 +3,8 @@
 A compressor (`compressor.py`) marks entries; `select_entries.py` turns the marks into a
 payload and a residual, and `wire_format.py` a payload into bytes. Nothing is sorted:
 `quantile.py` finds thresholds by counting, `entries.py` finds marked entries, and
-`rungs.py` estimates what other factors would have sent.
+`rungs.py` estimates what other factors would have sent, and `waiting.py` how long
+entries wait.
 
 A new compressor is a file here, a line in `COMPRESSORS`, a name in the package's front
 door, and an oracle in the tests.

@@ -22,8 +22,6 @@ from gravac_jax._selection.entries import Marks
 from gravac_jax._selection.quantile import Bracket
 
 SHARES_SAMPLE_ENTRIES = 2**14  # arbitrary
-# Fitted to the record 2026-11-26_sparse_progress, which has the errors.
-SMALL_ENTRIES_WAIT = 1 / 32
 _ROW_ENTRIES = 1024  # arbitrary
 
 
@@ -34,9 +32,8 @@ class Rungs:
     Args:
       counts: static, entries that each rung sends; `n` for a dense rung.
       n: static, entries of the bucket.
-      taken: `[]` int32, the rung of this step, the same on every replica. A rung beyond
-        the ladder is silent: it sends nothing of the bucket. An `np.int32` if it is
-        known when the step is compiled.
+      taken: `[]` int32, the rung of this step, the same on every replica; an `np.int32`
+        if it is known when the step is compiled.
       looks: whether the step estimates what other rungs would send, `[]` bool, the same
         on every replica; static True if all steps do.
       step: `[]` int32, steps before this one, or with rounds exchanges, the same on
@@ -62,25 +59,20 @@ class Rungs:
         return min(self.counts) == self.n
 
     @property
-    def is_silent(self) -> jax.Array:
-        """Whether this step sends nothing, `[]` bool."""
-        return self.taken == len(self.counts)
-
-    @property
     def is_dense(self) -> jax.Array:
         """Whether this step sends everything, `[]` bool."""
         return self.sent_count == self.n
 
     @property
     def sent_count(self) -> jax.Array:
-        """Entries that this step sends, `[]` int32; 0 if silent."""
-        return jnp.asarray([*self.counts, 0], jnp.int32)[self.taken]
+        """Entries that this step sends, `[]` int32."""
+        return jnp.asarray(self.counts, jnp.int32)[self.taken]
 
     @property
     def sparse_count(self) -> jax.Array:
-        """Entries of this step's payload, `[]` int32; 0 if dense or silent."""
+        """Entries of this step's payload, `[]` int32; 0 if dense."""
         sparse = [k if k < self.n else 0 for k in self.counts]
-        return jnp.asarray([*sparse, 0], jnp.int32)[self.taken]
+        return jnp.asarray(sparse, jnp.int32)[self.taken]
 
     @property
     def is_taken(self) -> jax.Array:
@@ -236,25 +228,6 @@ def shares_of_rungs(
     reached = jnp.interp(k * (squares.size / n), ranks, sums)
     share = reached / jnp.maximum(sums[-1], _arrays.SMALLEST_NORMAL)
     return jnp.where(k == n, 1.0, jnp.minimum(share, 1.0))
-
-
-def shares_by_chance(shares: jax.Array, counts: tuple[int, ...], n: int) -> jax.Array:
-    """Return the shares of exchanges by chance in which entries wait as long.
-
-    If an exchange sends the share a by chance, entries wait (1 - a) / a steps. Where it
-    sends the largest, the small ones wait longer than that: until what is held back of
-    them is as large as the large ones. They are 1 - a of the energy, and wait for
-    n / k / 32 steps more.
-
-    Args:
-      shares: `[rungs]` float32, of the largest entries.
-      counts: static, the k entries that each rung sends.
-      n: static, entries of the gradient.
-    """
-    factors = jnp.asarray([n / max(k, 1) for k in counts], jnp.float32)
-    left = 1 - shares
-    waiting = left / shares + left * factors * SMALL_ENTRIES_WAIT
-    return 1 / (1 + waiting)
 
 
 def _excess_if(

@@ -58,8 +58,7 @@ def select(
     """Mark the entries that the rung sends, and take them out of the bucket.
 
     A dense step sends no payload, but it may look at one, because the controller needs
-    to know whether compressing again would pay. Otherwise it marks nothing, as a silent
-    step does.
+    to know whether compressing again would pay. Otherwise it marks nothing.
 
     Args:
       compressor: chooses the entries.

@@ -15,12 +15,10 @@ last step of a round exchanges what has gathered there. The others are *local*: 
 have no collective, and all but the memory stays as it is. Replicas know which step is
 which because all count alike.
 
-Three more things may happen to a step, and they are separate. A *bad* gradient is not
+Two more things may happen to a step, and they are separate. A *bad* gradient is not
 finite: its replica leaves it out, sends from what it holds back, and tells the others,
-who go on. So no exchange waits to hear whether all gradients are good. A *silent* step
-sends nothing of the buckets, because its rung lies beyond the
-ladder; what replicas agree on still travels. A *delivery* is no step at all: it asks
-for what is held back (`_residuals.py`).
+who go on. So no exchange waits to hear whether all gradients are good. A *delivery* is
+no step at all: it asks for what is held back (`_residuals.py`).
 
 GraVAC's Algorithm 1 decides before it exchanges. Here a step decides a rung, the next
 one agrees on it, and the second one after that takes it. So a decision costs no

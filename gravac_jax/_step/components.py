@@ -127,7 +127,7 @@ class Components:
             rung=rung,
             ahead=jnp.stack([rung, rung]),
             controller=controller,
-            past_rungs=jnp.full(_state.PAST_STEPS, len(ladder), jnp.int32),
+            past_rungs=jnp.full(_state.PAST_STEPS, -1, jnp.int32),
             round=rounds,
             info=_info.before_the_first_step(len(ladder)),
         )

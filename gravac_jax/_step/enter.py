@@ -61,7 +61,7 @@ def setting_of(
     _info.warn_if_dense(buckets, exchanges, controller.ladder, replicas)
     # Devices that share a replica send other words, so that figures which ride with
     # them would not be known to be the same on all of them.
-    rides = axes.fast.axis_name is None and bool(exchanges)
+    rides = axes.fast.axis_name is None
     return Setting(
         components=components,
         axes=axes,

@@ -293,8 +293,7 @@ def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
     agreed, taken, state = arrived.agreed, arrived.rung, setting.state
     ahead, following = _what_follows(arrived, setting)
     slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-    rungs = len(setting.components.controller.ladder)
-    sent = arrived.mean_energies[jnp.minimum(taken, rungs)]
+    sent = arrived.mean_energies[taken]
     is_known = (sent > 0) & (arrived.energy > 0)
     alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
     info = _info.after(state.info, setting.tables, taken, decision.gains, alignment)
@@ -329,5 +328,5 @@ def _what_follows(arrived: Arrived, setting: Setting) -> tuple[jax.Array, Any]:
         exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
         round_ahead = _state.Round(state.round.next_length, length, exchanges)
     ahead = jnp.stack([state.ahead[1], number(agreed.rung)])
-    is_local = arrived.rung == len(controller.ladder) + 1
+    is_local = arrived.rung == len(controller.ladder)
     return _arrays.where(is_local, (state.ahead, state.round), (ahead, round_ahead))

@@ -125,7 +125,7 @@ def _take_held(local: LocalState, setting: Setting) -> Taken:
     nothing = _nothing(jax.eval_shape(exchange).arrived, local, setting)
     if setting.sends is False:
         return nothing
-    return _collectives.only_if(setting.sends, exchange, nothing)
+    return _collectives.exchange_if(setting.sends, exchange, nothing)
 
 
 def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:
@@ -133,7 +133,7 @@ def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:
     state, rungs = setting.state, len(setting.components.controller.ladder)
     arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     as_before = Decision(state.rung, state.controller, state.info.gains)
-    return Taken(arrived._replace(rung=jnp.int32(rungs + 1)), local, as_before)
+    return Taken(arrived._replace(rung=jnp.int32(rungs)), local, as_before)
 
 
 def _send_held(local: LocalState, setting: Setting) -> tuple[Arrived, LocalState]:

@@ -128,8 +128,7 @@ class Arrived(NamedTuple):
 
     Attributes:
       agreed: what every step averages.
-      rung: `[]` int32, the rung that was taken; the first beyond the ladder if silent,
-        the second if local.
+      rung: `[]` int32, the rung that was taken; the number of rungs if it was local.
       means: the mean of what was sent, `[n]` float32 a bucket.
       mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
       energy: `[]` float32, the energy of the means; 0 without rounds.

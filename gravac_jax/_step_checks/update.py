@@ -175,12 +175,12 @@ def warn_of_guess(controller: Any) -> None:
 
 
 def known_rung(rung: Any, rungs: int) -> None:
-    """Raise if a rung that a caller knows is not on the ladder, nor silent."""
+    """Raise if a rung that a caller knows is not on the ladder."""
     is_number = isinstance(rung, int) and not isinstance(rung, bool)
-    if not (is_number and 0 <= rung <= rungs):
+    if not (is_number and 0 <= rung < rungs):
         raise ValueError(
-            f"rung must be a number of the ladder, static: 0 to {rungs - 1}, or {rungs}"
-            f" for a step that sends nothing, got {rung!r}."
+            f"rung must be a number of the ladder, static: 0 to {rungs - 1}, got"
+            f" {rung!r}."
         )
 
 

@@ -23,8 +23,8 @@ from common.report import markdown
 from common.statistics import reached
 
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
-from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
-from gravac_jax._selection.rungs import shares_by_chance
+from gravac_jax._controllers.progress import WAITING_COST, progress
+from gravac_jax._selection.waiting import shares_by_chance, waiting_steps
 
 SMALL = "2026-11-25_progress/small.jsonl"
 LEVELS = "2026-11-24_steps/levels.jsonl"
