@@ -257,6 +257,23 @@ def test_windows_of_gravac_end_whatever_the_rounds(every):
     assert len(set(moves)) > 2
 
 
+def test_fastest_in_rounds_of_every_predicts_as_with_rounds_of_its_own():
+    shares, steps = jnp.array([1.0, 0.9, 0.5]), 8
+    found = []
+    for rounds in ((1,), (1, steps)):
+        controller = gravac.Fastest((1, 4, 16), rounds=rounds, most_bytes=1.5)
+        evidence = evidence_at(100, shares, jnp.int32(steps))._replace(
+            local_seconds=jnp.float32(jnp.nan), wire_bytes=jnp.array([16.0, 8.0, 4.0])
+        )
+        _, state = controller.decide(evidence, controller.init()[1])
+        last = jax.tree.map(
+            lambda x: x[-3:], (state.seconds, state.progress, state.fits)
+        )
+        found.append(last)
+    assert_same(found[0], found[1])
+    assert found[0][2].tolist() == [False, True, True]
+
+
 @pytest.mark.parametrize(("last", "rung"), [(38, 1), (39, 0)])
 def test_a_schedule_inside_decides_for_the_third_exchange_on(last, rung):
     schedule = lambda step: jnp.where(step <= last, 4.0, 16.0)

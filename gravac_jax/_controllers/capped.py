@@ -22,9 +22,10 @@ class Capped(Wrapping):
     """Takes what another controller decides, up to a cap on the factor.
 
     The other controller sees all evidence and does not know about the cap, so it cannot
-    learn from measured times above the cap. A cap below the lowest rung means that
-    rung. A warm-up is a rising cap, such as `gravac.warm_up(1000).schedule` or any
-    schedule of Optax. For drops of the learning rate use `gravac.low_after_drops`.
+    learn from measured times above the cap, and `metrics.explain` shows what it chose
+    before the cap. A cap below the lowest rung means that rung. A warm-up is a rising
+    cap, such as `gravac.warm_up(1000).schedule` or any schedule of Optax. For drops of
+    the learning rate use `gravac.low_after_drops`.
 
     Args:
       controller: the other controller.

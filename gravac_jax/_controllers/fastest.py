@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _arrays, _checks
 from gravac_jax._controllers import compression_gain, step_time_filter
@@ -113,7 +112,8 @@ class Fastest(Controller):
         and 2 bits of half of them, as `gravac.Quantized` sends them.
         `gravac.geometric(4, 256)` goes on to a sixteenth.
       least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
-        step makes 1. A choice in use is left when it is 3% below.
+        step makes 1. A choice in use is left when it is 3% below. The first exchanges,
+        from which it learns, are not bound by it.
       rounds: the lengths of rounds to choose from, 1 and then rising, such as
         `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
         with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
@@ -122,8 +122,8 @@ class Fastest(Controller):
         rounds of whole gradients make less progress than is predicted.
       most_bytes: the most bytes that one replica may send in a step, in the mean over a
         round; None for any number. Dense leaves count. If every choice sends more, the
-        one that sends least is taken, and `metrics.explain` says so. The first three
-        exchanges, from which it learns, are not bound by it.
+        one that sends least is taken, and `metrics.explain` says so. The first
+        exchanges are not bound by it either.
 
     Raises:
       TypeError: if `ladder` or `rounds` is not a tuple of numbers.
@@ -211,71 +211,44 @@ class Fastest(Controller):
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
-        averages = _smoothed(evidence, state.averages)
-        expected = self._progress(averages)
+        state = _learned(evidence, state)
+        costs = self._costs(evidence, state)
+        home, may_leave = _home(costs, state)
+        # To take another choice that costs alike stands in place of a visit, so that
+        # noise does not move it to and fro.
+        safest = jnp.where(may_leave, _safest(costs, home), home)
+        is_tie, home = safest != home, safest
+        visited, is_worth = _visit(costs, state, home)
+        is_visit = may_leave & ~is_tie & is_worth
+        choice = jnp.where(state.dwelt >= DWELL, home, state.current)
+        choice = jnp.where(is_visit, visited, choice)
+        return choice % len(self.ladder), state._replace(
+            home=home,
+            current=choice,
+            dwelt=jnp.where(choice == state.current, state.dwelt, 0),
+            rested=jnp.where(is_visit | is_tie, 0, state.rested),
+            seconds=costs.rounds.seconds,
+            progress=costs.expected,
+            fits=costs.fits,
+        )
+
+    def _costs(self, evidence: Evidence, state: FastestState) -> "_Costs":
+        """Return what is believed of all choices."""
+        lengths = self._lengths(evidence)
+        expected = self._progress(state.averages, lengths)
         # A choice without progress is never the fastest.
         progress = jnp.where(self._is_allowed(expected, state.home), expected, 0)
-        mean_bytes = self._mean_bytes(evidence)
+        mean_bytes = self._mean_bytes(evidence, lengths)
         fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
         is_within = fits | (mean_bytes <= jnp.min(mean_bytes))
         progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-12)
-        timing, has_changed = _timed(evidence, state.timing)
-        kinds = step_time_filter.predict(timing, _kinds(evidence))
-        rounds = step_time_filter.in_rounds(kinds, np.array(self.rounds, np.float32))
-        # In units of what home costs.
+        kinds = step_time_filter.predict(state.timing, _kinds(evidence))
+        rounds = step_time_filter.in_rounds(kinds, lengths)
         cost = rounds.seconds / progress
         unit = cost[state.home]
-        cost = cost / unit
         scale = 1 / (progress * unit)
-
-        dwelt = state.dwelt + 1
-        rested = jnp.minimum(state.rested + evidence.steps, REST)
-        known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
-        known = jnp.where(has_changed, 0, known)
-        is_free = dwelt >= DWELL
-        # A time of the second rung has come, or no time has when it could have.
-        is_untold = timing.times == 0
-        has_begun = jnp.where(is_untold, dwelt >= DWELL + LATE, timing.times > DWELL)
-        best = jnp.argmin(cost).astype(jnp.int32)
-        # After a visit it goes home before it moves, unless it moves to where it is.
-        is_at_home = (state.current == state.home) | is_untold
-        may_move = has_begun & is_free & (is_at_home | (state.current == best))
-        home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
-
-        # To take another choice that costs alike stands in place of a visit, so that
-        # noise does not move it to and fro.
-        is_settled = (state.current == state.home) & (home == state.home)
-        is_rested = rested * HASTE >= known
-        may_leave = has_begun & is_free & is_settled & is_rested
-        home = jnp.where(may_leave, _safest(cost, progress, home), home)
-        is_tie = may_leave & (home != state.home)
-
-        # A visit is to another rung, in rounds as long as those of home.
-        rungs = len(self.ladder)
-        told = _told_by_a_visit(kinds, rounds, timing.noise)[:, :rungs]
-        worth = value_of_visits(
-            cost,
-            told * scale[:, None],
-            step_time_filter.least_compute(timing) * scale,
-            home,
-            jnp.asarray(self.rounds, jnp.float32)[home // rungs],
-        )
-        visited = jnp.argmax(worth).astype(jnp.int32)
-        is_visit = may_leave & ~is_tie & (worth[visited] > 0)
-
-        choice = jnp.where(is_free, home, state.current)
-        choice = jnp.where(is_visit, home - home % rungs + visited, choice)
-        return choice % rungs, FastestState(
-            home=home,
-            current=choice,
-            dwelt=jnp.where(choice == state.current, dwelt, 0),
-            rested=jnp.where(is_visit | is_tie, 0, rested),
-            known=known,
-            averages=averages,
-            timing=timing,
-            seconds=rounds.seconds,
-            progress=expected,
-            fits=fits,
+        return _Costs(
+            cost / unit, scale, progress, expected, fits, kinds, rounds, lengths
         )
 
     def predictions(self, state: FastestState) -> Predictions:
@@ -299,19 +272,63 @@ class Fastest(Controller):
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
         return progress >= least
 
-    def _mean_bytes(self, evidence: Evidence) -> jax.Array:
+    def _lengths(self, evidence: Evidence) -> jax.Array:
+        """Return the steps of rounds, of its own or of `Every`: `[rounds]` float32."""
+        if self.has_rounds:
+            return jnp.asarray(self.rounds, jnp.float32)
+        return jnp.asarray(evidence.steps, jnp.float32)[None]
+
+    def _mean_bytes(self, evidence: Evidence, lengths: jax.Array) -> jax.Array:
         """Return the bytes of a step of each choice, in the mean: `[choices]`."""
-        steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
         sent = evidence.wire_bytes
         sent = jnp.zeros(len(self.ladder)) if sent is None else sent
-        return (sent[None] / steps).ravel()
+        return (sent[None] / lengths[:, None]).ravel()
 
-    def _progress(self, averages: compression_gain.Averages) -> jax.Array:
+    def _progress(
+        self, averages: compression_gain.Averages, lengths: jax.Array
+    ) -> jax.Array:
         """Return what a step of each choice is worth, `[choices]` float32."""
         share = compression_gain.gain(averages.sent, averages.total)
-        steps = jnp.asarray(self.rounds, jnp.float32)[:, None]
-        progress = progress_of(share[None], steps).ravel()
-        return jnp.where(jnp.arange(progress.size) == 0, 1, progress)
+        share = jnp.where(jnp.arange(share.size) == 0, 1, share)  # dense
+        return progress_of(share[None], lengths[:, None]).ravel()
+
+
+class _Costs(NamedTuple):
+    """What is believed of all choices.
+
+    Attributes:
+      cost: `[choices]` float32, seconds per progress, in units of what home costs.
+      scale: `[choices]` float32, what makes such a cost of seconds.
+      progress: `[choices]` float32, what a step is worth; next to nothing if the choice
+        is not allowed.
+      expected: `[choices]` float32, what a step is worth.
+      fits: `[choices]` bool, as in `FastestState`.
+      kinds: the seconds of each kind of step.
+      rounds: those of each choice.
+      lengths: `[rounds]` float32, steps of each round.
+    """
+
+    cost: jax.Array
+    scale: jax.Array
+    progress: jax.Array
+    expected: jax.Array
+    fits: jax.Array
+    kinds: step_time_filter.Predicted
+    rounds: step_time_filter.Predicted
+    lengths: jax.Array
+
+
+def _learned(evidence: Evidence, state: FastestState) -> FastestState:
+    """Add what a step has shown, and count it."""
+    timing, has_changed = _timed(evidence, state.timing)
+    known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
+    return state._replace(
+        dwelt=state.dwelt + 1,
+        rested=jnp.minimum(state.rested + evidence.steps, REST),
+        known=jnp.where(has_changed, 0, known),
+        averages=_smoothed(evidence, state.averages),
+        timing=timing,
+    )
 
 
 def _smoothed(
@@ -344,11 +361,49 @@ def _timed(
     return step_time_filter.observe(timing, guess, rung, seconds[rung])
 
 
-def _safest(cost: jax.Array, progress: jax.Array, home: jax.Array) -> jax.Array:
+def _home(costs: _Costs, state: FastestState) -> tuple[jax.Array, jax.Array]:
+    """Return the choice believed to be fastest, and whether it may be left now."""
+    is_free = state.dwelt >= DWELL
+    # A time of the second rung has come, or no time has when it could have.
+    is_untold = state.timing.times == 0
+    could_have = state.dwelt >= DWELL + LATE
+    has_begun = jnp.where(is_untold, could_have, state.timing.times > DWELL)
+    best = jnp.argmin(costs.cost).astype(jnp.int32)
+    # After a visit it goes home before it moves, unless it moves to where it is.
+    is_at_home = (state.current == state.home) | is_untold
+    may_move = has_begun & is_free & (is_at_home | (state.current == best))
+    is_faster = costs.cost[best] < 1 - MARGIN
+    home = jnp.where(may_move & is_faster, best, state.home)
+    is_settled = (state.current == state.home) & (home == state.home)
+    is_rested = state.rested * HASTE >= state.known
+    return home, has_begun & is_free & is_settled & is_rested
+
+
+def _safest(costs: _Costs, home: jax.Array) -> jax.Array:
     """Return the choice of most progress, which keeps most quality, at no more cost."""
-    is_home = jnp.arange(cost.size) == home  # its cost may round to above 1
-    is_cheap = is_home | (cost <= 1)
-    return jnp.argmax(jnp.where(is_cheap, progress, 0)).astype(jnp.int32)
+    is_home = jnp.arange(costs.cost.size) == home  # its cost may round to above 1
+    is_cheap = is_home | (costs.cost <= 1)
+    return jnp.argmax(jnp.where(is_cheap, costs.progress, 0)).astype(jnp.int32)
+
+
+def _visit(
+    costs: _Costs, state: FastestState, home: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the choice that is most worth a visit, and whether a visit pays.
+
+    A visit is to another rung, in rounds as long as those of home.
+    """
+    rungs = costs.cost.size // costs.lengths.size
+    told = _told_by_a_visit(costs.kinds, costs.rounds, state.timing.noise)[:, :rungs]
+    worth = value_of_visits(
+        costs.cost,
+        told * costs.scale[:, None],
+        step_time_filter.least_compute(state.timing) * costs.scale,
+        home,
+        costs.lengths[home // rungs],
+    )
+    visited = jnp.argmax(worth).astype(jnp.int32)
+    return home - home % rungs + visited, worth[visited] > 0
 
 
 def _told_by_a_visit(

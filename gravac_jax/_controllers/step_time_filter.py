@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _arrays
 
@@ -97,7 +96,7 @@ def predict(timing: Timing, guess: jax.Array) -> Predicted:
     return Predicted(seconds, _dot(with_parts[:, None], shares[None]))
 
 
-def in_rounds(kinds: Predicted, steps: np.ndarray) -> Predicted:
+def in_rounds(kinds: Predicted, steps: jax.Array) -> Predicted:
     """Predict the mean seconds of a step in rounds: an exchange, then local steps.
 
     Args:
