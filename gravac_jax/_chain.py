@@ -20,9 +20,11 @@ from gravac_jax._state import (
     transform_states,
 )
 
-# Their steps are not linear in the updates.
+# Their steps are not linear in the updates. Of some, such as sign SGD, LARS and clips,
+# the state does not tell.
 _NORMALIZED = (
     optax.FactoredState,  # Adafactor
+    optax.ScaleByAdaDeltaState,
     optax.ScaleByAdamState,
     optax.ScaleByAdanState,
     optax.ScaleByAmsgradState,
@@ -30,14 +32,30 @@ _NORMALIZED = (
     optax.ScaleByLionState,
     optax.ScaleByNovogradState,
     optax.ScaleByRmsState,
+    optax.ScaleByRpropState,
     optax.ScaleByRssState,  # Adagrad
     optax.ScaleByRStdDevState,
+    optax.ScaleBySM3State,
+    optax.contrib.COCOBState,
+    optax.contrib.DAdaptAdamWState,
+    optax.contrib.DoGState,
+    optax.contrib.DoWGState,
+    optax.contrib.MadgradState,
+    optax.contrib.MomoAdamState,
+    optax.contrib.MomoState,
+    optax.contrib.MuonState,
+    optax.contrib.ProdigyState,
+    optax.contrib.ScaleByAdemamixState,
+    optax.contrib.ScaleBySimplifiedAdEMAMixState,
+    optax.contrib.SophiaState,
 )
 
 _REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
 
 # They keep gradients, or decide by them, before the optimizer inside sees them.
 _WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+
+_NOT_LINEAR = (*_NORMALIZED, *_WRAPPERS)
 
 LITTLE_LOST = 16  # from this factor on momentum does as well after rounds
 
@@ -90,18 +108,19 @@ def waits(state: Any) -> bool:
 
 def is_linear(state: Any) -> bool:
     """Return whether no optimizer is known not to be linear in its updates."""
-    return not _instances(state, _NORMALIZED)
+    return not _instances(state, _NOT_LINEAR)
 
 
 def check_linear(state: Any) -> None:
     """Refuse an optimizer that is known not to be linear in its updates."""
-    for x in _instances(state, _NORMALIZED):
+    for x in _instances(state, _NOT_LINEAR):
         raise ValueError(
             f"gravac.local_params needs an optimizer that is linear in the updates,"
-            f" found a {type(x).__name__}: it would make a whole step of what is held"
-            f" back. Let each replica run its own optimizer before the exchange:"
-            f" gravac.adamw(1e-3), or memory=gravac.Steps(optax.adam(1e-3)) and nothing"
-            f" after the transform."
+            f" found a {type(x).__name__}: what it makes of what is held back is not"
+            f" what it will make of it later. Let each replica run its own optimizer"
+            f" before the exchange: gravac.adamw(1e-3), or"
+            f" memory=gravac.Steps(optax.adam(1e-3)) and nothing after the transform."
+            f" Or take gradients at the shared params."
         )
 
 

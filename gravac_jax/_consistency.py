@@ -4,6 +4,7 @@ Replicas hold the same params because they start from the same params and add th
 updates. A memory fault, or a device that adds in another order, breaks that silently.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -188,7 +189,7 @@ def guard(
     That suits a loss scale, and an optimizer that must not move when all gradients are
     bad: momentum and weight decay move on zeros, too. With a delay, with rounds, and
     with a memory that forgets (`gravac.Steps(..., residual_decay=0.95)`), replicas hear
-    of a gradient too late: `guard` then does nothing.
+    of a gradient too late: `guard` then does nothing, and warns.
 
     Args:
       tx: a chain with exactly one `gravac.transform` in it.
@@ -224,6 +225,18 @@ def guard(
     _checks.optimizer(tx, "gravac.guard(tx)")
     tx = _chain.checked(tx, "gravac.guard")
 
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        if _chain.waits(state):
+            warnings.warn(
+                "gravac.guard does nothing with a delay, with rounds or with a memory"
+                " that forgets: replicas hear of a gradient that is not finite too late"
+                " to skip its step. Its replica leaves it out, and the others go on."
+                " Leave the guard out, or what delays the news.",
+                stacklevel=2,
+            )
+        return state
+
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
@@ -238,4 +251,4 @@ def guard(
         nothing = jax.tree.map(jnp.zeros_like, updates)
         return _arrays.where(is_finite, (updates, after), (nothing, before))
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

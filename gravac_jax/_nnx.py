@@ -66,8 +66,9 @@ def nnx_value_and_grad(
         one.
       has_aux: whether `loss_fn` returns (loss, aux).
       optimizer: the `nnx.Optimizer` of the model, to take gradients at the replica's
-        own params (`gravac.local_params`), as `gravac.adamw` needs. By default they are
-        taken at the shared params.
+        own params (`gravac.local_params`), as `gravac.adamw` needs, and with respect to
+        the variables that it trains (its `wrt`). By default they are taken at the
+        shared params, with respect to every `nnx.Param`.
 
     Returns:
       A function of the same arguments that returns (loss, gradients), or ((loss, aux),
@@ -101,17 +102,20 @@ def nnx_value_and_grad(
       ([2.0], [1.0])
     """
     nnx = _flax("nnx_value_and_grad")
+    if optimizer is not None:
+        _step_checks.objects.is_nnx_optimizer(optimizer)
+    wrt = nnx.Param if optimizer is None else optimizer.wrt
+    is_trained = nnx.filterlib.to_predicate(wrt)
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _step_checks.update.bound_axis(axis_name, "nnx_value_and_grad")
         comm = Comm(axis_name)
         given = (*args, kwargs)
-        is_param = lambda path, x: path[0] == 0 and isinstance(x, nnx.Param)
+        is_param = lambda path, x: path[0] == 0 and is_trained(path[1:], x)
         graph, params, rest = nnx.split(given, is_param, ...)
         _step_checks.objects.has_params(params, args)
         if optimizer is not None:
-            _step_checks.objects.is_nnx_optimizer(optimizer)
             params = _own_params(params, optimizer)
         rest = _with_own_keys(rest, comm)
 

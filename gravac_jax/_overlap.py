@@ -36,8 +36,8 @@ class Place(NamedTuple):
     Attributes:
       mesh: the mesh.
       axis_name: the axis, or axes, of the transform.
-      in_rounds: whether the next step is a local one, which makes own params itself.
-        Metrics are then each replica's own.
+      in_rounds: whether the controller has rounds. A local step makes own params
+        itself, and metrics are each replica's own.
     """
 
     mesh: jax.sharding.Mesh

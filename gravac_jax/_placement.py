@@ -93,7 +93,10 @@ def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
 def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     """Return N, the devices along the axes of the transform, or those simulated."""
     if not isinstance(mesh, jax.sharding.Mesh):
+        what = "replicas, where it is no jax.sharding.Mesh"
+        _checks.positive_integer(mesh, "mesh", what)
         return mesh
+    _checks.mesh_axis(mesh, axis_name)
     return int(
         np.prod([mesh.shape[name] for name in _collectives.axis_names(axis_name)])
     )

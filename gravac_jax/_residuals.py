@@ -34,9 +34,8 @@ def flush(
 
     Returns:
       The params and the state, with empty residuals. The transform's counters and
-      controller stay as they are, as does its momentum, except for masking. The rest of
-      the chain counts a step: its schedules go on, and momentum and decoupled decay are
-      applied once more.
+      controller stay as they are, as does its momentum. The rest of the chain counts a
+      step: its schedules go on, and momentum and decoupled decay are applied once more.
 
     Raises:
       TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -202,7 +203,8 @@ def _initializer(
     def init(params: Any) -> tuple[Any, Any]:
         if dense_axis_name is None:
             return _placement.place((params, tx.init(params)), mesh, axis_name)
-        return params, _placement.init(tx, params, mesh, axis_name, dense_axis_name)
+        opt_state = _placement.init(tx, params, mesh, axis_name, dense_axis_name)
+        return jax.tree.map(jnp.copy, params), opt_state  # the first step donates both
 
     return init
 
@@ -210,8 +212,9 @@ def _initializer(
 class TrainStep:
     """A compiled train step; see `gravac.train_step`, which makes it.
 
-    It counts and measures its own steps. After going back to an earlier state, make a
-    new one: it would credit times to other steps, and with rounds end them elsewhere.
+    It counts and measures its own steps. Of a state that its last step did not return,
+    such as one from `init` or from a checkpoint, it reads where the run stands, and
+    waits for the devices to do so.
     """
 
     def __init__(
@@ -227,16 +230,12 @@ class TrainStep:
         self._program, self._deliver = program, deliver
         self._has_branches = has_branches
         self._replicas, self._is_timed = replicas, is_timed
-        self._ahead: Ahead | None = None
-        self._clock: StepClock | None = None
+        self._steps: Any = None  # the count in the state that the last step returned
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
-        if self._ahead is None:
-            state = _chain.the_transform(opt_state, "gravac.train_step")
-            _chain.warn_of_late_momentum(opt_state)
-            self._ahead = Ahead(state, self._has_branches)
-            self._clock = StepClock(int(state.steps)) if self._is_timed else None
+        if _steps(opt_state) is not self._steps:
+            self._begin(opt_state)
         kind = self._ahead.next()
         times = self._clock.times() if self._clock else {}
         take = self._program(kind)
@@ -244,10 +243,26 @@ class TrainStep:
         metrics = self._ahead.count(kind, metrics)
         if self._clock:
             self._clock.record(metrics)
+        self._steps = _steps(opt_state)
         return params, opt_state, *metrics
+
+    def _begin(self, opt_state: Any) -> None:
+        """Read from the state where the run stands."""
+        state = _chain.the_transform(opt_state, "gravac.train_step")
+        _chain.warn_of_late_momentum(opt_state)
+        self._ahead = Ahead(state, self._has_branches)
+        self._clock = StepClock(int(state.steps)) if self._is_timed else None
 
     def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Deliver what all replicas hold back; see `gravac.flush`."""
         nothing = np.zeros(self._replicas, np.float32)
+        goes_on = _steps(opt_state) is self._steps
         params, opt_state = self._deliver(params, opt_state, nothing)
+        if goes_on:
+            self._steps = _steps(opt_state)
         return params, opt_state
+
+
+def _steps(opt_state: Any) -> jax.Array:
+    """Return the count of steps in a state, whose identity tells one state's."""
+    return _chain.the_transform(opt_state, "gravac.train_step").steps

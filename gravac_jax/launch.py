@@ -110,7 +110,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
     if process is not None and not 0 <= process < (processes or process + 1):
         parser.error(f"--process must count from 0 to --processes - 1, got {process}")
-    if not options.is_module and not Path(options.script).exists():
+    if not options.is_module and not Path(options.script).is_file():
         parser.error(f"there is no script {options.script}")
     return options
 

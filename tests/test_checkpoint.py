@@ -278,6 +278,12 @@ def test_redistributing_keeps_the_mean_and_the_sign(old, new):
         assert np.array_equal(received, np.repeat(x, new // old, axis=0))
 
 
+def test_redistributing_keeps_the_dtype():
+    x = jnp.ones((4, 5), jnp.bfloat16)
+    like = jax.eval_shape(lambda: jnp.zeros((2, 5), jnp.bfloat16))
+    assert _replicas.redistribute(x, like, True).dtype == jnp.bfloat16
+
+
 WHERES = {
     "1": 1,
     "3": 3,
@@ -371,6 +377,18 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch, recipe, cut_rec
     assert not np.any(whole[:, n:])
     assert (whole.shape[1] > n) == (recipe == "a padded bucket")
     assert_same(on_host(local(back).memory), on_host(local(state).memory))
+
+
+@pytest.mark.parametrize("compress", [True, {"empty": False, "w": True}])
+def test_a_leaf_without_entries_is_restored(tmp_path, compress):
+    params = {"empty": jnp.zeros((0, 3)), "w": jnp.ones((24, 16))}
+    tx = transform(compress=compress, **FIXED)
+    state = gravac.place((params, tx.init(params)), N)
+    there = gravac.place((params, tx.init(params)), 2)
+    with saving(tmp_path) as checkpointer:
+        checkpointer.save(1, state, params)
+        assert_same(checkpointer.restore(state, params).tree, state)
+        assert_same(checkpointer.restore(there, params).tree, there)
 
 
 def test_what_an_optimizer_keeps_by_leaf_moves_with_its_leaf(tmp_path):

@@ -365,6 +365,34 @@ def test_with_an_optimizer_gradients_are_taken_at_own_params():
     assert train(is_own=False) > 1e-3
 
 
+def test_with_an_optimizer_of_some_variables_the_others_stay():
+    class Adapter(nnx.Param):
+        pass
+
+    class Adapted(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((64, 64)))
+            self.adapter = Adapter(jnp.zeros((64, 64)))
+
+    def step(model, optimizer, batch):
+        grad = gravac.nnx_value_and_grad(loss_of, optimizer=optimizer)
+        loss, grads = grad(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    loss_of = lambda model, x: jnp.mean(
+        (x @ (model.kernel[...] + model.adapter[...])) ** 2
+    )
+    model = Adapted()
+    optimizer = nnx.Optimizer(model, gravac.adamw(0.05), wrt=Adapter)
+    model, optimizer = gravac.place((model, optimizer), N)
+    step = gravac.nnx_data_parallel(step, N)
+    for x in RNG.normal(size=(3, N, 64)).astype(np.float32):
+        step(model, optimizer, x)
+    assert (model.kernel[...] == 1).all()
+    assert (model.adapter[...] != 0).any()
+
+
 @everywhere
 def test_a_flush_is_that_of_plain_params(mesh):
     class Linear(nnx.Module):

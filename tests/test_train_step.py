@@ -43,7 +43,7 @@ def trained(step, state, batches=BATCHES):
     losses = []
     for batch in batches:
         *state, loss = step(*state, batch)
-        losses.append(float(loss))
+        losses.append(float(np.mean(loss)))  # of each replica, in rounds
     return jax.device_get(state), losses
 
 
@@ -208,6 +208,69 @@ def test_its_times_reach_the_controller():
     assert np.nanmin(heard) > 0
 
 
+@pytest.mark.parametrize("branches", [True, False])
+@pytest.mark.parametrize(
+    "controller",
+    [gravac.Every(3, gravac.Fixed(1)), Scripted((1.0, 4.0)), gravac.Fastest()],
+    ids=lambda x: type(x).__name__,
+)
+def test_one_step_serves_several_runs(controller, branches):
+    tx = gravac.sgd(0.05, controller=controller, compress=COMPRESS)
+    make = lambda: gravac.train_step(loss_fn, tx, make_mesh(), branches=branches)
+    step = make()
+    _, first = trained(step, step.init(PARAMS), BATCHES[:7])
+    _, again = trained(step, step.init(PARAMS), BATCHES[:7])
+    assert again == first
+    begun, _ = trained(step, step.init(PARAMS), BATCHES[:2])
+    trained(step, step.init(PARAMS), BATCHES[:4])
+    of = lambda step: trained(step, gravac.place(begun, make_mesh()), BATCHES[2:7])
+    here, there = of(step), of(make())
+    assert here[1] == there[1]
+    assert_same(here[0][0], there[0][0])
+
+
+def test_a_run_that_begins_anew_is_told_its_own_times():
+    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    for _ in range(2):
+        *state, _ = step(*step.init(PARAMS), BATCHES[0])
+        for batch in BATCHES[1:7]:
+            *state, _ = step(*state, batch)
+        step._clock.wait()
+        assert 0 < step._clock.times()["measured_step"] < 7
+
+
+def test_init_copies_what_it_is_given():
+    mesh = make_mesh((2, N // 2), ("dcn", "ici"))
+    params = gravac.place(PARAMS, mesh, "dcn")
+    tx = gravac.sgd(0.05, "dcn", dense_axis_name="ici", compress=COMPRESS)
+    step = gravac.train_step(loss_fn, tx, mesh, "dcn", "ici")
+    step(*step.init(params), BATCHES[0])
+    assert_same(params, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        optax.MultiSteps(optax.sgd(0.1), 2),
+        optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
+        optax.adadelta(0.1),
+        optax.contrib.muon(0.1),
+    ],
+    ids=["MultiSteps", "apply_if_finite", "adadelta", "muon"],
+)
+def test_what_is_not_linear_gets_gradients_at_the_shared_params(after):
+    tx = optax.chain(gravac.transform(controller=gravac.Fixed(16)), after)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = []
+        for own in (None, False):
+            step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=own)
+            found.append(trained(step, step.init(PARAMS))[1])
+        assert found[0] == found[1]
+        step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=True)
+        with pytest.raises(ValueError, match="linear in the updates"):
+            step(*step.init(PARAMS), BATCHES[0])
+
+
 def test_a_flush_leaves_nothing_behind():
     step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh())
     (params, opt_state), _ = trained(step, step.init(PARAMS))
@@ -255,6 +318,16 @@ def test_adam_after_the_exchange_is_refused_if_own_params_are_asked_for():
     step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=False)
     with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
         step(*step.init(PARAMS), BATCHES[0])
+
+
+def test_a_mesh_without_the_axis_and_what_is_no_mesh_are_refused():
+    make = lambda *where: gravac.train_step(loss_fn, gravac.sgd(0.1), *where)
+    with pytest.raises(ValueError, match="axis_name='data' is not an axis"):
+        make(make_mesh(names=("x",)))
+    with pytest.raises(ValueError, match="'ici'"):
+        make(make_mesh(), "data", "ici")
+    with pytest.raises(ValueError, match="`mesh` must be a whole number"):
+        make(None)
 
 
 def test_a_chain_without_a_transform_is_refused():

@@ -55,12 +55,12 @@ def _still_there(given: Sequence[Any]) -> None:
 def _divides(tree: Any, replicas: int, what: str) -> None:
     for path, leaf in _arrays.named_leaves(tree):
         shape = jnp.shape(leaf)
-        if not shape or shape[0] % replicas:
+        if not shape or not shape[0] or shape[0] % replicas:
             raise ValueError(
                 f"{what} cannot be split over {replicas} replicas: {path} has shape"
-                f" {shape}. Its first axis must be a multiple of {replicas}; pass what"
-                f" is the same for all by keyword. A batch of several steps has its"
-                f" rows first, too: (rows, steps, ...). A step that changes nnx"
+                f" {shape}. Its first axis must be a multiple of {replicas}, above 0;"
+                f" pass what is the same for all by keyword. A batch of several steps"
+                f" has its rows first, too: (rows, steps, ...). A step that changes nnx"
                 f" objects in place needs gravac.nnx_data_parallel."
             )
 

@@ -115,7 +115,7 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     for i, entries, _ in np.asarray(pieces).tolist():
         if i == NO_LEAF:
             paddings.append(entries)
-        else:
+        elif entries:  # Orbax refuses arrays without any
             sizes[i] = sizes.get(i, 0) + entries
     inner = _inner_axes(mesh, axes, int(np.max(pieces, axis=0, initial=1)[2]))
     flat = list(by_path(params).items())

@@ -56,8 +56,10 @@ def _mean(x: jax.Array, replicas: int) -> jax.Array:
     old, new = np.arange(x.shape[0])[None], np.arange(replicas)[:, None]
     end = np.minimum((old + 1) * replicas, (new + 1) * x.shape[0])
     overlap = end - np.maximum(old * replicas, new * x.shape[0])
-    share = jnp.asarray(np.maximum(overlap, 0) / x.shape[0], jnp.float32)
-    return jnp.tensordot(share, x, axes=1, precision="highest")
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    share = jnp.asarray(np.maximum(overlap, 0) / x.shape[0], wide)
+    mean = jnp.tensordot(share, x.astype(wide), axes=1, precision="highest")
+    return mean.astype(x.dtype)
 
 
 def _first(x: jax.Array, replicas: int) -> jax.Array:
