@@ -38,6 +38,14 @@ def pytest_configure(config):
         jax.config.update(name.lower(), x)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a file in one process: they share what they compile."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
 def _processor():
     """Return a hash of what the processor is and can do.
 

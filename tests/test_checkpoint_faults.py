@@ -381,7 +381,6 @@ def whole(tmp_path_factory):
     return ends(start(tmp_path_factory.mktemp("whole"), 20, processes=2))
 
 
-@pytest.mark.xdist_group("whole")
 @pytest.mark.slow
 def test_sigterm_saves_and_ends_well_and_the_next_start_goes_on(tmp_path, whole):
     run = start(tmp_path / "cut", 20, 0.3, processes=2)
@@ -423,7 +422,6 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
     assert not unfinished(), "else killed runs fill the disk"
 
 
-@pytest.mark.xdist_group("whole")
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "pause"), [(0, 0.1), (1, 0.0)])
 def test_one_of_several_killed_while_all_save_does_no_harm(

@@ -19,8 +19,6 @@ from flax import nnx
 
 import gravac_jax
 
-pytestmark = pytest.mark.xdist_group("documents")  # each page runs once
-
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*.md")
 DOCUMENTS = sorted(
