@@ -12,10 +12,12 @@ from gravac_jax._controllers.base import DerivedLadder, Evidence
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(DerivedLadder):
-    """Sends one entry in `factor` at every step.
+    """Sends `factor` times fewer bits, or entries, in every step.
 
     Args:
-      factor: n / k, at least 1. Factor 1 is dense.
+      factor: at least 1; 1 is dense. What it means depends on the exchange: in
+        `QuantizedAllReduce` 4, 8 and 16 are 8, 4 and 2 bits of all entries, and 64 is 2
+        bits of a quarter of them; in `AllGather` n entries over k that are sent.
 
     Raises:
       ValueError: if `factor` is below 1, as a density would be.
