@@ -166,7 +166,7 @@ def test_a_replica_that_selects_nothing_has_finite_energies():
 # Any exchange with any compressor and encoding, on a mesh and simulated: every choice
 # in the default run, any two of them together in it or in the slow one. ------------
 
-WAYS = {"how": ["shard_map", "vmap"], "replicas": [1, 2, 3, 8]}
+WAYS = {"how": ["shard_map", "vmap"], "replicas": [1, 2, 3]}
 SELECTING = {"compressor": _examples.members(COMPRESSORS)}
 # What each exchange can be made of: each part goes with every other.
 PARTS = {
