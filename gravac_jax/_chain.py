@@ -116,9 +116,9 @@ def check_linear(state: Any) -> None:
     for x in _instances(state, _NOT_LINEAR):
         raise ValueError(
             f"gravac.local_params needs an optimizer that is linear in the updates,"
-            f" found a {type(x).__name__}: what it makes of what is held back is not"
-            f" what it will make of it later. Let each replica run its own optimizer"
-            f" before the exchange: gravac.adamw(1e-3), or"
+            f" found a {type(x).__name__}: its step on what is held back, taken now,"
+            f" differs from the one that it will take. Let each replica run its own"
+            f" optimizer before the exchange: gravac.adamw(1e-3), or"
             f" memory=gravac.Steps(optax.adam(1e-3)) and nothing after the transform."
             f" Or take gradients at the shared params."
         )
@@ -156,7 +156,7 @@ def warn_of_late_momentum(state: Any) -> None:
             " exchange. Keep it there: gravac.sgd(0.1), gravac.adamw(1e-3), or"
             " memory=gravac.Steps(optax.sgd(0.1, momentum=0.9)) and nothing after the"
             " transform.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -152,17 +152,17 @@ def tables(
     pairs = list(zip(exchanges, buckets.sizes, strict=True))
     rows = []
     for factor in ladder:
-        told = _collectives.mean_traffic(figures, replicas)
+        agreed = _collectives.mean_traffic(figures, replicas)
         if rides:
             first, size = pairs[0]
-            told = first.figures_traffic(size, factor, figures, replicas)
+            agreed = first.figures_traffic(size, factor, figures, replicas)
         entries = [x.traffic(size, factor, replicas) for x, size in pairs]
         energies = [
             x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
         ]
         sent = sum(x.entries for x in entries)
         factor_sent = n / sent if n else 1.0
-        rows.append((factor_sent, *_sizes([told, *entries, *energies])))
+        rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
     rows.append((np.inf, 0, 0, 0))
     dense = _collectives.mean_traffic(buckets.total_size, replicas)
     sent = np.asarray(rows, np.float32).T

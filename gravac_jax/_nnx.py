@@ -45,9 +45,9 @@ def nnx_value_and_grad(
     """Return `flax.nnx.value_and_grad`, but with each replica's own gradients.
 
     The loss is differentiated with respect to the `nnx.Param` variables of its first
-    argument. The gradients stay local to the replica, as those of
-    `gravac.value_and_grad` do. What else the loss changes in its nnx arguments is
-    written back into them:
+    argument, or to what `optimizer` trains. The gradients stay local to the replica, as
+    those of `gravac.value_and_grad` do. What else the loss changes in its nnx arguments
+    is written back into them:
 
     - Batch statistics (`nnx.BatchStat`) become their mean over replicas, in float32.
     - Random keys (`nnx.RngKey`) are folded with the index of the replica before the
@@ -77,7 +77,7 @@ def nnx_value_and_grad(
 
     Raises:
       ImportError: if Flax is missing.
-      TypeError: when called: if the first argument has no `nnx.Param`.
+      TypeError: when called: if the first argument has no variables to train.
       ValueError: when called: outside the axis; if the loss changes a variable that is
         known to differ between replicas then; if it adds, removes or changes anything
         but the values of variables. With an `optimizer`, as `gravac.local_params`.
@@ -114,7 +114,7 @@ def nnx_value_and_grad(
         given = (*args, kwargs)
         is_param = lambda path, x: path[0] == 0 and is_trained(path[1:], x)
         graph, params, rest = nnx.split(given, is_param, ...)
-        _step_checks.objects.has_params(params, args)
+        _step_checks.objects.has_params(params, args, wrt)
         if optimizer is not None:
             params = _own_params(params, optimizer)
         rest = _with_own_keys(rest, comm)

@@ -19,6 +19,7 @@ from gravac_jax import (
     _parallel,
     _placement,
     _residuals,
+    _step_checks,
 )
 from gravac_jax._ahead import Ahead, Kind
 from gravac_jax._collectives import AxisName
@@ -61,9 +62,10 @@ def train_step(
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
       own_params: whether a replica takes its gradient at its own params. By default it
-        does, unless an optimizer such as Adam comes after the transform. What comes
-        after it must then be linear in the updates, as learning rates, momentum and
-        decay are. A clip is not: give it to the transform, or pass False.
+        does, unless an optimizer such as Adam, or a wrapper such as `optax.MultiSteps`,
+        comes after the transform. What comes after it must then be linear in the
+        updates, as learning rates, momentum and decay are. A clip is not: give it to
+        the transform, or pass False.
       overlap: for CPUs, where XLA does not hide a late exchange within one program as
         it does on GPUs and TPUs: take a step of a transform with a delay in three
         programs, of which a second thread starts the exchange. JAX needs two threads
@@ -214,7 +216,8 @@ class TrainStep:
 
     It counts and measures its own steps. Of a state that its last step did not return,
     such as one from `init` or from a checkpoint, it reads where the run stands, and
-    waits for the devices to do so.
+    waits for the devices to do so. Runs that take turns step by step would wait in
+    every step, and are not timed: give each a step of its own.
     """
 
     def __init__(
@@ -235,7 +238,7 @@ class TrainStep:
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
         if _steps(opt_state) is not self._steps:
-            self._begin(opt_state)
+            self._begin(params, opt_state)
         kind = self._ahead.next()
         times = self._clock.times() if self._clock else {}
         take = self._program(kind)
@@ -246,8 +249,9 @@ class TrainStep:
         self._steps = _steps(opt_state)
         return params, opt_state, *metrics
 
-    def _begin(self, opt_state: Any) -> None:
+    def _begin(self, params: Any, opt_state: Any) -> None:
         """Read from the state where the run stands."""
+        _step_checks.steps.still_there((params, opt_state))
         state = _chain.the_transform(opt_state, "gravac.train_step")
         _chain.warn_of_late_momentum(opt_state)
         self._ahead = Ahead(state, self._has_branches)
@@ -264,5 +268,5 @@ class TrainStep:
 
 
 def _steps(opt_state: Any) -> jax.Array:
-    """Return the count of steps in a state, whose identity tells one state's."""
+    """Return a state's count of steps; no two states share this array."""
     return _chain.the_transform(opt_state, "gravac.train_step").steps

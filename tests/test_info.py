@@ -33,7 +33,7 @@ def tables(compress=True, exchange=None, replicas=N, controller=None):
     plan = _buckets.plan(WEIGHTS, compress, padded)
     exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
     controller = controller or gravac.Scheduled(len, LADDER)
-    return _info.tables(plan, exchanges, controller, replicas, rides=bool(exchanges))
+    return _info.tables(plan, exchanges, controller, replicas, rides=True)
 
 
 @jax.jit

@@ -196,6 +196,7 @@ def test_processes_that_end_or_fail_together_are_not_reported(
         "--local-devices, or -n",
         "--process 4 --processes 4 SCRIPT": "to --processes - 1, got 4",
         "-n 2 missing.py": "there is no script missing.py",
+        "-n 2 .": "there is no script .",
     }.items(),
 )
 def test_wrong_options_are_refused(options, complaint, script, capsys):

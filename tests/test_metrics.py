@@ -392,6 +392,15 @@ def test_the_view_fits_a_terminal_of_80_columns():
     assert len(bar) <= 80
 
 
+@pytest.mark.parametrize(("alike", "is_loud"), [(1, False), (3, True)])
+def test_gradients_that_are_alike_by_chance_raise_no_alarm(alike, is_loud):
+    figures = [
+        {"loss": 1.5, "gravac/alike_steps": alike * (i == 149)} for i in range(150)
+    ]
+    shown = " ".join(view_of(False, figures, total_steps=200))
+    assert ("all replicas had the same gradient" in shown) == is_loud
+
+
 def test_outside_of_a_terminal_the_view_prints_lines():
     lines = view_of(False, FIGURES, total_steps=3, title="adaptive")
     starts = [f"adaptive, step {i} of 3, loss" for i in (1, 2, 3)]

@@ -274,6 +274,45 @@ def test_fastest_in_rounds_of_every_predicts_as_with_rounds_of_its_own():
     assert found[0][2].tolist() == [False, True, True]
 
 
+def test_if_no_choice_is_worth_enough_the_one_that_is_worth_most_is_taken():
+    shares, steps = jnp.array([1.0, 0.9, 0.3]), 8
+    controller = gravac.Every(steps, gravac.Fastest((1, 4, 16), least_progress=0.95))
+    _, state = controller.init()
+    for i in range(60):
+        evidence = evidence_at(steps * i, shares, jnp.int32(steps))
+        cheap = jnp.array([[3.0] * 4, [2.0] * 4, [1.0] * 4])
+        evidence = evidence._replace(
+            predicted_parts=cheap, local_seconds=jnp.float32(jnp.nan)
+        )
+        rung, state = controller.decide(evidence, state)
+    found = controller.predictions(state)
+    assert found.is_allowed.tolist() == [True, False, False]
+    assert (int(rung), found.steps) == (0, (steps,) * 3)
+
+
+class Wild(_harness.Scripted):
+    """Takes rungs that are not on the ladder."""
+
+    def decide(self, evidence, state):
+        rung, state = super().decide(evidence, state)
+        return jnp.where(rung == 0, -5, 7), state
+
+
+def test_a_rung_outside_of_the_ladder_is_the_nearest_one():
+    def factors(controller):
+        tx = gravac.sgd(RATE, controller=controller, compress=True)
+        step = gravac.train_step(lambda p, x: jnp.sum(p["w"] * x), tx, N)
+        state, found = step.init({"w": jnp.zeros((64, 64))}), []
+        for _ in range(8):
+            *state, _ = step(*state, jnp.ones((N, 64)))
+            info = optax.tree.get(state[1], "StepInfo")
+            found.append((float(info.factor), int(info.local_steps)))
+        return found
+
+    ladder = (1.0, 16.0)
+    assert factors(Wild(ladder)) == factors(_harness.Scripted(ladder))
+
+
 @pytest.mark.parametrize(("last", "rung"), [(38, 1), (39, 0)])
 def test_a_schedule_inside_decides_for_the_third_exchange_on(last, rung):
     schedule = lambda step: jnp.where(step <= last, 4.0, 16.0)

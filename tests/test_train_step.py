@@ -239,6 +239,21 @@ def test_a_run_that_begins_anew_is_told_its_own_times():
         assert 0 < step._clock.times()["measured_step"] < 7
 
 
+def test_a_state_that_a_step_has_used_up_is_refused():
+    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    state = step.init(PARAMS)
+    step(*state, BATCHES[0])
+    for fresh in (step, gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())):
+        with pytest.raises(ValueError, match="was given to an earlier step"):
+            fresh(*state, BATCHES[1])
+
+
+def test_a_batch_without_rows_is_refused():
+    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    with pytest.raises(ValueError, match="above 0"):
+        step(*step.init(PARAMS), BATCHES[0][:0])
+
+
 def test_init_copies_what_it_is_given():
     mesh = make_mesh((2, N // 2), ("dcn", "ici"))
     params = gravac.place(PARAMS, mesh, "dcn")

@@ -116,8 +116,8 @@ class Controller(abc.ABC):
     """Chooses the rung of each step. Subclass it to write your own.
 
     Law:
-      The rung is on the ladder. The state keeps its shapes and dtypes, and nothing in
-      it depends on one replica alone.
+      The rung is on the ladder; another number is taken for the nearest rung. The state
+      keeps its shapes and dtypes, and nothing in it depends on one replica alone.
 
     Attributes:
       ladder: the factors to choose from, rising.

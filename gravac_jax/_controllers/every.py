@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import Controller, Evidence, Wrapping
+from gravac_jax._controllers.base import Controller, Evidence, Predictions, Wrapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,13 @@ class Every(Wrapping):
     def init(self) -> tuple[jax.Array, Any]:
         """Return the first rung of the other controller, and its state."""
         return self.controller.init()
+
+    def predictions(self, state: Any) -> Predictions | None:
+        """Return what the other controller predicted, of rounds of H steps."""
+        found = self.controller.predictions(state)
+        if found is None or callable(self.steps):
+            return found
+        return found._replace(steps=(self.steps,) * len(found.steps))
 
     def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
         """Return the decision of the other controller."""

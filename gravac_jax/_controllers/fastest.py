@@ -112,8 +112,9 @@ class Fastest(Controller):
         and 2 bits of half of them, as `gravac.Quantized` sends them.
         `gravac.geometric(4, 256)` goes on to a sixteenth.
       least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
-        step makes 1. A choice in use is left when it is 3% below. The first exchanges,
-        from which it learns, are not bound by it.
+        step makes 1. A choice in use is left when it is 3% below. If none makes as
+        much, as in rounds of `gravac.Every`, the one that makes most is taken. The
+        first exchanges, from which it learns, are not bound by it.
       rounds: the lengths of rounds to choose from, 1 and then rising, such as
         `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
         with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
@@ -270,7 +271,7 @@ class Fastest(Controller):
         # The choice in use is left at a lower bound than it would be taken at.
         is_home = jnp.arange(progress.size) == home
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
-        return progress >= least
+        return (progress >= least) | (progress >= jnp.max(progress))
 
     def _lengths(self, evidence: Evidence) -> jax.Array:
         """Return the steps of rounds, of its own or of `Every`: `[rounds]` float32."""

@@ -113,7 +113,10 @@ class Exchange(abc.ABC):
 
     @property
     def sends_whole_entries(self) -> bool:
-        """Whether every entry is either sent or kept, apart from rounding."""
+        """Whether each entry is sent, apart from rounding, or kept whole: yes.
+
+        An exchange that rounds every entry sends a part of each.
+        """
         return True
 
     @property

@@ -281,9 +281,10 @@ def decide(arrived: Arrived, setting: Setting) -> Decision:
         wire_bytes=jnp.asarray(tables.wire_bytes[: len(controller.ladder)]),
     )
     rung, decided = controller.decide(evidence, state.controller)
+    rung = jnp.clip(rung, 0, len(controller.ladder) - 1)  # more would mean a local step
     now = compression_gain.gain(evidence.energies, evidence.energy)
     is_taken = jnp.arange(now.size) == taken
-    is_known = (setting.looks | is_taken) & (taken < now.size)
+    is_known = setting.looks | is_taken
     return Decision(rung, decided, jnp.where(is_known, now, state.info.gains))
 
 

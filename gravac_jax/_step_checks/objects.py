@@ -18,12 +18,12 @@ def is_nnx_optimizer(optimizer: Any) -> None:
         )
 
 
-def has_params(params: Any, args: Sequence[Any]) -> None:
-    """Refuse to differentiate a first argument without nnx params."""
+def has_params(params: Any, args: Sequence[Any], wrt: Any) -> None:
+    """Refuse to differentiate a first argument without variables to train."""
     if not jax.tree.leaves(params):
         kind = type(args[0]).__name__ if args else "no positional argument"
         raise TypeError(
-            f"nnx_value_and_grad differentiates with respect to the nnx.Param variables"
+            f"nnx_value_and_grad differentiates with respect to the variables {wrt!r}"
             f" of its first argument, and there are none, got {kind}. Pass the model"
             f" first, by position; gravac.value_and_grad takes a pytree of arrays."
         )

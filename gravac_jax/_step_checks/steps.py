@@ -30,14 +30,14 @@ def divided(
         )
     (*given, batch), first = args, len(args) - 1 - carried
     state, own = tuple(given[:first]), tuple(given[first:])
-    _still_there(given)
+    still_there(given)
     _divides(own, replicas, "what is carried")
     what = "the batch, the last argument or the one that is no nnx object,"
     _divides(batch, replicas, what)
     return state, own, batch
 
 
-def _still_there(given: Sequence[Any]) -> None:
+def still_there(given: Sequence[Any]) -> None:
     """Refuse arguments that an earlier step has reused; jaxlib may crash on them."""
     for argument in given:
         first = next(iter(jax.tree.leaves(argument)), None)

@@ -147,7 +147,8 @@ def in_words(scalars: Mapping[str, float]) -> str:
     told = [x for x in progress if x in (dense, home, next_best)]
 
     def said(name: str) -> str:
-        worth = "" if name == dense else f" at {progress[name]:.2f} of the progress"
+        is_whole = progress[name] == 1
+        worth = "" if is_whole else f" at {progress[name]:.2f} of the progress"
         taken = ": taken" if name == home else ""
         return f"{name} {1e3 * seconds[name]:.0f} ms{worth}{taken}"
 

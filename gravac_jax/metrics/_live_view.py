@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 _LOSSES = 20  # steps in the mean of the loss; arbitrary
 _REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
+_ALIKE = "gravac/alike_steps"
 _ALARMS = {
     "gravac/bad_steps": "{:.0f} bad steps: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
-    "gravac/alike_steps": "all replicas had the same gradient in {:.0f} steps",
+    _ALIKE: "all replicas had the same gradient in {:.0f} steps",
 }
-# Different gradients may have the same norm by chance, in a share of the steps.
-_CHANCE = {"gravac/alike_steps": 0.01}
+_CHANCE = 0.01  # of steps may have different gradients of one norm
 
 
 class LiveView:
@@ -107,7 +107,8 @@ class LiveView:
         if speed := self._progress.tasks[0].speed:  # steps per second
             self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
         figures = self._describe(scalars)
-        is_loud = lambda key: scalars.get(key, 0) > _CHANCE.get(key, 0) * step
+        by_chance = max(1, _CHANCE * step)
+        is_loud = lambda key: scalars.get(key, 0) > by_chance * (key == _ALIKE)
         alarms = [x.format(scalars[k]) for k, x in _ALARMS.items() if is_loud(k)]
         self._live.update(Group(self._progress, "  ".join(figures), *alarms))
         now, is_last = time.monotonic(), step + 1 == self.total_steps

@@ -81,7 +81,7 @@ def add_up(lines: list[dict[str, float]]) -> Line:
         for x in lines
         if any("held_out" in name for name in x)
     ]
-    # A silent step has an infinite factor: it is counted as one that sent nothing.
+    # A local step has an infinite factor: it is counted as one that sent nothing.
     inverse = sum(1 / x for x in factors) / len(factors)
     return {
         "steps": len(lines),
