@@ -1,7 +1,7 @@
 """Whatever finite numbers come in, replicas agree, and nothing is lost or NaN.
 
 A few compiled programs are tried on data that hypothesis makes up: some of them in the
-default run; in the slow run all of them, on ten times as many examples.
+default run; in the slow run all of them, on twice as many examples.
 """
 
 import dataclasses

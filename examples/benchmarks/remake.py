@@ -153,6 +153,7 @@ def _time_to_quality(path: Path) -> None:
         for task, title in titles.items()
     }
     crowding = r"turns(2|8).*|delayed(adam1|allreduced.*|turns[48].*)|diloco10.*"
+    crowding += r"|localfixed1000|localallreduced16"
     end_to_end.report.draw_beside(records, path, leave_out=crowding)
 
 

@@ -26,7 +26,7 @@ from step_seconds.timed import Mbit, Timed
 from training.methods import OWNERS, in_words
 
 STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
-STYLES += ("C7-.",)
+STYLES += ("C7-.", "C0--D", "C3-*")
 
 
 @dataclasses.dataclass(frozen=True)
