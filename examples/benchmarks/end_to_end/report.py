@@ -26,7 +26,7 @@ from step_seconds.timed import Mbit, Timed
 from training.methods import OWNERS, in_words
 
 STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
-STYLES += ("C7-.", "C0--D", "C3-*")
+STYLES += ("C7-.", "C0--D", "C3-*", "C1-.P", "C2--x", "C4-d", "C5-.<")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +280,8 @@ def draw_panel(
     if over == "dense":
         hidden = [(1 + r) / max(1, r) for r in at]
         axis.plot(at, hidden, "k--", label="dense, if it were hidden as far as it fits")
-    styles = styles or styles_of(map(words, found[0]))
+    if styles is None:  # black is for the limits
+        styles = styles_of(map(words, found[0]), STYLES[2:] if over else STYLES)
     for name in found[0]:
         if name == over:
             continue
