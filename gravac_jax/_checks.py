@@ -228,6 +228,15 @@ def mesh_axis(mesh: Any, axis_name: Any) -> None:
         )
 
 
+def mesh_or_replicas(mesh: Any, axis_name: Any) -> None:
+    """Refuse what is neither a mesh with the axis nor a number of replicas."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        mesh_axis(mesh, axis_name)
+    else:
+        what = "replicas, where it is no jax.sharding.Mesh"
+        positive_integer(mesh, "mesh", what)
+
+
 def holds_shapes(n: int, shapes: Any, entries: int) -> None:
     """Refuse a bucket that does not hold arrays of the given shapes."""
     if n != entries:

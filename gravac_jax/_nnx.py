@@ -231,8 +231,7 @@ def nnx_data_parallel(
             on_one_replica, mesh, axis_name, dense_axis_name, donate=donate
         )
     else:
-        what = "replicas, where it is no jax.sharding.Mesh"
-        _checks.positive_integer(mesh, "mesh", what)
+        _checks.mesh_or_replicas(mesh, axis_name)
         run = _parallel.simulate(on_one_replica, mesh, axis_name, donate=donate)
 
     @functools.wraps(train_step)
@@ -304,8 +303,8 @@ def nnx_flush(
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
     axes = _collectives.join(axis_name, dense_axis_name)
-    replicas = _placement.count_replicas(mesh, axes)
     step = nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
+    replicas = _placement.count_replicas(mesh, axes)
     step(model, optimizer, np.zeros(replicas, np.float32))
 
 

@@ -52,13 +52,10 @@ def place(
       (2, 65536)
     """
     _checks.not_swapped(tree, mesh, "gravac.place(tree, mesh)")
+    _checks.mesh_or_replicas(mesh, axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
-        _checks.positive_integer(
-            mesh, "mesh", "replicas, where it is no jax.sharding.Mesh"
-        )
         replicas, devices, inner, owners = mesh, mesh, (), axis_name
     else:
-        _checks.mesh_axis(mesh, axis_name)
         replicas, devices = count_replicas(mesh, axis_name), mesh.size
         inner = _collectives.inner_axes(mesh, axis_name)
         owners = _collectives.join(axis_name, inner or None)
@@ -93,10 +90,7 @@ def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
 def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     """Return N, the devices along the axes of the transform, or those simulated."""
     if not isinstance(mesh, jax.sharding.Mesh):
-        what = "replicas, where it is no jax.sharding.Mesh"
-        _checks.positive_integer(mesh, "mesh", what)
         return mesh
-    _checks.mesh_axis(mesh, axis_name)
     return int(
         np.prod([mesh.shape[name] for name in _collectives.axis_names(axis_name)])
     )

@@ -114,6 +114,7 @@ def train_step(
     _checks.optimizer(tx, call)
     tx = _chain.checked(tx, "gravac.train_step")
     axes = _collectives.join(axis_name, dense_axis_name)
+    _checks.mesh_or_replicas(mesh, axes)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )

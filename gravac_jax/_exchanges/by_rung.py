@@ -136,9 +136,11 @@ class ByRung(Exchange):
                 exchanged = _among_others(exchanged, i, looked, energies)
             return exchanged._replace(figures=carrier.mean_of_figures()), after
 
-        entries = self.entries(bucket.size, ladder, comm.replicas)
-        take = lambda i: dense(i) if entries[i] == bucket.size else sparse(i)
-        branches = [functools.partial(take, i) for i in range(len(ladder))]
+        is_dense = lambda factor: self.is_dense(bucket.size, factor, comm.replicas)
+        branches = [
+            functools.partial(dense if is_dense(factor) else sparse, i)
+            for i, factor in enumerate(ladder)
+        ]
         if not isinstance(rung, np.integer):
             return jax.lax.switch(rung, branches)
         exchanged, after = branches[rung]()
