@@ -1,10 +1,12 @@
-"""The house itself: how many files a gradient passes through in one step."""
+"""The house itself: files on the way of a gradient, and processes of the tests."""
 
+import os
 import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import gravac_jax as gravac
 
@@ -48,3 +50,10 @@ def test_a_gradient_passes_few_files_on_its_way_through_a_default_step():
     way = files - {"_state.py"}
     assert {"_step/phases.py", "_exchanges/quantized_all_reduce.py"} <= way
     assert len(way) <= MOST_FILES, sorted(way)
+
+
+def test_the_tests_of_a_file_run_in_one_process(request):
+    """A pytest that is too new for pytest-xdist forgets the groups in silence."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests run in this process")
+    assert request.node.nodeid.endswith("@tests/test_structure.py")
