@@ -122,6 +122,7 @@ def test_a_padded_bucket_has_whole_rows(n, row_entries):
     assert padded % exchange._row(padded) == 0
 
 
+@pytest.mark.slow
 def test_a_step_of_a_huge_model_can_be_traced():
     tx = gravac.transform(axis_name=None, compress=gravac.matrices(0))
     state = jax.eval_shape(tx.init, HUGE)

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N, in_both_ways
+from _harness import COMPRESS, PARAMS, N
 
 import gravac_jax as gravac
 from gravac_jax._selection import entries
 
 RATE = 0.1
+ROWS = gravac.Quantized(32)  # quick to compile
 MUON = optax.contrib.muon(RATE, adam_learning_rate=RATE)
 GRADIENTS = _harness.gaussian_gradients(5)
 
@@ -30,13 +31,15 @@ def mean_of_own_steps(gradients):
     return jax.tree.map(lambda *x: np.mean(x, axis=0), *totals)
 
 
-@in_both_ways
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "delay"),
+    [("vmap", 1), pytest.param("shard_map", 0, marks=pytest.mark.slow)],
+)
 def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
     transform = gravac.transform(
         compress=COMPRESS,
         memory=gravac.Steps(MUON, by_leaf=True),
-        exchange=gravac.QuantizedAllReduce(row_entries=32),
+        exchange=ROWS,
         controller=gravac.Fixed(16),
         delay=delay,
     )
@@ -62,11 +65,15 @@ def test_alone_and_whole_it_is_the_optimizer():
         controller=gravac.Fixed(1),
     )
     params = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
-    ours, state = dict(params), transform.init(params)
+    ours, state, update = (
+        dict(params),
+        transform.init(params),
+        jax.jit(transform.update),
+    )
     dense, lamb = dict(params), optax.lamb(RATE).init(params)
     for step in range(3):
         gradient = jax.tree.map(lambda g, at=step: g[at, 0], GRADIENTS)
-        updates, state = transform.update(gradient, state, ours)
+        updates, state = update(gradient, state, ours)
         ours = optax.apply_updates(ours, updates)
         with jax.numpy_dtype_promotion("standard"):
             updates, lamb = optax.lamb(RATE).update(gradient, lamb, dense)
@@ -90,7 +97,7 @@ def test_the_optimizer_sees_paths_and_shapes():
         memory=gravac.Steps(spy, by_leaf=True),
         controller=gravac.Fixed(1),
     )
-    updates, _ = transform.update(params, transform.init(params), params)
+    updates, _ = jax.jit(transform.update)(params, transform.init(params), params)
     kernel, bias = {"['hidden']['kernel']": (4, 6)}, {"['bias']": (6,)}
     assert seen == [[kernel, kernel], [bias, bias]]
     jax.tree.map(np.testing.assert_array_equal, updates, params)
@@ -107,24 +114,22 @@ def test_parts_without_leaves_are_not_shown_to_the_optimizer():
     for compress in (True, False):  # nothing goes dense, nothing is compressed
         chosen = {"compress": compress, "controller": gravac.Fixed(1)}
         tx = gravac.transform(axis_name=None, memory=memory, **chosen)
-        updates, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        updates, _ = jax.jit(tx.update)(gradient, tx.init(PARAMS), PARAMS)
         np.testing.assert_allclose(updates["w"], -RATE * gradient["w"], rtol=1e-6)
         signs = -RATE * np.sign(gradient["b"])
         np.testing.assert_allclose(updates["b"], signs, rtol=1e-4)
 
 
 WAYS = {
-    "rounds": {"controller": gravac.Every(2, gravac.Fixed(16))},
     "late, clipped": {"delay": 1, "clip": gravac.ClipByGlobalNorm(1.0)},
-    "in turn": {
-        "exchange": gravac.Quantized(row_entries=32),
-        "controller": gravac.Fixed(32),
+    "rounds, in turn, decay": {
+        "controller": gravac.Every(2, gravac.Fixed(32)),
+        "weight_decay": 0.1,
     },
-    "decay": {"weight_decay": 0.1},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", _harness.choices(WAYS, lambda x: "late" in x))
 def test_adam_by_leaf_is_adam(way):
     """In a whole train step, with a bad batch, micro-batches and a flush."""
     found = []
@@ -132,7 +137,7 @@ def test_adam_by_leaf_is_adam(way):
     batches[2, 5] = np.nan
     for by_leaf in (False, True):
         memory = gravac.Steps(optax.adam(RATE), by_leaf=by_leaf)
-        usual = {"compress": COMPRESS, "controller": gravac.Fixed(16)}
+        usual = {"compress": COMPRESS, "controller": gravac.Fixed(16), "exchange": ROWS}
         tx = gravac.transform(memory=memory, **usual | WAYS[way])
         loss = lambda params, x: (
             jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sum(params["b"] ** 2)

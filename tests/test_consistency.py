@@ -30,24 +30,27 @@ TREE = jax.tree.map(jnp.asarray, TREE)
 COPIES = jax.tree.map(lambda x: jnp.stack([x] * N), TREE)
 
 
+@functools.cache
 def everywhere(f, how):
     """Return a function that runs `f` on the tree of every replica, and stacks."""
     if how == "vmap":
-        return jax.vmap(f, axis_name="data")
+        return jax.jit(jax.vmap(f, axis_name="data"))
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
-    mapped = jax.shard_map(
-        lambda tree: jax.tree.map(lambda y: y[None], f(first(tree))),
-        mesh=MESH,
-        in_specs=jax.P("data"),
-        out_specs=jax.P("data"),
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda tree: jax.tree.map(lambda y: y[None], f(first(tree))),
+            mesh=MESH,
+            in_specs=jax.P("data"),
+            out_specs=jax.P("data"),
+        )
     )
     sharding = jax.NamedSharding(MESH, jax.P("data"))
-    return lambda tree: jax.jit(mapped)(jax.device_put(tree, sharding))
+    return lambda tree: mapped(jax.device_put(tree, sharding))
 
 
 def checksums(trees):
     """Return every replica's checksum as the first replica sees them."""
-    return jax.vmap(gravac.checksum, axis_name="data")(trees)[0].tolist()
+    return everywhere(gravac.checksum, "vmap")(trees)[0].tolist()
 
 
 @in_both_ways
@@ -80,7 +83,7 @@ def test_changes_that_could_cancel_show(other):
 def test_random_keys_are_compared_and_shared():
     keys = jax.random.split(jax.random.key(0), N)
     assert len(set(checksums(keys))) == N
-    shared = jax.vmap(gravac.resync, axis_name="data")(keys)
+    shared = everywhere(gravac.resync, "vmap")(keys)
     assert (shared == keys[0]).all()
 
 
@@ -100,7 +103,7 @@ def test_a_resync_leaves_what_differs_per_replica():
     state = optax.tree.set(state, residual=residual)
     axes = jax.tree.map(lambda spec: 0 if spec else None, gravac.state_specs(state))
     sync = jax.vmap(gravac.resync, in_axes=(axes,), out_axes=axes, axis_name="data")
-    assert_same(_harness.residual(sync(state)), residual)
+    assert_same(_harness.residual(jax.jit(sync)(state)), residual)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -133,13 +136,11 @@ EXCHANGE = gravac.transform(compress=True, controller=gravac.Fixed(4))
 ADAMW = optax.adamw(0.125, b1=0.5, b2=0.5, weight_decay=0.125)
 INNER = {
     "adamw": ADAMW,
-    "momentum": optax.sgd(0.125, momentum=0.5),
     "decay": optax.chain(optax.add_decayed_weights(0.125), optax.sgd(0.125)),
 }
 CONTROLLERS = {
     "Fastest": gravac.Fastest(ladder=(1, 4, 16)),
-    "GraVAC": gravac.GraVAC(ladder=(1, 4, 16), window=2),
-    "Accordion": gravac.Accordion(4, 16, interval=3),
+    "GraVAC": gravac.GraVAC(ladder=(1, 16), window=2),
 }
 
 
@@ -162,7 +163,8 @@ TX = {
     "inject_hyperparams in guard": gravac.guard(injected(lambda tx: tx)),
     "inject_hyperparams": injected(lambda tx: tx),
 }
-GUARDED = [name for name in TX if "guard" in name]
+# AdamW decays weights, too.
+GUARDED = [name for name in TX if "guard" in name and "decay" not in name]
 # Replicas hear of a bad gradient after its step.
 LATE = {
     "late": gravac.transform(compress=True, controller=gravac.Fixed(4), delay=1),
@@ -173,7 +175,8 @@ LATE = {
     ),
 }
 TX |= LATE | {f"guarded {name}": gravac.guard(tx) for name, tx in LATE.items()}
-QUICK = {"guarded GraVAC", "inject_hyperparams in guard"}
+INJECTED = "inject_hyperparams in guard"
+QUICK = {"guarded GraVAC", INJECTED}
 in_every_guard = pytest.mark.parametrize("name", choices(GUARDED, QUICK.__contains__))
 
 GOOD = None
@@ -245,13 +248,13 @@ def test_without_a_guard_the_params_move_in_a_bad_step(name):
     assert any(np.any(params[leaf] != after[leaf]) for leaf in params)
 
 
-@in_every_guard
+@pytest.mark.parametrize("name", choices(GUARDED, INJECTED.__eq__))
 def test_good_steps_are_the_same_with_and_without_a_guard(name):
     bare = "inject_hyperparams" if "inject" in name else name.removeprefix("guarded ")
     assert_same(run(name, *[GOOD] * 4), run(bare, *[GOOD] * 4))
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", choices(LATE, lambda x: x == "late"))
 def test_a_guard_does_nothing_where_replicas_hear_late(name):
     kinds = [GOOD, *BAD, GOOD]
     with pytest.warns(UserWarning, match="guard does nothing"):
@@ -261,7 +264,10 @@ def test_a_guard_does_nothing_where_replicas_hear_late(name):
 
 def test_a_guard_hands_extra_arguments_to_the_transform():
     tx = gravac.guard(
-        optax.chain(gravac.transform(None, compress=True), optax.sgd(0.125))
+        optax.chain(
+            gravac.transform(None, compress=True, controller=gravac.Fastest((1, 4))),
+            optax.sgd(0.125),
+        )
     )
     state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     update = jax.jit(

@@ -106,7 +106,7 @@ def library(memory, replicas, max_norm, decay, controller, grads):
 
 CONTROLLERS = {
     "fixed": gravac.Fixed(8),
-    "warm-up": gravac.warm_up(20, factors=(1, 4, 16)),
+    "warm-up": gravac.warm_up(20, factors=(1, 8)),
 }
 OPTIONS = {
     "replicas": (1, 4),

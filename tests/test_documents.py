@@ -1,7 +1,7 @@
 """Code in the documents runs as it stands; links lead somewhere; commands are complete.
 
 Each page's Python blocks run in order, in one namespace. What they leave in it is
-compared with what the page says.
+compared with what the page says. In the default run these are the first two pages.
 """
 
 import functools
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _harness import choices
 from flax import nnx
 
 import gravac_jax
@@ -29,6 +30,7 @@ GUIDES = [
     "README.md",
     *(x for x in DOCUMENTS if x.startswith("docs/") and not x.startswith(REFERENCE)),
 ]
+FIRST = ("README.md", "docs/get-started.md")
 RECIPES = "docs/recipes.md"
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # of float32 sums in another order
 
@@ -78,15 +80,18 @@ def names_of(page):
     return names
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    return names_of(RECIPES)
+@pytest.fixture(scope="module", params=[pytest.param(RECIPES, marks=pytest.mark.slow)])
+def recipe(request):
+    return names_of(request.param)
 
 
 # All pages. -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [x for x in GUIDES if blocks("python", x)])
+WITH_PYTHON = [x for x in GUIDES if blocks("python", x)]
+
+
+@pytest.mark.parametrize("page", choices(WITH_PYTHON, FIRST.__contains__))
 def test_every_python_block_runs_in_order(page):
     assert names_of(page)["gravac"].__name__ == "gravac_jax"
 
@@ -146,19 +151,23 @@ def test_the_first_commands_set_up_their_own_environment_and_others_use_it():
 # Pages. ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_step_whose_decisions_are_read_has_sent_bytes():
     info = names_of("docs/watch.md")["info"]
     assert 0 < float(info.wire_bytes) < float(info.dense_wire_bytes) / 4
 
 
-def test_nothing_is_held_back_after_the_flush():
-    for page, name in (
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
         ("README.md", "opt_state"),
-        ("docs/optimizers.md", "lion_state"),
-    ):
-        held = optax.tree.get_all_with_path(names_of(page)[name], "residual")
-        assert held
-        assert all(not np.asarray(x).any() for _, x in held)
+        pytest.param("docs/optimizers.md", "lion_state", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_held_back_after_the_flush(page, name):
+    held = optax.tree.get_all_with_path(names_of(page)[name], "residual")
+    assert held
+    assert all(not np.asarray(x).any() for _, x in held)
 
 
 # Recipes. -------------------------------------------------------------------------

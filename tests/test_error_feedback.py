@@ -125,10 +125,10 @@ def test_a_dense_step_of_an_adaptive_run_is_one_of_dense_momentum():
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [gravac.Momentum(), ADAM], ids=repr)
 def test_all_ways_to_run_it_agree(memory):
-    controller = _harness.Scripted((1, 4, 16))
+    controller = _harness.Scripted((1, 16))
     exchange = gravac.transform(compress=COMPRESS, memory=memory, controller=controller)
     expected, _ = updates_of(exchange)
-    for how in ("shard_map unchecked", "pmap", "vmap"):
+    for how in ("pmap", "vmap"):
         received, _ = updates_of(exchange, how=how)
         assert_near(received, expected, scale=1000)  # sums are of N halves, or fused
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import covering
 
 import gravac_jax as gravac
 from gravac_jax import _buckets, _collectives, _info
@@ -53,18 +54,31 @@ def reports(*rungs, gains=(1.0, 0.5, 0.25)):
     return info
 
 
+CONTROLLERS = [gravac.GraVAC(ladder=LADDER), gravac.Fastest(ladder=LADDER)]
+CASES = [
+    (exchange, controller, compress, replicas)
+    for exchange in EXCHANGES
+    for controller in CONTROLLERS
+    for compress, replicas in [(True, N), (IS_MATRIX, N), (False, N), (IS_MATRIX, 2)]
+]
+# Each choice in the default run, any two together in it or in the slow one.
+by_place = lambda row: enumerate(map(repr, row))
+SINGLE = covering(CASES, by_place, together=1)
+PAIRED = covering(CASES, by_place, together=2)
+
+
 @pytest.mark.filterwarnings("ignore:gravac.transform compresses none")
 @pytest.mark.parametrize(
-    ("compress", "replicas"),
-    [(True, N), (IS_MATRIX, N), (False, N), (IS_MATRIX, 2)],
-    ids=str,
+    ("exchange", "controller", "compress", "replicas"),
+    [
+        pytest.param(*x, marks=() if x in SINGLE else pytest.mark.slow)
+        for x in [*SINGLE, *(x for x in PAIRED if x not in SINGLE)]
+    ],
+    ids=repr,
 )
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
-@pytest.mark.parametrize("controller", [gravac.GraVAC, gravac.Fastest])
 def test_every_byte_of_a_whole_step_is_reported(
-    controller, exchange, compress, replicas
+    exchange, controller, compress, replicas
 ):
-    controller = controller(ladder=LADDER)
     tx = gravac.transform(exchange=exchange, controller=controller, compress=compress)
     state = tx.init(WEIGHTS)
     axis_env = [("data", replicas)]
@@ -75,19 +89,23 @@ def test_every_byte_of_a_whole_step_is_reported(
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
 
-@pytest.mark.parametrize(
-    ("copied_entries", "replicas"), [(0, N), (2**20, N), (2**20, 2)]
-)
-@pytest.mark.parametrize("factor", [1, 16, 64])
-@pytest.mark.parametrize(
-    "exchange",
-    [
+KNOWN = [
+    (exchange, factor, *others)
+    for exchange in [
         gravac.DenseMean(),
         gravac.QuantizedAllReduce(),
         gravac.Quantized(),
         gravac.AllGather(),
         gravac.Mixed((64.0,)),
-    ],
+    ]
+    for factor in [1, 16, 64]
+    for others in [(0, N), (2**20, N), (2**20, 2)]
+]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "factor", "copied_entries", "replicas"),
+    covering(KNOWN, by_place, together=2),
     ids=repr,
 )
 def test_every_byte_of_a_step_at_a_known_rung_is_reported(
@@ -229,8 +247,9 @@ def test_rungs_that_send_what_they_say_are_not_warned_about(exchange, replicas):
 # Gradients that are alike on all replicas
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("replicas", "delay"), [(1, 0), (3, 0), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay):
     tx = gravac.transform(compress=True, controller=gravac.Fixed(4), delay=delay)
     own = np.random.default_rng(0).normal(size=(replicas, 8, 8)).astype("f")

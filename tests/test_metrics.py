@@ -27,9 +27,13 @@ TX = optax.chain(ALONE, optax.sgd(0.1))
 PARAMS = {"w": jnp.arange(1.0, 41.0)}
 
 
+update = jax.jit(TX.update)
+update_donated = jax.jit(TX.update, donate_argnums=1)
+
+
 def steps_of():
     """Yield the state after each step; the gradient of the second is not finite."""
-    state, update = TX.init(PARAMS), jax.jit(TX.update)
+    state = TX.init(PARAMS)
     for i in range(STEPS):
         _, state = update(grads_of(float(i)), state, PARAMS)
         yield state
@@ -140,7 +144,7 @@ def test_a_state_without_figures_of_one_step_is_refused():
     for wrong in (None, "high", {"a": 1.0, "b": 2.0}):
         with pytest.raises(ValueError, match=r"`loss` must be a number .*Leave it out"):
             metrics.scalars(state, loss=wrong)
-    jax.jit(TX.update, donate_argnums=1)(PARAMS, state)
+    update_donated(PARAMS, state, PARAMS)
     with pytest.raises(RuntimeError, match="deleted"):
         metrics.scalars(state)
 
@@ -155,11 +159,10 @@ class Kept(list):
 
 
 def test_a_recorder_writes_each_step_when_the_next_one_is_recorded():
-    update = jax.jit(TX.update, donate_argnums=1)
     alone, kept, state = Kept(), Kept(), TX.init(PARAMS)
     with metrics.Recorder(kept, metrics.first_host()) as recorder:
         for i in range(STEPS):
-            _, state = update(PARAMS, state)
+            _, state = update_donated(PARAMS, state, PARAMS)
             alone.write(i, metrics.scalars(state, loss=2 * i))
             recorder.record(i, state, loss=2 * i)
             assert kept == alone[:i]

@@ -13,7 +13,7 @@ from _harness import assert_same
 import gravac_jax as gravac
 from gravac_jax import Comm
 
-LADDER = (1.0, 4.0, 16.0, 100.0, 1000.0)
+LADDER = (1.0, 16.0, 100.0, 1000.0)
 MIXED = gravac.Mixed(few_bits=gravac.QuantizedAllReduce(32))
 RNG = np.random.default_rng(0)
 N = 4
@@ -22,7 +22,8 @@ BUCKETS = RNG.standard_t(3, (N, 4096)).astype(np.float32)
 
 def exchanged(exchange, rung, ladder=LADDER, looks=True):
     """Return what comes of a rung, on all replicas."""
-    return _laws.on_replicas(exchange, BUCKETS, ladder, rung, looks)
+    # One program serves steps that look and steps that do not.
+    return _laws.on_replicas(exchange, BUCKETS, ladder, rung, np.bool_(looks))
 
 
 @pytest.mark.parametrize("rung", range(len(LADDER)))
@@ -39,18 +40,18 @@ def test_a_rung_does_what_its_exchange_does_alone(rung):
 
 
 def test_a_look_tells_what_every_rung_would_send():
-    looked = exchanged(MIXED, jnp.int32(2))[0].energies
+    looked = exchanged(MIXED, jnp.int32(1))[0].energies
     taken = [
         exchanged(MIXED, jnp.int32(i))[0].energies[:, i] for i in range(len(LADDER))
     ]
     np.testing.assert_allclose(looked, np.stack(taken, 1), rtol=0.1)
-    unseen = exchanged(MIXED, jnp.int32(2), looks=jnp.bool_(False))[0].energies
-    assert (np.delete(np.asarray(unseen), 2, axis=1) == 0).all()
+    unseen = exchanged(MIXED, jnp.int32(1), looks=False)[0].energies
+    assert (np.delete(np.asarray(unseen), 1, axis=1) == 0).all()
 
 
 def test_few_bits_leave_the_state_of_the_selection_alone():
     begun = MIXED.init(BUCKETS.shape[1], LADDER)[1]
-    for rung, changes in ((0, False), (2, False), (3, True)):
+    for rung, changes in ((0, False), (1, False), (2, True)):
         _, (_, after) = exchanged(MIXED, jnp.int32(rung))
         pairs = zip(jax.tree.leaves(begun), jax.tree.leaves(after), strict=True)
         is_changed = any((np.asarray(y) != np.asarray(x)).any() for x, y in pairs)
@@ -72,29 +73,36 @@ def program(rung):
 
 
 def test_a_program_of_few_bits_selects_nothing():
-    known = program(2)
-    is_selecting = ["population_count" in program(rung) for rung in (2, 3)]
+    known = program(1)
+    is_selecting = ["population_count" in program(rung) for rung in (1, 2)]
     assert is_selecting == [False, True]
     assert (known.count("all_to_all["), known.count("all_gather[")) == (1, 1)
-    assert program(3).count("all_to_all[") == 0
+    assert program(2).count("all_to_all[") == 0
 
 
 def test_figures_of_all_rungs_have_no_collective_of_their_own():
-    for rung in (1, 2, 3, 4):
+    for rung in (1, 2, 3):
         assert program(rung).count("psum") == 0
 
 
-def taken(rows, **arguments):
+@functools.cache
+def train_step():
+    wire = gravac.WireCost(bytes_per_second=1e8, compute_seconds=1e-3)
+    controller = gravac.Fastest((1, 16, 100))
+    tx = gravac.transform(
+        wire=wire, controller=controller, exchange=gravac.Mixed((100.0,))
+    )
+    loss_fn = lambda params, batch: jnp.sum(params["w"][batch["row"]] * batch["x"])
+    return gravac.train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), N)
+
+
+def taken(rows):
     """Return the factor that `Fastest` ends at, where batches are `rows` of a table.
 
     Each row is the gradient of the row of the table that it names; the rest of a batch
     is zeros, so that all batches have one shape.
     """
-    wire = gravac.WireCost(bytes_per_second=1e8, compute_seconds=1e-3)
-    tx = gravac.transform(wire=wire, **arguments)
-    tx = optax.chain(tx, optax.sgd(0.1))
-    loss_fn = lambda params, batch: jnp.sum(params["w"][batch["row"]] * batch["x"])
-    step = gravac.train_step(loss_fn, tx, N)
+    step = train_step()
     params, opt_state = step.init({"w": jnp.zeros((512, 64))})
     for i in range(40):
         draw = np.random.default_rng(i)
@@ -111,10 +119,10 @@ def taken(rows, **arguments):
 FEW_ROWS, ALL_ROWS = 4, 512
 
 
+@pytest.mark.slow
 def test_the_controller_takes_entries_where_few_are_large_and_bits_elsewhere():
-    mixed = functools.partial(taken, exchange=gravac.Mixed((100.0,)))
-    assert mixed(FEW_ROWS) > 50
-    assert mixed(ALL_ROWS) < 40
+    assert taken(FEW_ROWS) > 50
+    assert taken(ALL_ROWS) < 40
 
 
 def test_without_a_controller_it_has_rungs_of_both():

@@ -205,7 +205,7 @@ from jax.experimental import multihost_utils
 import gravac_jax as gravac
 from common import network
 
-STEPS = 20
+STEPS = 10
 told = lambda state: float(optax.tree.get(state, "StepInfo").wire_bytes)
 links, process = network.attach(), jax.process_index()
 mesh = jax.make_mesh((jax.process_count(),), ("data",))
@@ -242,7 +242,6 @@ mean = {"exchange": gravac.DenseMean(), "memory": gravac.NoMemory()}
 mean16 = {**mean, "exchange": gravac.DenseMean("bfloat16")}
 cases = {
     "dense, 1 MB": (transform(1, **mean), 250_000),
-    "factor 1, with a residual": (transform(1), 250_000),
     "factor 10, 200 kB": (transform(10), 250_000),
     "factor 100, 100 kB": (transform(100), 2_500_000),
     "rounds": (
@@ -261,9 +260,9 @@ pathlib.Path(sys.argv[1], f"{process}.json").write_text(json.dumps(found))
 
 @pytest.mark.slow
 def test_interfaces_agree_with_wire_bytes_within_a_tenth(net_of, script, tmp_path):
-    with net_of(hosts=4) as net:
+    with net_of(hosts=3) as net:
         net.launch([script(WIRE), str(tmp_path)]).wait(2 * SECONDS)
-    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(4)]
+    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
     for name in found[0]:
         expected, counted = np.array([x[name] for x in found]).T
         assert (expected > 0).all()

@@ -214,7 +214,7 @@ def test_headroom_times_no_exchange(model, tmp_path):
 @pytest.mark.slow
 def test_it_times_all_exchanges_on_two_axes(tmp_path):
     path = tmp_path / "probe.json"
-    argv = f"--params 2e5 --seconds 0.1 --mesh dcn=2,ici=4 --json {path}"
+    argv = f"--params 2e5 --seconds 0.1 --factors 100 --mesh dcn=2,ici=4 --json {path}"
     probe.main(argv.split())
     report = json.loads(path.read_text())
     assert (report["axis"], report["replicas"]) == ("dcn", 2)

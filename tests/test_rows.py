@@ -4,10 +4,9 @@ import functools
 
 import _harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import assert_same
+from _harness import assert_same, on_host
 
 import gravac_jax as gravac
 from gravac_jax import Comm
@@ -17,6 +16,7 @@ from gravac_jax._selection.row_top_k import row_top_k
 
 RNG = np.random.default_rng(0)
 LADDER = (1.0, 32.0, 64.0, 1024.0)
+WHOLE_ROWS, OTHER = 3 * 4096, 10_000  # sizes of buckets
 BITS_OF_A_PLACE = 12
 every_width = pytest.mark.parametrize("bits", row_codes.BITS)
 
@@ -35,7 +35,16 @@ def jitted(exchange, ladder):
 
 
 def exchanged(bucket, rung, bits=2, ladder=LADDER):
-    return jitted(gravac.QuantizedTopK(bits), ladder)(bucket, np.int32(rung))
+    run = jitted(gravac.QuantizedTopK(bits), ladder)
+    return on_host(run(bucket, np.int32(rung)))
+
+
+coded = jax.jit(row_codes.encode, static_argnums=2)
+decoded = jax.jit(row_codes.decode, static_argnums=2)
+fitted = jax.jit(row_codes.fit, static_argnums=1)
+packed = jax.jit(row_codes.pack, static_argnums=1)
+top_of_rows = jax.jit(row_top_k, static_argnums=(1, 2))
+unpacked = jax.jit(row_codes.unpack, static_argnums=(1, 2))
 
 
 # Selection -------------------------------------------------------------------------
@@ -45,7 +54,7 @@ def exchanged(bucket, rung, bits=2, ladder=LADDER):
 @pytest.mark.parametrize("n", [2 * 4096, 2 * 4096 + 5], ids="n={}".format)
 def test_the_largest_of_each_row_come_first(n, k):
     bucket = heavy(n)
-    top = row_top_k(bucket, 4096, k)
+    top = top_of_rows(bucket, 4096, k)
     for row, start in enumerate(range(0, n, 4096)):
         own = bucket[start : start + 4096]
         order = np.argsort(-np.abs(own), stable=True)[:k]
@@ -57,7 +66,7 @@ def test_the_largest_of_each_row_come_first(n, k):
 @pytest.mark.parametrize("k", [3, 40], ids="k={}".format)
 def test_of_equal_magnitudes_any_k_are_selected_once(k):
     bucket = np.where(RNG.random(4096) < 0.5, -2, 2).astype(np.float32)
-    top = row_top_k(bucket, 4096, k)
+    top = top_of_rows(bucket, 4096, k)
     places = np.asarray(top.places[0])
     assert len(set(places.tolist())) == k
     assert_same(top.values[0], bucket[places])
@@ -80,7 +89,7 @@ def test_rows_fill_the_bucket_if_they_can():
 
 @every_width
 def test_a_row_is_sent_at_as_many_magnitudes_as_its_values_have(bits):
-    bucket = heavy(3 * 4096)
+    bucket = heavy(WHOLE_ROWS)
     received = exchanged(bucket, LADDER.index(64), bits)
     for start in range(0, bucket.size, 4096):
         own, sent = (x[start : start + 4096] for x in (bucket, received.mean))
@@ -94,7 +103,7 @@ def test_a_row_is_sent_at_as_many_magnitudes_as_its_values_have(bits):
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 @pytest.mark.parametrize("shape", ["heavy", "one entry counts", "mostly zero"])
 def test_what_is_sent_is_orthogonal_to_what_is_kept(shape, scale, bits):
-    x = heavy(10_000).astype(np.float64)
+    x = heavy(OTHER).astype(np.float64)
     if shape == "one entry counts":
         x[17] = 1e4
     if shape == "mostly zero":
@@ -112,7 +121,7 @@ def test_what_is_sent_is_orthogonal_to_what_is_kept(shape, scale, bits):
 
 @every_width
 def test_sent_and_kept_add_up_to_the_bucket(bits):
-    bucket = heavy(50_000)
+    bucket = heavy(OTHER)
     received = exchanged(bucket, 2, bits)
     sent, kept = np.asarray(received.mean), np.asarray(received.residual)
     is_sent = sent != 0
@@ -122,9 +131,9 @@ def test_sent_and_kept_add_up_to_the_bucket(bits):
 
 def test_two_magnitudes_keep_more_than_the_equal_distances_of_sparse_loco():
     bucket = np.random.default_rng(1).standard_t(3, 50 * 4096).astype(np.float32)
-    values = row_top_k(bucket, 4096, 64).values
+    values = top_of_rows(bucket, 4096, 64).values
     whole = float(np.square(values).sum())
-    ours = float(row_codes.fit(values, bits=2).sent.sum()) / whole
+    ours = float(fitted(values, 2).sent.sum()) / whole
     x = np.asarray(values)
     step = 6 * x.std(1, keepdims=True) / 4
     q = np.clip(np.round((x - x.mean(1, keepdims=True)) / step + 2), 0, 3)
@@ -137,19 +146,21 @@ def test_two_magnitudes_keep_more_than_the_equal_distances_of_sparse_loco():
 
 
 def test_gains_are_those_of_each_rung_in_use():
-    bucket = heavy(2**14)
+    bucket = heavy(WHOLE_ROWS)
     seen = exchanged(bucket, len(LADDER)).energies
     taken = [exchanged(bucket, rung).energies[rung] for rung in range(len(LADDER))]
     np.testing.assert_allclose(seen, taken, rtol=1e-6)
-    shares = gravac.QuantizedTopK().bucket_shares(
-        jnp.asarray(bucket), LADDER, jax.random.key(0), Comm(None)
+    shares = jax.jit(
+        lambda x: gravac.QuantizedTopK().bucket_shares(
+            x, LADDER, jax.random.key(0), Comm(None)
+        )
     )
-    np.testing.assert_allclose(shares, seen / seen[0], rtol=1e-6)
+    np.testing.assert_allclose(shares(bucket), seen / seen[0], rtol=1e-6)
 
 
 @every_width
 def test_zeros_are_not_sent(bits):
-    bucket = np.zeros(2 * 4096, np.float32)
+    bucket = np.zeros(WHOLE_ROWS, np.float32)
     bucket[[7, 4000]] = 3, -5
     received = exchanged(bucket, LADDER.index(64), bits)
     assert np.flatnonzero(received.mean).tolist() == [7, 4000]
@@ -159,7 +170,7 @@ def test_zeros_are_not_sent(bits):
 
 
 def test_a_row_too_small_for_float32_waits():
-    bucket = np.full(4096, 1e-40, np.float32)
+    bucket = np.full(WHOLE_ROWS, 1e-40, np.float32)
     received = exchanged(bucket, 2)
     assert not received.mean.any()
     assert_same(received.residual, bucket)
@@ -172,11 +183,11 @@ def test_a_row_too_small_for_float32_waits():
 def test_codes_stand_for_places_signs_and_levels(bits):
     bucket = heavy(3 * 4096 - 50)
     bucket[4096:8190] = 0  # a row with two entries
-    top = row_top_k(bucket, 4096, 20)
-    levels = row_codes.fit(top.values, bits)
-    codes = row_codes.encode(top, levels, bits)
+    top = top_of_rows(bucket, 4096, 20)
+    levels = fitted(top.values, bits)
+    codes = coded(top, levels, bits)
     assert int(codes.max()) < 2 ** (BITS_OF_A_PLACE + bits)
-    values, indices = row_codes.decode(codes, levels.scales, 4096)
+    values, indices = decoded(codes, levels.scales, 4096)
     values, indices = (np.asarray(x).reshape(3, 20) for x in (values, indices))
     is_filled = np.asarray(top.values) != 0
     assert is_filled.sum(1).tolist() == [20, 2, 20]
@@ -191,9 +202,9 @@ def test_codes_stand_for_places_signs_and_levels(bits):
 @pytest.mark.parametrize("m", [1, 31, 32, 1000])
 def test_words_hold_the_codes(width, m):
     codes = RNG.integers(0, 2**width, m).astype(np.uint32)
-    words = row_codes.pack(jnp.asarray(codes), width)
+    words = packed(codes, width)
     assert (words.size, words.dtype) == (row_codes.words_of(m, width), np.uint32)
-    assert_same(row_codes.unpack(words, m, width), codes)
+    assert_same(unpacked(words, m, width), codes)
     assert 32 * words.size < m * width + 32 * width.bit_count()
 
 

@@ -22,13 +22,21 @@ ONE_BIT = {
 }
 
 
+PLAIN = gravac.sgd(0.05, **ONE_BIT)
+
+
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"][None] - x @ TARGET) ** 2)
 
 
 RECIPES = {
-    "default": optax.chain(
-        gravac.transform(compress=COMPRESS), optax.sgd(0.1, momentum=0.9)
+    "fastest": optax.chain(
+        gravac.transform(
+            compress=COMPRESS,
+            exchange=gravac.Quantized(32),
+            controller=gravac.Fastest((1, 16)),
+        ),
+        optax.sgd(0.1, momentum=0.9),
     ),
     "adamw": gravac.adamw(0.05, **ONE_BIT),
     "delayed": gravac.adamw(0.05, delay=1, **ONE_BIT),
@@ -36,7 +44,7 @@ RECIPES = {
 RECIPES["adam after"] = optax.chain(
     gravac.transform(**ONE_BIT), optax.scale_by_adam(), optax.scale(-0.05)
 )
-LOOKS_AHEAD = {"default": True, "adamw": True, "delayed": True, "adam after": False}
+LOOKS_AHEAD = {"fastest": True, "adamw": True, "delayed": True, "adam after": False}
 
 
 def trained(step, state, batches=BATCHES):
@@ -47,7 +55,9 @@ def trained(step, state, batches=BATCHES):
     return jax.device_get(state), losses
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", _harness.choices(RECIPES, lambda x: x in ("delayed", "adam after"))
+)
 def test_it_is_its_parts(name):
     tx = RECIPES[name]
 
@@ -67,7 +77,7 @@ def test_it_is_its_parts(name):
         (received, _), others = trained(step, step.init(PARAMS))
     # Times make no difference here: they decide among factors by and by.
     assert losses[-1] < 0.7 * losses[0]
-    if name != "default":
+    if name != "fastest":
         assert_same(received, params)
         assert others == losses
 
@@ -78,16 +88,7 @@ def with_rows(params, x):
 
 DELAYED = {
     "one bit": (RECIPES["delayed"], {}),
-    "all-reduced, with aux": (
-        gravac.sgd(
-            0.05,
-            delay=1,
-            compress=COMPRESS,
-            exchange=gravac.QuantizedAllReduce(32),
-        ),
-        {"has_aux": True},
-    ),
-    "in turn": (
+    "all-reduced, in turn, with aux": (
         gravac.sgd(
             0.05,
             delay=1,
@@ -95,14 +96,15 @@ DELAYED = {
             exchange=gravac.QuantizedAllReduce(32),
             controller=gravac.Fixed(64),
         ),
-        {},
+        {"has_aux": True},
     ),
     "several rungs, at shared params": (
         optax.chain(
             gravac.transform(
                 delay=1,
                 compress=COMPRESS,
-                controller=Scripted((1.0, 4.0, 16.0)),
+                exchange=gravac.Quantized(32),
+                controller=Scripted((1.0, 16.0)),
                 check_every=2,
             ),
             optax.sgd(0.02, momentum=0.5),
@@ -112,7 +114,7 @@ DELAYED = {
 }
 
 
-@pytest.mark.parametrize("name", DELAYED)
+@pytest.mark.parametrize("name", _harness.choices(DELAYED, lambda x: x == "one bit"))
 def test_a_step_of_three_programs_is_the_step_of_one(name):
     tx, how = DELAYED[name]
     loss, mesh, found = with_rows if how.get("has_aux") else loss_fn, make_mesh(), []
@@ -198,7 +200,11 @@ def test_simulated_replicas_train_alike():
 
 
 def test_its_times_reach_the_controller():
-    tx = gravac.transform(compress=True, controller=Scripted((1.0, 4.0)))
+    tx = gravac.transform(
+        compress=True,
+        exchange=gravac.Quantized(32),
+        controller=Scripted((1.0, 4.0)),
+    )
     step = gravac.train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), make_mesh())
     state, heard = step.init(PARAMS), []
     for batch in [*BATCHES, *BATCHES]:
@@ -208,14 +214,20 @@ def test_its_times_reach_the_controller():
     assert np.nanmin(heard) > 0
 
 
-@pytest.mark.parametrize("branches", [True, False])
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "controller",
-    [gravac.Every(3, gravac.Fixed(1)), Scripted((1.0, 4.0)), gravac.Fastest()],
-    ids=lambda x: type(x).__name__,
+    ("controller", "branches"),
+    [
+        pytest.param(gravac.Every(3, gravac.Fixed(1)), True, id="rounds"),
+        pytest.param(Scripted((1.0, 4.0)), False, id="programs"),
+        pytest.param(gravac.Fastest((1, 16)), False, id="fastest", marks=slow),
+    ],
 )
 def test_one_step_serves_several_runs(controller, branches):
-    tx = gravac.sgd(0.05, controller=controller, compress=COMPRESS)
+    parts = {"exchange": gravac.Quantized(32), "compress": COMPRESS}
+    tx = gravac.sgd(0.05, controller=controller, **parts)
     make = lambda: gravac.train_step(loss_fn, tx, make_mesh(), branches=branches)
     step = make()
     _, first = trained(step, step.init(PARAMS), BATCHES[:7])
@@ -230,7 +242,7 @@ def test_one_step_serves_several_runs(controller, branches):
 
 
 def test_a_run_that_begins_anew_is_told_its_own_times():
-    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
     for _ in range(2):
         *state, _ = step(*step.init(PARAMS), BATCHES[0])
         for batch in BATCHES[1:7]:
@@ -240,16 +252,16 @@ def test_a_run_that_begins_anew_is_told_its_own_times():
 
 
 def test_a_state_that_a_step_has_used_up_is_refused():
-    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
     state = step.init(PARAMS)
     step(*state, BATCHES[0])
-    for fresh in (step, gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())):
+    for fresh in (step, gravac.train_step(loss_fn, PLAIN, make_mesh())):
         with pytest.raises(ValueError, match="was given to an earlier step"):
             fresh(*state, BATCHES[1])
 
 
 def test_a_batch_without_rows_is_refused():
-    step = gravac.train_step(loss_fn, gravac.sgd(0.05), make_mesh())
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
     with pytest.raises(ValueError, match="above 0"):
         step(*step.init(PARAMS), BATCHES[0][:0])
 
@@ -257,7 +269,7 @@ def test_a_batch_without_rows_is_refused():
 def test_init_copies_what_it_is_given():
     mesh = make_mesh((2, N // 2), ("dcn", "ici"))
     params = gravac.place(PARAMS, mesh, "dcn")
-    tx = gravac.sgd(0.05, "dcn", dense_axis_name="ici", compress=COMPRESS)
+    tx = gravac.sgd(0.05, "dcn", dense_axis_name="ici", **ONE_BIT)
     step = gravac.train_step(loss_fn, tx, mesh, "dcn", "ici")
     step(*step.init(params), BATCHES[0])
     assert_same(params, PARAMS)
@@ -266,15 +278,21 @@ def test_init_copies_what_it_is_given():
 @pytest.mark.parametrize(
     "after",
     [
-        optax.MultiSteps(optax.sgd(0.1), 2),
-        optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
-        optax.adadelta(0.1),
-        optax.contrib.muon(0.1),
+        pytest.param(optax.MultiSteps(optax.sgd(0.1), 2), id="MultiSteps"),
+        pytest.param(
+            optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
+            id="apply_if_finite",
+            marks=slow,
+        ),
+        pytest.param(optax.adadelta(0.1), id="adadelta"),
+        pytest.param(optax.contrib.muon(0.1), id="muon", marks=slow),
     ],
-    ids=["MultiSteps", "apply_if_finite", "adadelta", "muon"],
 )
 def test_what_is_not_linear_gets_gradients_at_the_shared_params(after):
-    tx = optax.chain(gravac.transform(controller=gravac.Fixed(16)), after)
+    exchange = gravac.Quantized(32)
+    tx = optax.chain(
+        gravac.transform(exchange=exchange, controller=gravac.Fixed(16)), after
+    )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         found = []
         for own in (None, False):

@@ -22,6 +22,7 @@ Y = X @ RNG.normal(size=(16, 4)).astype(np.float32) + 1
 EXCHANGE = gravac.transform(
     compress=lambda path, leaf: leaf.ndim == 2,
     controller=gravac.GraVAC(epsilon=0.25, ladder=(1, 4, 16), window=10),
+    exchange=gravac.Quantized(32),
 )
 SGD = optax.sgd(0.02, momentum=0.9)
 DECAY = optax.add_decayed_weights(1e-4)
@@ -30,8 +31,12 @@ OPTIMIZERS = {
     "injected": optax.inject_hyperparams(
         lambda learning_rate: optax.chain(EXCHANGE, optax.sgd(learning_rate))
     )(learning_rate=0.1),
-    "masked": optax.chain(EXCHANGE, optax.masked(DECAY, {"b": False, "w": True}), SGD),
-    "clipped": optax.chain(EXCHANGE, optax.clip_by_global_norm(5.0), SGD),
+    "clipped and masked": optax.chain(
+        EXCHANGE,
+        optax.clip_by_global_norm(5.0),
+        optax.masked(DECAY, {"b": False, "w": True}),
+        SGD,
+    ),
 }
 
 

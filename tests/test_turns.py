@@ -1,6 +1,7 @@
 """High factors: few bits of a part of the bucket, and every part has its turn."""
 
 import functools
+import itertools
 
 import _harness
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N, assert_same, in_both_ways
+from _harness import COMPRESS, PARAMS, N, assert_same
 
 import gravac_jax as gravac
 from gravac_jax import Comm
@@ -21,7 +22,12 @@ EXCHANGES = {
     "all-reduced, one bit": gravac.QuantizedAllReduce(32, least_bits=1),
     "all-reduced, another way back": gravac.QuantizedAllReduce(32, mean_bits=4),
 }
+QUICK = "gathered", "all-reduced, one bit"
+RARER = ("all-reduced, another way back",)
 by_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+by_few_exchanges = pytest.mark.parametrize(
+    "name", _harness.choices([*QUICK, *RARER], lambda x: x in QUICK)
+)
 RNG = np.random.default_rng(3)
 # No multiple of the turns: the last part overlaps the one before.
 BUCKETS = RNG.standard_normal((N, 1000)).astype(np.float32)
@@ -33,6 +39,12 @@ def ladder(exchange):
     """Return dense steps, the narrowest width of all entries, and that in turns."""
     narrowest = 32.0 / exchange.least_bits
     return (1.0, narrowest, narrowest * TURNS)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def shares_of(exchange, gradient):
+    key, alone = jax.random.key(0), Comm(None)
+    return exchange.shares(gradient, ladder(exchange), key, alone)
 
 
 @functools.cache
@@ -53,9 +65,9 @@ def on_all_replicas(exchange):
     return run
 
 
-@by_exchange
-def test_a_part_is_exchanged_as_if_alone(exchange):
-    run = on_all_replicas(exchange)
+@by_few_exchanges
+def test_a_part_is_exchanged_as_if_alone(name):
+    run = on_all_replicas(EXCHANGES[name])
     for step in range(2 * TURNS):
         own, is_other = PARTS[step % TURNS], np.ones(1000, bool)
         expected = run(BUCKETS[:, own], np.int32(1), np.int32(step))
@@ -68,9 +80,9 @@ def test_a_part_is_exchanged_as_if_alone(exchange):
         assert_same(found.residual[:, is_other], BUCKETS[:, is_other])
 
 
-@by_exchange
-def test_a_part_has_its_share_of_the_energy(exchange):
-    found = on_all_replicas(exchange)(BUCKETS, np.int32(1), np.int32(0))
+@by_few_exchanges
+def test_a_part_has_its_share_of_the_energy(name):
+    found = on_all_replicas(EXCHANGES[name])(BUCKETS, np.int32(1), np.int32(0))
     np.testing.assert_allclose(
         found.energies[:, 2] / found.energies[:, 1], 352 / 1000, rtol=1e-5
     )
@@ -79,7 +91,7 @@ def test_a_part_has_its_share_of_the_energy(exchange):
 @by_exchange
 def test_its_share_is_one_that_lets_entries_wait_as_long(exchange):
     gradient = jnp.asarray(BUCKETS[0])
-    found = exchange.shares(gradient, ladder(exchange), jax.random.key(0), Comm(None))
+    found = shares_of(exchange, gradient)
     _, whole, in_turn = np.float64(found)
     # An entry is made in any step, waits for its turn, and goes with it by chance.
     rng = np.random.default_rng(0)
@@ -97,8 +109,10 @@ def assert_adds_up(updates, states, gradients):
     assert sent.any()
 
 
-@in_both_ways
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "delay"),
+    [("vmap", 1), pytest.param("shard_map", 0, marks=pytest.mark.slow)],
+)
 def test_what_was_made_is_what_was_sent_and_what_is_kept(how, delay):
     transform = gravac.transform(
         compress=COMPRESS,
@@ -163,11 +177,18 @@ def test_as_many_turns_as_a_factor_asks_for():
         gravac.Quantized(least_bits=3)
 
 
-@by_exchange
-@pytest.mark.parametrize("n", [1, 3, 33, 70])
-def test_small_buckets_are_no_trouble(exchange, n):
-    rungs, gradient = ladder(exchange), jnp.arange(1.0, n + 1)
-    shares = exchange.shares(gradient, rungs, jax.random.key(0), Comm(None))
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        *itertools.product(EXCHANGES, (1, 3)),
+        ("gathered", 70),
+        pytest.param("all-reduced, one bit", 33, marks=pytest.mark.slow),
+        pytest.param("all-reduced, another way back", 70, marks=pytest.mark.slow),
+    ],
+)
+def test_small_buckets_are_no_trouble(name, n):
+    exchange, gradient = EXCHANGES[name], jnp.arange(1.0, n + 1)
+    shares = shares_of(exchange, gradient)
     assert ((shares > 0) & (shares <= 1)).all()
     assert shares[0] == 1
     found = on_all_replicas(exchange)(BUCKETS[:, :n], np.int32(2), np.int32(1))
@@ -177,13 +198,13 @@ def test_small_buckets_are_no_trouble(exchange, n):
 
 
 def test_an_empty_bucket_is_no_trouble():
-    controller = gravac.Fastest((1, 16, 32))
+    controller = gravac.Fastest((1, 32))
     tx = gravac.sgd(0.5, None, controller=controller, compress=gravac.matrices())
     params = {"small": jnp.ones(4)}
     with pytest.warns(UserWarning, match="compresses none"):
         state = tx.init(params)
     with pytest.warns(UserWarning, match="no step time"):
-        updates, state = tx.update(params, state)
+        updates, state = jax.jit(tx.update)(params, state)
     assert updates["small"].tolist() == [-0.5] * 4
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.controller.averages))
 
@@ -193,13 +214,12 @@ def test_a_bucket_of_one_row_goes_whole():
     assert exchange.traffic(32, 256, N) == exchange.traffic(32, 16, N)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", _harness.choices([0, 1], lambda x: x == 0))
 def test_in_rounds_parts_take_turns_as_well(delay):
     """Every second step exchanges, and else the same half would go each time."""
     controller = gravac.Every(2, gravac.Fixed(32))
-    tx = gravac.sgd(
-        1.0, momentum=0.0, compress=True, delay=delay, controller=controller
-    )
+    recipe = {"controller": controller, "exchange": gravac.Quantized(), "delay": delay}
+    tx = gravac.sgd(1.0, momentum=0.0, compress=True, **recipe)
     n, params = 1024, np.zeros(1024, np.float32)
     gradients = -np.ones((8, N, n), np.float32)
     updates, _ = _harness.trajectory(tx, params, "vmap")(gradients)
@@ -249,15 +269,20 @@ def test_a_share_is_that_of_the_bits_though_all_of_them_would_be_dense():
     factors = (1.0, 16.0, 32.0, 64.0)
     entries = exchange.entries(gradient.size, factors, replicas)
     assert [x == gradient.size for x in entries] == [True, True, False, False]
-    one = lambda: exchange.shares(gradient, factors, jax.random.key(0), Comm("data"))
-    found = jax.vmap(one, axis_name="data", axis_size=replicas, out_axes=None)()
-    alone = exchange.shares(gradient, factors, jax.random.key(0), Comm(None))
+    shares = lambda axis: exchange.shares(
+        gradient, factors, jax.random.key(0), Comm(axis)
+    )
+    of_all = jax.vmap(
+        lambda: shares("data"), axis_name="data", axis_size=replicas, out_axes=None
+    )
+    found, alone = jax.jit(lambda: (of_all(), shares(None)))()
     assert found[:2].tolist() == [1, 1]
     assert_same(found[2:], alone[2:])
 
 
 def test_own_params_are_where_all_that_waits_leads():
-    tx = gravac.sgd(0.125, controller=gravac.Fixed(32), compress=True)
+    recipe = {"controller": gravac.Fixed(32), "exchange": gravac.Quantized()}
+    tx = gravac.sgd(0.125, compress=True, **recipe)
     step = gravac.train_step(lambda params, batch: jnp.vdot(params, batch), tx, N)
     params, state = step.init(jnp.zeros(1024))
     batches = np.ones((N, 1024), np.float32)
