@@ -404,6 +404,7 @@ def test_a_leaf_without_entries_is_restored(tmp_path, compress):
         assert_same(checkpointer.restore(there, params).tree, there)
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_keeps_by_leaf_moves_with_its_leaf(tmp_path):
     memory = gravac.Steps(optax.lamb(0.1), by_leaf=True)
     some, every = (Run(memory=memory, compress=x, **FIXED_BITS) for x in (only_w, True))

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from _harness import choices
 
 import gravac_jax as gravac
 
@@ -72,7 +71,8 @@ def test_no_more_lines_change_than_it_took(name):
 
 # Of FSDP's many collectives those of eight devices on two cores may wait for each other
 # until XLA's CPU backend ends the process.
-@pytest.mark.parametrize("name", choices(CHANGED, lambda x: x == "shard_map"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGED)
 def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, controlled):
     is_dense = lambda step: step < STEPS
     schedule = lambda step: jax.numpy.where(is_dense(step), 1.0, 8.0)

@@ -170,6 +170,7 @@ def test_wrong_arguments_are_refused(model, capsys, argv, said):
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_probe(model):
     argv = f"--loss {model}:infinite --exchanges all-gather --factors 10"
     with pytest.raises(ValueError, match="not finite"):

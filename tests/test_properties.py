@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-SOME = ("mixed dtypes", "adam", "mesh")
+SOME = ("adam", "mesh")
 
 
 @functools.cache

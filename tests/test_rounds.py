@@ -365,7 +365,7 @@ def test_a_late_round_sends_what_was_made_before_its_last_step():
     assert_close(run(delay=1)[0], run(earlier)[0])
 
 
-@pytest.mark.parametrize("has_outer", _harness.choices([False, True], lambda x: x))
+@pytest.mark.parametrize("has_outer", _harness.choices([False, True], lambda x: not x))
 def test_the_exchange_of_a_round_may_run_beside_its_last_step(has_outer):
     controller, found = gravac.Every(H, gravac.Fixed(16)), []
     recipe = {"controller": controller, "delay": 1, "exchange": ROWS}

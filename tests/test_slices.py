@@ -472,6 +472,7 @@ def test_a_bad_gradient_of_one_device_leaves_everything_as_it_is():
     np.testing.assert_array_equal(_harness.residual(bad), _harness.residual(state))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_slices(tmp_path):
     mesh, tx, params, state = small(two_bits)
     step = step_of(tx, mesh)

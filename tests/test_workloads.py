@@ -16,7 +16,6 @@ import resnet_cifar.model
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
-from _harness import choices
 from _task_files import write_all
 from lstm_ptb.model import LanguageModel
 from paper import report
@@ -43,10 +42,6 @@ SIZES = {
 }
 HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
 IN_BFLOAT16 = {"resnet_cifar"}
-
-in_every_program = pytest.mark.parametrize(
-    "name", choices(SIZES, lambda x: x == "lstm_ptb")
-)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +130,8 @@ def test_the_transformer_has_the_size_of_gpt_2():
     assert count(jax.eval_shape(init)) == 124_439_808
 
 
-@in_every_program
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.usefixtures("fast_keys")
 def test_every_program_trains(name, data_dir, tmp_path, monkeypatch):
     asked = {"bfloat16": name in IN_BFLOAT16}
