@@ -98,12 +98,12 @@ class ClipByGlobalNorm(Clip):
       params two numbers are reduced over the fast axis.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
       >>> clip = gravac.ClipByGlobalNorm(1.0)
       >>> tx = gravac.transform(axis_name=None, clip=clip, compress=False)
       >>> grads = jnp.array([3.0, 4.0])
-      >>> updates, _ = tx.update(grads, tx.init(grads))
+      >>> updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
       >>> [round(x, 3) for x in updates.tolist()]
       [0.6, 0.8]
 

@@ -53,11 +53,11 @@ def dgc(
       ValueError: if an argument is out of its range.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> tx = optax.chain(gravac.dgc(axis_name=None, factor=100), optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
-      >>> updates, opt_state = tx.update(params, tx.init(params))
+      >>> updates, opt_state = jax.jit(tx.update)(params, tx.init(params))
       >>> float(optax.tree.get(opt_state, "StepInfo").factor) > 99
       True
 

@@ -478,6 +478,7 @@ def test_a_run_that_had_no_transform_begins_with_empty_residuals(tmp_path, name)
 # A state of Flax, and a state that is not placed.
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx(tmp_path):
     tx = optax.chain(transform(**FIXED_BITS), optax.sgd(0.05))
 
@@ -546,7 +547,8 @@ def two_axes(slow, fast):
 SHAPES = [(2, 4), (4, 2), (2, 2), (3, 1), (1, 8)]
 
 
-@pytest.mark.parametrize("shape", choices(SHAPES, lambda x: x == (4, 2)))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_number_of_slices_may_change(tmp_path, shape):
     step, state = two_axes(2, 4)
     state = filled(state)

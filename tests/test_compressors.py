@@ -55,7 +55,8 @@ class DenseWithoutLooks(gravac.Fixed):
         return step < 0
 
 
-@pytest.mark.parametrize("how", choices(["shard_map", "vmap"], lambda x: x == "vmap"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
 def test_a_dense_step_that_does_not_look_leaves_the_compressor_as_it_was(how):
     compressor, controller = gravac.Threshold(), DenseWithoutLooks(1)
     tx = gravac.transform(compressor=compressor, controller=controller, compress=True)

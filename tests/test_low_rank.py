@@ -111,7 +111,10 @@ def test_directions_do_not_depend_on_the_scale(scale):
     np.testing.assert_allclose(other[0].right, one[0].right, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("values", "dtype"), [("float32", "f32"), ("bfloat16", "u16")])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [pytest.param("float32", "f32", marks=pytest.mark.slow), ("bfloat16", "u16")],
+)
 def test_every_rung_sends_what_it_declares_and_no_float32_in_bfloat16(values, dtype):
     exchange, ladder = (
         gravac.LowRank(values=values),

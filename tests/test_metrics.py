@@ -195,6 +195,7 @@ def decided():
     return states
 
 
+@pytest.mark.slow
 def test_a_decision_is_explained_by_the_figures_that_it_compared():
     before, *states = decided()
     assert "predicted nothing yet" in metrics.explain(before, CHOOSING)

@@ -183,6 +183,7 @@ def test_it_is_one_of_the_tools(capsys):
     assert capsys.readouterr().out.count("--headroom") >= 2
 
 
+@pytest.mark.slow
 def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     path = tmp_path / "probe.json"
     argv = f"--loss {model}:loss --seconds 0.1 --factors 50 10 --exchanges all-gather"

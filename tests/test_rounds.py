@@ -618,6 +618,7 @@ def test_diloco_is_the_papers(where, weight_decay):
     np.testing.assert_allclose(found, diloco(4, weight_decay), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_sparse_loco_is_the_papers():
     tx = gravac.sparse_loco(
         optax.adamw(RATE, weight_decay=0.1),
@@ -630,6 +631,7 @@ def test_sparse_loco_is_the_papers():
     np.testing.assert_allclose(found, sparse_loco(4, 0.1, DIMENSION // 4), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_an_outer_step_of_1_is_local_sgd():
     outer = gravac.diloco(optax.sgd(RATE), H, outer=optax.sgd(1.0))
     plain = gravac.sgd(

@@ -221,7 +221,7 @@ slow = pytest.mark.slow
     ("controller", "branches"),
     [
         pytest.param(gravac.Every(3, gravac.Fixed(1)), True, id="rounds"),
-        pytest.param(Scripted((1.0, 4.0)), False, id="programs"),
+        pytest.param(Scripted((1.0, 4.0)), False, id="programs", marks=slow),
         pytest.param(gravac.Fastest((1, 16)), False, id="fastest", marks=slow),
     ],
 )

@@ -149,9 +149,8 @@ def test_every_optimizer_trains(optimizer):
         assert_trains(sharded, plain, OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize(
-    "loop", choices(("plain", "nnx_objects"), lambda x: x == "plain")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["plain", "nnx_objects"])
 def test_a_loop_with_step_times_compiles_once_whatever_the_factor(loop):
     controller = gravac.GraVAC(epsilon=0.0, ladder=(1, 2, 4), window=2)
     transform = gravac.transform(

@@ -712,6 +712,7 @@ def test_float16_saturates_where_the_exchange_outgrows_it():
     assert float(updates.max()) == float(jnp.finfo(jnp.float16).max)
 
 
+@pytest.mark.slow
 def test_no_leaf_of_the_state_is_nan():
     tx = gravac.transform(None, compress=True, controller=gravac.Fastest((1, 4)))
     state, update = tx.init(jnp.ones(8)), jax.jit(tx.update)
