@@ -25,6 +25,8 @@ SUM_ROUNDING = N * 2.0**-24
 # A small model: a leaf that goes dense, and one that is compressed.
 PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
+# The exchange that compiles fastest, for tests in which it does not matter which.
+ROWS = gravac.Quantized(32)
 
 
 def gaussian_gradients(steps):
@@ -45,7 +47,12 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def choices(every, is_quick, name=str):
+def name_of(x):
+    """Return the name of a class or function, and what else is as a string."""
+    return getattr(x, "__name__", str(x))
+
+
+def choices(every, is_quick, name=name_of):
     """Return parameters of a test; those that are not quick are for the slow run."""
     marks = lambda x: () if is_quick(x) else pytest.mark.slow
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]

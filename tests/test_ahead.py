@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, assert_same, make_mesh
+from _harness import ROWS, N, assert_same, make_mesh
 
 import gravac_jax as gravac
 
@@ -17,7 +17,6 @@ BATCHES = RNG.standard_normal((14, 2 * N, 64)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((64, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
 RUNGS = (1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0)
-ROWS = gravac.Quantized(32)  # quick to compile
 LATE = 2  # exchanges by which a decision takes effect later
 
 

@@ -6,13 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N
+from _harness import COMPRESS, PARAMS, ROWS, N
 
 import gravac_jax as gravac
 from gravac_jax._selection import entries
 
 RATE = 0.1
-ROWS = gravac.Quantized(32)  # quick to compile
 MUON = optax.contrib.muon(RATE, adam_learning_rate=RATE)
 GRADIENTS = _harness.gaussian_gradients(5)
 

@@ -74,8 +74,7 @@ def test_no_more_lines_change_than_it_took(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
 def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, controlled):
-    is_dense = lambda step: step < STEPS
-    schedule = lambda step: jax.numpy.where(is_dense(step), 1.0, 8.0)
+    schedule = lambda step: jax.numpy.where(step < STEPS, 1.0, 8.0)
     controlled(gravac.Scheduled(schedule, ladder=(1, 8)))
     # Each replica's own gradient is clipped now, in place of their mean: see below.
     limits = {"fsdp": {"MAX_NORM": 1e9}, "train_state": {"DTYPE": jax.numpy.float32}}

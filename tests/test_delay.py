@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N, assert_same, at
+from _harness import COMPRESS, PARAMS, ROWS, N, assert_same, at
 
 import gravac_jax as gravac
 from gravac_jax._error_feedback import MEMORIES
@@ -21,8 +21,6 @@ MEMBERS = [
     x for x in _examples.one_of_each(MEMORIES) if not isinstance(x, gravac.NoMemory)
 ]
 EXCHANGED = _examples.one_of_each(EXCHANGES)
-# Quick to compile.
-ROWS = gravac.Quantized(32)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import agreed, assert_same, choices, covering, make_mesh
+from _harness import agreed, assert_same, choices, covering, make_mesh, name_of
 
 import gravac_jax as gravac
 from gravac_jax import Comm
@@ -213,7 +213,7 @@ EVERY = every_combination()
 SINGLE = together(1)
 PAIRED = [x for x in together(2) if x not in SINGLE]
 is_quick = lambda row: row in SINGLE and row["how"] == "shard_map"
-name_of = lambda row: "-".join(str(getattr(x, "__name__", x)) for x in row.values())
+all_names = lambda row: "-".join(map(name_of, row.values()))
 
 
 def compiled(exchange, how, replicas):
@@ -239,7 +239,7 @@ def compiled(exchange, how, replicas):
     return jax.jit(mapped), lambda x: jax.device_put(x, sharding)
 
 
-@pytest.mark.parametrize("row", choices(SINGLE + PAIRED, is_quick, name_of))
+@pytest.mark.parametrize("row", choices(SINGLE + PAIRED, is_quick, all_names))
 def test_every_combination_is_exchanged_like_the_oracle(row):
     exchange = row["kind"](**{x: row[x] for x in PARTS[row["kind"]]})
     replicas = row["replicas"]

@@ -46,7 +46,6 @@ def test_each_replica_is_clipped_at_sqrt_n_of_the_bound():
     _harness.choices(
         [gravac.ClipByGlobalNorm, gravac.ClipByValue],
         lambda x: x is gravac.ClipByGlobalNorm,
-        lambda x: x.__name__,
     ),
 )
 def test_a_bound_that_nothing_reaches_changes_no_bit(kind):
