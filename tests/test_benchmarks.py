@@ -101,6 +101,18 @@ WORTH = run.Worth(
 )
 
 
+def test_a_product_with_neighbours_is_a_convolution():
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (2, 4, 4, 3))
+    kernel = jax.random.normal(keys[1], (3, 3, 3, 5))
+    layout = ("NHWC", "HWIO", "NHWC")
+    expected = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=layout
+    )
+    found = small.neighbours(x) @ kernel.reshape(-1, 5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fixed_choice_in_closed_loop_takes_the_seconds_of_its_steps(monkeypatch):
     args = run.Args(remake.RECORDS / fit.SMALL, Path(), networks=6)
     networks = run.drawn(args)

@@ -259,6 +259,14 @@ def test_a_name_may_ask_for_rounds_that_begin_short():
     assert methods.in_words(name) == words
 
 
+def test_a_name_may_ask_for_a_part_at_the_end_of_each_round():
+    name = "insideevery4turns16allreducedadam16"
+    controller = methods.arguments(name.removeprefix("inside"))["controller"]
+    assert controller == gravac.Every(4, gravac.Fixed(256))
+    words = "AdamW's steps in two bits, in 16 turns, every 4 steps"
+    assert methods.in_words(name) == f"{words}, learning rate inside"
+
+
 def test_rounds_may_have_many_stages():
     name = "every1until2then4until6then9adam1"
     rounds = methods.arguments(name)["controller"]

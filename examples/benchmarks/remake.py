@@ -91,20 +91,20 @@ def _law(path: Path) -> None:
     controllers.fit.draw(RECORDS, path)
 
 
-def _networks(path: Path) -> None:
-    controllers.run.draw(read(RECORDS / _CLOSED_LOOP / "networks.jsonl")[1], path)
+def _networks(folder: str) -> Make:
+    lines = RECORDS / folder / "networks.jsonl"
+    return lambda path: controllers.run.draw(read(lines)[1], path)
 
 
-def _in_turn() -> dict[str, Make]:
-    folder = RECORDS / _IN_TURN
+def _worth(folder: str, model: str) -> dict[str, Make]:
+    """Say and draw what a step of a small model is worth."""
     records = {
-        "two bits, in turns": folder / "small.jsonl",
-        "one bit, in turns above 32": folder / "small_one_bit.jsonl",
+        "two bits, in turns": RECORDS / folder / f"{model}.jsonl",
+        "one bit, in turns above 32": RECORDS / folder / f"{model}_one_bit.jsonl",
     }
     return {
-        f"{_IN_TURN}/worth.md": _text(controllers.worth.table, records),
-        f"{_IN_TURN}/worth.png": functools.partial(controllers.worth.draw, records),
-        **_closed_loop(_IN_TURN, "networks", "up_to_32"),
+        f"{folder}/worth.md": _text(controllers.worth.table, records),
+        f"{folder}/worth.png": functools.partial(controllers.worth.draw, records),
     }
 
 
@@ -195,6 +195,7 @@ _SPARSE = "2026-11-26_sparse_progress"
 _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
+_SECOND_MODEL = "2026-11-27_second_model"
 _STEPS = "2026-11-24_steps"
 _TIME_TO_QUALITY = "2026-11-25_time_to_quality"
 _TURNS = "2026-11-25_turns"
@@ -224,8 +225,12 @@ MADE: dict[str, Make] = {
         controllers.fit.selections, RECORDS / _SPARSE / "small.jsonl"
     ),
     **_closed_loop(_CLOSED_LOOP, "networks", "delayed"),
-    f"{_CLOSED_LOOP}/networks.png": _networks,
-    **_in_turn(),
+    f"{_CLOSED_LOOP}/networks.png": _networks(_CLOSED_LOOP),
+    **_worth(_IN_TURN, "small"),
+    **_closed_loop(_IN_TURN, "networks", "up_to_32"),
+    **_worth(_SECOND_MODEL, "images"),
+    **_closed_loop(_SECOND_MODEL, "networks"),
+    f"{_SECOND_MODEL}/networks.png": _networks(_SECOND_MODEL),
     **_end_to_end("2026-11-23_end_to_end"),
     **_end_to_end("2026-11-24_delay"),
     **_end_to_end(_TIME_TO_QUALITY, "dense"),

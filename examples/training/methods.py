@@ -29,8 +29,9 @@ clips before the exchange; so does `delayed`, whose exchange is one step late, a
 `every8`, which exchanges in every eighth step: `every8allreducedadam16`. Rounds of
 `every4until400then13` are longer from step 400 on, and so with more stages. `turns8`
 before a method of few bits sends an eighth of the entries in each step, in turn, and
-`delayedturns8` one step late. `wide` before the name of an all-gather gives it entries
-of 8 bytes, as the papers have, in place of 4.
+`delayedturns8` one step late; `every4turns8` sends one at the end of each round. `wide`
+before the name of an all-gather gives it entries of 8 bytes, as the papers have, in
+place of 4.
 
 `diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
 another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
@@ -195,6 +196,8 @@ def in_words(name: str) -> str:
         return f"{said}, momentum {match[2]}" if match[2] else said
     if match := SPARSE_LOCO.fullmatch(name):
         return "SparseLoCo, every {} steps, factor {}".format(*match.groups())
+    if both := re.fullmatch(rf"{ROUNDS}({TURNS}.*)", name):
+        return ", ".join([in_words(both[2]), *_prefix_in_words(name[: both.start(2)])])
     matched = PREFIXES.fullmatch(name)
     wide, how, *_, rest = matched.groups()  # type: ignore[union-attr]
     what = PLAIN.get(rest) or _of_family(rest)
@@ -276,7 +279,8 @@ def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
     if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
-        chosen = arguments(LOCAL + rounds[2], beside)
+        inner = rounds[2] if re.match(TURNS, rounds[2]) else LOCAL + rounds[2]
+        chosen = arguments(inner, beside)
         controller = gravac.Every(_lengths(rounds[1]), chosen["controller"])
         return {**chosen, "controller": controller}
     if turns := re.fullmatch(rf"{TURNS}([a-z].*)", name):

@@ -1,6 +1,6 @@
 """Measure what a step is worth at every rung and length of round, and what it shows.
 
-A small network is trained to the loss of dense steps, by momentum SGD and by Adam's
+A small model is trained to the loss of dense steps, by momentum SGD and by Adam's
 steps, at each rung and length of rounds, at each replica's own params and at the shared
 ones. Each run keeps the evidence that a controller sees.
 
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from common.training import averaged
 from rich.progress import track
 
 import gravac_jax as gravac
-from controllers.small import EVERY, ROWS, Small
+from controllers.small import EVERY, MODELS, ROWS, Small
 
 LADDER = (1.0, 4.0, 8.0, 16.0, 32.0)
 ROUNDS = (1, 2, 4, 8, 16)
@@ -42,8 +42,9 @@ class Args:
     """How long, and how often.
 
     Args:
-      data_dir: The folder with tiny-shakespeare's input.txt.
+      data_dir: The folder with the model's files.
       out: The record, JSONL; runs that are in it are not made again.
+      model: The small model.
       replicas: The number of simulated replicas.
       steps: Steps of a dense run; the target is its loss after 80% of them.
       longest: Others run at most this many times as long.
@@ -59,6 +60,7 @@ class Args:
 
     data_dir: Path
     out: Path
+    model: Literal["text", "images"] = "text"
     replicas: int = 4
     steps: int = 600
     longest: float = 2.5
@@ -128,10 +130,11 @@ class Watching(gravac.Controller):
 
 
 class Bench:
-    """The small network, and one compiled stretch of steps for each kind of run."""
+    """The small model, and one compiled stretch of steps for each kind of run."""
 
     def __init__(self, args: Args):
-        self.args, self.small = args, Small(args.data_dir)
+        self.args = args
+        self.small: Small = MODELS[args.model](args.data_dir)
         self.held_out = self.small.draw(self.small.held_out, jax.random.key(7), 4096)
         self.stretch = functools.cache(self._stretch)
 
@@ -178,9 +181,9 @@ class Bench:
         step = gravac.simulate(train_step, replicas)
 
         @jax.jit
-        def run(state: Any, key: jax.Array) -> Any:
+        def run(state: Any, key: jax.Array, train: Any) -> Any:
             def one(state: Any, key: jax.Array) -> Any:
-                batch = small.draw(small.train, key, ROWS * replicas)
+                batch = small.draw(train, key, ROWS * replicas)
                 *state, _ = step(*state, batch)
                 return tuple(state), None
 
@@ -210,7 +213,7 @@ class Bench:
         norms: list[float] = []
         for i in range(steps // EVERY):
             now = jax.random.fold_in(jax.random.key(100 + key["seed"]), i)
-            state, loss = stretch(state, now)
+            state, loss = stretch(state, now, self.small.train)
             losses.append(float(loss))
             if key["params"] != DILOCO:
                 norms.append(float(state[1][0].controller.norms))

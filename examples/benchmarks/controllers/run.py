@@ -109,7 +109,7 @@ class Worth(NamedTuple):
       deviations: the same, how far the share of one step is from its mean.
       gains: the same, the share of the energy of gradient and residual.
       norms: `[stretches]` float32, the mean norm of gradients as dense steps go on.
-      diloco: what a step of DiLoCo at H = 30 is worth.
+      diloco: what a step of DiLoCo at H = 30 is worth; None if that is not known.
     """
 
     progress: Any
@@ -117,7 +117,7 @@ class Worth(NamedTuple):
     deviations: Any
     gains: Any
     norms: Any
-    diloco: Any
+    diloco: float | None
 
 
 def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
@@ -133,6 +133,7 @@ def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
         rows = [[at(f, h) for f in choices.ladder] for h in choices.rounds]
         return np.asarray(rows, np.float32)
 
+    is_there = any(x["params"] == DILOCO for x in ours)
     # The record may have seen higher factors, too.
     seen = lambda name: table(name)[..., : len(choices.ladder)]
     return Worth(
@@ -141,7 +142,7 @@ def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
         deviations=seen("deviations"),
         gains=seen("gains"),
         norms=np.asarray(mean("norms", params="own", factor=1.0, steps=1), np.float32),
-        diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)),
+        diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)) if is_there else None,
     )
 
 
@@ -225,7 +226,8 @@ def simulated(
     It takes the true parts, the guessed ones, the replicas and a key of each network,
     and returns, after each exchange, the steps, the seconds and the progress so far.
     """
-    tables, (ladder, rounds, *_) = Worth(*map(jnp.asarray, worth)), args.choices
+    tables = jax.tree.map(jnp.asarray, worth)
+    ladder, rounds, *_ = args.choices
 
     def one(parts: Any, guess: Any, key: Any) -> Any:
         rung, state = controller.init()
@@ -436,7 +438,8 @@ def main(args: Args) -> None:
         worth = worth_of(lines, optimizer, args.choices)
         make = functools.partial(described, networks, worth, args)
         journal.once(make, kind="networks", optimizer=optimizer)
-        for name in (*args.choices.controllers, DILOCO):
+        names = (*args.choices.controllers, *([DILOCO] if worth.diloco else []))
+        for name in names:
             make = functools.partial(measured, name, worth, networks, args)
             journal.once(make, controller=name, optimizer=optimizer)
     print(table(journal.lines))

@@ -23,7 +23,7 @@ from common.training import averaged, size
 from rich.progress import track
 
 import gravac_jax as gravac
-from controllers.small import EVERY, ROWS, Small
+from controllers.small import EVERY, ROWS, SmallText
 
 CONTROLLERS = {
     "GraVAC": gravac.GraVAC(),
@@ -65,7 +65,7 @@ class Bench:
     """The small network, and one compiled stretch of steps for each controller."""
 
     def __init__(self, data_dir: Path):
-        self.small = Small(data_dir)
+        self.small = SmallText(data_dir)
         self.stretch = functools.cache(self._stretch)
 
     def transform(self, controller: Any) -> Any:

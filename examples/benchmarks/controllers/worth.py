@@ -36,7 +36,8 @@ def table(records: Mapping[str, Path]) -> str:
             for sent, found in lines.items():
                 mine = by_factor(found, optimizer, params)
                 said = [_said(mine.get(f, [])) for f in factors]
-                rows.append([words, params, sent, *said])
+                if any(said):
+                    rows.append([words, params, sent, *said])
     return markdown(rows)
 
 
@@ -49,6 +50,7 @@ def _said(found: list[float]) -> str:
 def draw(records: Mapping[str, Path], path: Path) -> None:
     """Draw what a step at own params is worth over the factor, by optimizer."""
     lines = {words: runs_of(path) for words, path in records.items()}
+    factors = sorted({f for x in lines.values() for f in by_factor(x, "adam", "own")})
     with picture(path, (11, 4), columns=3) as (figure, axes):
         for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
             for i, (sent, found) in enumerate(lines.items()):
@@ -67,9 +69,9 @@ def draw(records: Mapping[str, Path], path: Path) -> None:
                     color=f"C{i}",
                     label=sent,
                 )
-                axis.set_xscale("log", base=2)
-                axis.set_xticks(list(mine), [f"{x:g}" for x in mine])
             axis.axhline(1, color=FAINT)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(factors, [f"{x:g}" for x in factors])
             axis.set(xlabel="factor", title=words, ylim=(0, 1.15))
         axes[0, 0].set(ylabel="what a step is worth, in dense steps")
         legend_below(figure)
