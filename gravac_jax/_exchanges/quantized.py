@@ -58,8 +58,9 @@ class Quantized(RoundingExchange):
         a quarter, if a bucket then divides into whole rows, and in buckets of fewer
         than 16 such rows. `gravac.transform` fills up the last row with zeros.
       least_bits: the fewest bits of an entry: 1, 2, 4 or 8. For the same bytes, two
-        bits of half of the entries lost as much as one bit of all for a GPT, and far
-        less for LSTMs, whose steps have a few large entries.
+        bits of half of the entries lost as much as one bit of all for a GPT, far less
+        for LSTMs, whose steps have a few large entries, and far more for gradients of
+        convolutional nets.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` is
