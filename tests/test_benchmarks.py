@@ -101,6 +101,36 @@ WORTH = run.Worth(
 )
 
 
+class TwoImages:
+    """Stands in for CIFAR's reader."""
+
+    pixels = np.arange(2 * 32 * 32 * 3).reshape(2, 32, 32, 3) % 251
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        if i >= len(self):
+            raise IndexError(i)
+        return {"image": self.pixels[i].astype(np.uint8), "label": i}
+
+
+def test_patches_are_squares_of_an_image():
+    patches, labels = small.patches_of(TwoImages())
+    square = TwoImages.pixels[1, 8:12, 20:24].ravel()
+    np.testing.assert_array_equal(patches[1, 2, 5], square)
+    assert patches.shape == (2, 8, 8, 48)
+    assert labels.tolist() == [0, 1]
+
+
+def test_a_record_of_one_kind_of_runs_says_nothing_of_diloco():
+    measured = remake.RECORDS / "2026-11-27_second_model/images.jsonl"
+    choices = run.Args(measured, Path(), highest=32).choices
+    worth = run.worth_of(progress.runs_of(measured), "adam", choices)
+    assert worth.diloco is None
+    assert worth.progress.shape == (1, 5)
+
+
 def test_a_product_with_neighbours_is_a_convolution():
     keys = jax.random.split(jax.random.key(0), 2)
     x = jax.random.normal(keys[0], (2, 4, 4, 3))

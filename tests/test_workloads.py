@@ -263,6 +263,8 @@ def test_a_name_may_ask_for_a_part_at_the_end_of_each_round():
     name = "insideevery4turns16allreducedadam16"
     controller = methods.arguments(name.removeprefix("inside"))["controller"]
     assert controller == gravac.Every(4, gravac.Fixed(256))
+    rounds = methods.in_rounds(name.removeprefix("inside"))
+    assert rounds == (4, "turns16allreducedadam16")
     words = "AdamW's steps in two bits, in 16 turns, every 4 steps"
     assert methods.in_words(name) == f"{words}, learning rate inside"
 

@@ -279,8 +279,7 @@ def _prefixed(name: str, beside: Iterable[str]) -> dict[str, Any] | None:
     if name.startswith(WIDE):
         return _widened(arguments(name.removeprefix(WIDE), beside))
     if rounds := re.fullmatch(rf"{ROUNDS}([a-z].*)", name):
-        inner = rounds[2] if re.match(TURNS, rounds[2]) else LOCAL + rounds[2]
-        chosen = arguments(inner, beside)
+        chosen = arguments(_at_own_params(rounds[2]), beside)
         controller = gravac.Every(_lengths(rounds[1]), chosen["controller"])
         return {**chosen, "controller": controller}
     if turns := re.fullmatch(rf"{TURNS}([a-z].*)", name):
@@ -313,7 +312,12 @@ def in_rounds(name: str) -> tuple[int, str] | None:
     if match := DILOCO.fullmatch(name):
         return int(match[1]), "dense"
     match = re.fullmatch(rf"{EVERY}(\d+)([a-z].*)", name)
-    return (int(match[1]), LOCAL + match[2]) if match else None
+    return (int(match[1]), _at_own_params(match[2])) if match else None
+
+
+def _at_own_params(name: str) -> str:
+    """Return the name of a method at own params; turns imply them."""
+    return name if re.match(TURNS, name) else LOCAL + name
 
 
 def recipe(

@@ -181,6 +181,7 @@ class Bench:
         step = gravac.simulate(train_step, replicas)
 
         @jax.jit
+        # Data of many megabytes is an argument: XLA would keep a constant twice.
         def run(state: Any, key: jax.Array, train: Any) -> Any:
             def one(state: Any, key: jax.Array) -> Any:
                 batch = small.draw(train, key, ROWS * replicas)

@@ -1,7 +1,7 @@
 """How close do controllers come to the best fixed choice, on networks drawn at random?
 
 What a step is worth at each rung and length of round, and what a controller sees there,
-is what `controllers.progress` has measured on a small network. Seconds are those of a
+is what `controllers.progress` has measured on a small model. Seconds are those of a
 cost model, with noise. So a run is a scan over decisions, and all networks are decided
 on at once. A run is done when it has made the progress of the dense steps to the
 target.
@@ -438,7 +438,7 @@ def main(args: Args) -> None:
         worth = worth_of(lines, optimizer, args.choices)
         make = functools.partial(described, networks, worth, args)
         journal.once(make, kind="networks", optimizer=optimizer)
-        names = (*args.choices.controllers, *([DILOCO] if worth.diloco else []))
+        names = (*args.choices.controllers, *([] if worth.diloco is None else [DILOCO]))
         for name in names:
             make = functools.partial(measured, name, worth, networks, args)
             journal.once(make, controller=name, optimizer=optimizer)

@@ -73,16 +73,7 @@ class SmallImages:
 
     def __init__(self, data_dir: Path):
         (train, _, test), _ = read_cifar(data_dir, CIFAR10)
-        self.train, self.held_out = map(self._patches, (train, test))
-
-    def _patches(self, images: Any) -> tuple[jax.Array, jax.Array]:
-        """Return uint8 patches `[images, 8, 8, 3 * PATCH**2]`, and labels."""
-        examples = [images[i] for i in range(len(images))]
-        pixels = np.stack([x["image"] for x in examples])
-        side = pixels.shape[1] // PATCH
-        cut = pixels.reshape(-1, side, PATCH, side, PATCH, 3)
-        patches = cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side, side, 3 * PATCH**2)
-        return jnp.asarray(patches), jnp.asarray([x["label"] for x in examples])
+        self.train, self.held_out = map(patches_of, (train, test))
 
     def params(self) -> dict[str, jax.Array]:
         """Return initial params."""
@@ -93,9 +84,10 @@ class SmallImages:
     def loss(self, params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Return the mean nats of a label."""
         patches, labels = batch
+        side = patches.shape[1]
         x = (patches.astype(jnp.float32) / 127.5 - 1) @ params["patches"]
         x = jax.nn.relu(neighbours(jax.nn.relu(x)) @ params["conv"])
-        x = x.reshape(len(x), 4, 2, 4, 2, -1).mean(axis=(2, 4))
+        x = x.reshape(len(x), side // 2, 2, side // 2, 2, -1).mean(axis=(2, 4))
         x = jax.nn.relu(neighbours(x) @ params["deeper"])
         return cross_entropy(x.mean(axis=(1, 2)) @ params["out"], labels)
 
@@ -108,15 +100,25 @@ class SmallImages:
 MODELS = {"text": SmallText, "images": SmallImages}
 
 
+def patches_of(images: Any) -> tuple[jax.Array, jax.Array]:
+    """Return uint8 patches `[images, 8, 8, 3 * PATCH**2]`, and labels."""
+    examples = [images[i] for i in range(len(images))]
+    pixels = np.stack([x["image"] for x in examples])
+    side = pixels.shape[1] // PATCH
+    cut = pixels.reshape(-1, side, PATCH, side, PATCH, 3)
+    patches = cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side, side, 3 * PATCH**2)
+    return jnp.asarray(patches), jnp.asarray([x["label"] for x in examples])
+
+
 def _normal(shapes: dict[str, tuple[int, int]], energy: float) -> dict[str, jax.Array]:
     """Return matrices that multiply the energy of a vector by `energy`."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    draw = lambda key, shape: jax.random.normal(key, shape) * (energy / shape[0]) ** 0.5
+    draw = lambda key, shape: jax.random.normal(key, shape) / (shape[0] / energy) ** 0.5
     return dict(zip(shapes, map(draw, keys, shapes.values()), strict=True))
 
 
 def neighbours(x: jax.Array) -> jax.Array:
-    """Return each place with its eight neighbours, `[rows, side, side, 9 * width]`.
+    """Return the 3 x 3 places around each, `[rows, side, side, 9 * width]`.
 
     A product with it is a convolution. Replicas have params of their own, and XLA's
     convolution of many kernels is slow on CPUs.

@@ -29,7 +29,7 @@ def by_factor(
 def table(records: Mapping[str, Path]) -> str:
     """Return a table of all records: means, and the least and the most of the seeds."""
     lines = {words: runs_of(path) for words, path in records.items()}
-    factors = sorted({f for x in lines.values() for f in by_factor(x, "adam", "own")})
+    factors = _factors(lines)
     rows = [["optimizer", "params", "sent", *(f"factor {x:g}" for x in factors)]]
     for optimizer, words in OPTIMIZERS.items():
         for params in ("own", "shared"):
@@ -41,6 +41,10 @@ def table(records: Mapping[str, Path]) -> str:
     return markdown(rows)
 
 
+def _factors(lines: Mapping[str, list[Line]]) -> list[float]:
+    return sorted({f for x in lines.values() for f in by_factor(x, "adam", "own")})
+
+
 def _said(found: list[float]) -> str:
     if not found:
         return ""
@@ -50,7 +54,7 @@ def _said(found: list[float]) -> str:
 def draw(records: Mapping[str, Path], path: Path) -> None:
     """Draw what a step at own params is worth over the factor, by optimizer."""
     lines = {words: runs_of(path) for words, path in records.items()}
-    factors = sorted({f for x in lines.values() for f in by_factor(x, "adam", "own")})
+    factors = _factors(lines)
     with picture(path, (11, 4), columns=3) as (figure, axes):
         for axis, (optimizer, words) in zip(axes[0], OPTIMIZERS.items(), strict=True):
             for i, (sent, found) in enumerate(lines.items()):
