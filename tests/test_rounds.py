@@ -612,6 +612,38 @@ def test_diloco_is_the_papers(where, weight_decay):
     np.testing.assert_allclose(found, diloco(4, weight_decay), atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        (6, [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47]),
+        (
+            lambda step: jnp.where(step < 3, 3, 6),
+            [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41],
+        ),
+    ],
+    ids=["the second", "the first"],
+)
+def test_diloco_moves_a_fragment_as_torchft_does(lengths, expected):
+    # Its regression test has two fragments, constant gradients of 2, an inner rate of 1
+    # and an outer one of 2, and exchanges a fragment every six steps, the first after
+    # three. What a replica has before each step is written down there.
+    tx = gravac.diloco(optax.sgd(1.0), lengths, outer=optax.sgd(2.0))
+
+    def train_step(params, opt_state, grads):
+        own = gravac.local_params(tx, params, opt_state)
+        updates, opt_state = tx.update({"w": grads[0]}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, own["w"]
+
+    step = gravac.simulate(train_step, 2)
+    params = {"w": jnp.ones(1)}
+    state = gravac.place((params, tx.init(params)), 2)
+    found = []
+    for _ in expected:
+        *state, own = step(*state, jnp.full((2, 1), 2.0))
+        found.append(np.asarray(own).ravel()[0])
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.slow
 def test_sparse_loco_is_the_papers():
     tx = gravac.sparse_loco(
