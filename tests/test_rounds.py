@@ -624,9 +624,9 @@ def test_diloco_is_the_papers(where, weight_decay):
     ids=["the second", "the first"],
 )
 def test_diloco_moves_a_fragment_as_torchft_does(lengths, expected):
-    # Its regression test has two fragments, constant gradients of 2, an inner rate of 1
-    # and an outer one of 2, and exchanges a fragment every six steps, the first after
-    # three. What a replica has before each step is written down there.
+    # torchft's regression test has two fragments, constant gradients of 2, an inner
+    # rate of 1 and an outer one of 2, and exchanges a fragment every six steps, the
+    # first after three. What a replica has before each step is written down there.
     tx = gravac.diloco(optax.sgd(1.0), lengths, outer=optax.sgd(2.0))
 
     def train_step(params, opt_state, grads):
