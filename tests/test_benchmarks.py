@@ -6,6 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+import _task_files
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from common import journal
 from common.network import Network
 from common.statistics import reached, target_of, upper_bound
 from controllers import fit, progress, run, small, traces
+from tasks.cifar import Images
 
 import gravac_jax as gravac
 
@@ -101,26 +103,13 @@ WORTH = run.Worth(
 )
 
 
-class TwoImages:
-    """Stands in for CIFAR's reader."""
-
-    pixels = np.arange(2 * 32 * 32 * 3).reshape(2, 32, 32, 3) % 251
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, i):
-        if i >= len(self):
-            raise IndexError(i)
-        return {"image": self.pixels[i].astype(np.uint8), "label": i}
-
-
 def test_patches_are_squares_of_an_image():
-    patches, labels = small.patches_of(TwoImages())
-    square = TwoImages.pixels[1, 8:12, 20:24].ravel()
+    images = Images(_task_files.records(2, (10,)))
+    patches, labels = small.patches_of(images)
+    square = images[1]["image"][8:12, 20:24].ravel()
     np.testing.assert_array_equal(patches[1, 2, 5], square)
     assert patches.shape == (2, 8, 8, 48)
-    assert labels.tolist() == [0, 1]
+    assert labels.tolist() == [images[0]["label"], images[1]["label"]]
 
 
 def test_a_record_of_one_kind_of_runs_says_nothing_of_diloco():

@@ -180,8 +180,8 @@ class Bench:
 
         step = gravac.simulate(train_step, replicas)
 
+        # Examples are an argument: as a constant they would be part of each program.
         @jax.jit
-        # Data of many megabytes is an argument: XLA would keep a constant twice.
         def run(state: Any, key: jax.Array, train: Any) -> Any:
             def one(state: Any, key: jax.Array) -> Any:
                 batch = small.draw(train, key, ROWS * replicas)

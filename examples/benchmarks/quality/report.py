@@ -8,7 +8,7 @@ Several files may be parts of one record: same configuration, other methods or s
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ def spread(figures: list[float]) -> str:
     return f"{mean:.2f} ({min(figures):.2f}-{max(figures):.2f})"
 
 
+def bound(found: Sequence[float], form: str) -> str:
+    """Return the bound of paired gaps; nothing where a single seed has none."""
+    most = upper_bound(found)
+    return "" if math.isnan(most) else form.format(most)
+
+
 def gap_table(runs: list[Result]) -> list[Any]:
     """Return what each method loses against dense, and what it saves."""
     columns = ("method", "seeds", "loss", "gap (range)", "95%\nbound")
@@ -90,7 +96,7 @@ def gap_table(runs: list[Result]) -> list[Any]:
                 str(len(own)),
                 f"{statistics.median(x.loss for x in own):.4f}",
                 spread(found) if is_compared else "",
-                f"{upper_bound(found):.2f}" if is_compared else "",
+                bound(found, "{:.2f}") if is_compared else "",
                 f"{statistics.median(x.payload_factor for x in own):.1f}",
                 f"{statistics.median(x.wire_factor for x in own):.1f}",
                 f"{touches:.0f}{'!' if touches < MIN_TOUCHES else ' '}",
@@ -137,7 +143,6 @@ def text(files: Iterable[Path]) -> str:
     for name, own in by_method(runs).items():
         found, rate = gaps(own, runs), own[0].learning_rate
         mean, each = statistics.fmean(found), ", ".join(f"{x:+.1f}" for x in found)
-        is_bare = name == "dense" or len(found) == 1  # one seed has no bound
         rows.append(
             [
                 in_words(name),
@@ -145,7 +150,7 @@ def text(files: Iterable[Path]) -> str:
                 f"{statistics.fmean(x.wire_factor for x in own):.1f}",
                 f"{statistics.fmean(x.loss for x in own):.4f}",
                 "" if name == "dense" else f"{mean:+.1f}% ({each})",
-                "" if is_bare else f"{upper_bound(found):.1f}%",
+                "" if name == "dense" else bound(found, "{:.1f}%"),
             ]
         )
     dense = [x.lines for x in runs if x.method == "dense"]
