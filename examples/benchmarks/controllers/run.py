@@ -109,7 +109,7 @@ class Worth(NamedTuple):
       deviations: the same, how far the share of one step is from its mean.
       gains: the same, the share of the energy of gradient and residual.
       norms: `[stretches]` float32, the mean norm of gradients as dense steps go on.
-      diloco: what a step of DiLoCo at H = 30 is worth; None if that is not known.
+      diloco: what a step of DiLoCo at H = 30 is worth; NaN if that is not known.
     """
 
     progress: Any
@@ -117,7 +117,7 @@ class Worth(NamedTuple):
     deviations: Any
     gains: Any
     norms: Any
-    diloco: float | None
+    diloco: float
 
 
 def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
@@ -133,7 +133,8 @@ def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
         rows = [[at(f, h) for f in choices.ladder] for h in choices.rounds]
         return np.asarray(rows, np.float32)
 
-    is_there = any(x["params"] == DILOCO for x in ours)
+    has_diloco = any(x["params"] == DILOCO for x in ours)
+    diloco = DENSE_STEPS / mean("taken", params=DILOCO) if has_diloco else np.nan
     # The record may have seen higher factors, too.
     seen = lambda name: table(name)[..., : len(choices.ladder)]
     return Worth(
@@ -142,7 +143,7 @@ def worth_of(lines: list[Line], optimizer: str, choices: Choices) -> Worth:
         deviations=seen("deviations"),
         gains=seen("gains"),
         norms=np.asarray(mean("norms", params="own", factor=1.0, steps=1), np.float32),
-        diloco=float(DENSE_STEPS / mean("taken", params=DILOCO)) if is_there else None,
+        diloco=float(diloco),
     )
 
 
@@ -438,7 +439,8 @@ def main(args: Args) -> None:
         worth = worth_of(lines, optimizer, args.choices)
         make = functools.partial(described, networks, worth, args)
         journal.once(make, kind="networks", optimizer=optimizer)
-        names = (*args.choices.controllers, *([] if worth.diloco is None else [DILOCO]))
+        diloco = [] if np.isnan(worth.diloco) else [DILOCO]
+        names = (*args.choices.controllers, *diloco)
         for name in names:
             make = functools.partial(measured, name, worth, networks, args)
             journal.once(make, controller=name, optimizer=optimizer)

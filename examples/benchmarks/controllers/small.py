@@ -24,12 +24,15 @@ class Small(Protocol):
 
     def params(self) -> dict[str, jax.Array]:
         """Return initial params."""
+        ...
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
         """Return the mean nats of an example."""
+        ...
 
     def draw(self, source: Any, key: jax.Array, rows: int) -> Any:
         """Return random examples."""
+        ...
 
 
 class SmallText:
