@@ -7,7 +7,7 @@ from end_to_end import report
 from end_to_end import run as end_to_end
 from pytorch import run as pytorch
 from pytorch import train
-from step_seconds.timed import Timed
+from step_seconds.timed import Timed, ladder_of
 from step_seconds.worker import Link
 
 COMPUTE = 0.02
@@ -183,6 +183,14 @@ def test_rounds_take_an_exchange_in_their_last_step():
     assert timed.step(100.0, "diloco10momentum0.5", 1) == pytest.approx(0.02 + 0.2 / 10)
     every = timed.step(100.0, "every10allreducedadam16", 16)
     assert every == pytest.approx(0.02 + 0.04 / 10)
+
+
+def test_steps_of_1_bit_adam_are_dense_ones_and_then_those_of_one_bit():
+    seconds = {"dense": 0.22, "localallreducedadam32": 0.06}
+    timed = Timed([line(100.0, *x) for x in seconds.items()], 2)
+    assert ladder_of("onebitadam200") == (1, 32)
+    taken = timed.steps(100.0, "onebitadam200", (200, 300))
+    assert taken == pytest.approx(200 * 0.22 + 300 * 0.06)
 
 
 def test_pytorch_is_compared_with_its_own_dense_steps():

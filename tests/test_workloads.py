@@ -289,6 +289,11 @@ def test_a_name_may_ask_for_a_published_recipe():
     assert (
         methods.in_words("sparseloco15x32") == "SparseLoCo, every 15 steps, factor 32"
     )
+    assert methods.in_words("onebitadam200") == (
+        "1-bit Adam, the first 200 steps dense"
+    )
+    assert methods.is_local("diloco30")
+    assert not methods.is_local("onebitadam200")
     ours = "insideturns4allreducedadam16"
     assert methods.is_recipe(ours)
     assert methods.in_words(ours) == (
@@ -297,7 +302,7 @@ def test_a_name_may_ask_for_a_published_recipe():
     with pytest.raises(SystemExit, match="goes before a method of steps only"):
         methods.is_recipe("insidelocalallreduced16")
     params = {"w": jnp.ones(3000)}
-    tx = methods.recipe("diloco30", optax.adamw(1e-3))
+    tx = methods.recipe("diloco30", optax.adamw(1e-3), optax.identity())
     assert optax.tree.get(tx.init(params), "info").local_steps == 0
 
 

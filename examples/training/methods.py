@@ -35,8 +35,9 @@ place of 4.
 
 `diloco30` is DiLoCo as published, in rounds of 30 steps, `diloco30momentum0.6` has
 another momentum of its outer optimizer, and `sparseloco15x32` is SparseLoCo with one of
-32 entries. They are whole optimizers: see `recipe`. So is `inside` before the name of
-a method of steps, which are then scaled by the learning rate at which they are made.
+32 entries; `onebitadam200` is 1-bit Adam with 200 dense steps first. They are whole
+optimizers: see `recipe`. So is `inside` before the name of a method of steps, which are
+then scaled by the learning rate at which they are made.
 """
 
 import dataclasses
@@ -48,6 +49,7 @@ import jax.numpy as jnp
 import optax
 
 import gravac_jax as gravac
+from training.one_bit_adam import ONE_BIT, one_bit_adam
 
 WIDE = "wide"
 LOCAL = "local"
@@ -103,11 +105,11 @@ WORDS = {
 PREFIXES = re.compile(rf"({WIDE})?({TURNS}|{LOCAL}|{DELAYED}|{ROUNDS})?(.*)")
 DILOCO = re.compile(r"diloco(\d+)(?:momentum(0?\.\d+))?")
 SPARSE_LOCO = re.compile(r"sparseloco(\d+)x(\d+)")
+ONE_BIT_ADAM = re.compile(r"onebitadam(\d+)")
 OWNERS = {"adam": "AdamW's", "sgd": "SGD's", "muon": "Muon's"}
 NUMBERED = re.compile(rf"([a-z]*?)({'|'.join(OWNERS)})?(\d+(?:\.\d+)?)")
 CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
-ONE_BIT = gravac.QuantizedAllReduce(least_bits=1)  # at factor 32
 WARM_UP_STEPS = 200
 DENSE = gravac.Fixed(factor=1)
 METHODS: dict[str, dict[str, Any]] = {
@@ -184,18 +186,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def is_local(name: str) -> bool:
     """Return whether a method takes gradients at each replica's own params."""
     _, how, *_ = PREFIXES.fullmatch(name).groups()  # type: ignore[union-attr]
-    return is_recipe(name) or how is not None
+    is_whole = is_recipe(name) and not ONE_BIT_ADAM.fullmatch(name)
+    return is_whole or how is not None
 
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
     if name.startswith(INSIDE):
         return f"{in_words(name.removeprefix(INSIDE))}, learning rate inside"
-    if match := DILOCO.fullmatch(name):
-        said = f"DiLoCo, every {match[1]} steps"
-        return f"{said}, momentum {match[2]}" if match[2] else said
-    if match := SPARSE_LOCO.fullmatch(name):
-        return "SparseLoCo, every {} steps, factor {}".format(*match.groups())
+    if published := _published_in_words(name):
+        return published
     if both := re.fullmatch(rf"{ROUNDS}({TURNS}.*)", name):
         return ", ".join([in_words(both[2]), *_prefix_in_words(name[: both.start(2)])])
     matched = PREFIXES.fullmatch(name)
@@ -210,6 +210,18 @@ def in_words(name: str) -> str:
     elif not how and " in " in what and rest.startswith(FEW_BITS):
         said.append("shared params")
     return ", ".join([*said, *(["8 bytes an entry"] if wide else [])])
+
+
+def _published_in_words(name: str) -> str | None:
+    """Return what a reader calls a published method; None for others."""
+    if match := DILOCO.fullmatch(name):
+        said = f"DiLoCo, every {match[1]} steps"
+        return f"{said}, momentum {match[2]}" if match[2] else said
+    if match := SPARSE_LOCO.fullmatch(name):
+        return "SparseLoCo, every {} steps, factor {}".format(*match.groups())
+    if match := ONE_BIT_ADAM.fullmatch(name):
+        return f"1-bit Adam, the first {match[1]} steps dense"
+    return None
 
 
 def _prefix_in_words(how: str) -> list[str]:
@@ -301,7 +313,7 @@ def is_recipe(name: str) -> bool:
         if not isinstance(memory, gravac.Steps):
             raise SystemExit(f"{name}: {INSIDE} goes before a method of steps only")
         return True
-    return any(x.fullmatch(name) for x in (DILOCO, SPARSE_LOCO))
+    return any(x.fullmatch(name) for x in (DILOCO, SPARSE_LOCO, ONE_BIT_ADAM))
 
 
 def in_rounds(name: str) -> tuple[int, str] | None:
@@ -321,15 +333,22 @@ def _at_own_params(name: str) -> str:
 
 
 def recipe(
-    name: str, inner: optax.GradientTransformation
+    name: str,
+    optimizer: optax.GradientTransformation,
+    scale: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a method around each replica's own, whole optimizer.
+    """Return a method that is a whole optimizer.
 
     Args:
       name: One of `diloco<steps>`, `diloco<steps>momentum<momentum>`,
-        `sparseloco<steps>x<factor>` and `inside<name>` of a method of steps.
-      inner: The optimizer, with its learning rate.
+        `sparseloco<steps>x<factor>` and `inside<name>` of a method of steps, all around
+        each replica's own optimizer; or `onebitadam<warm-up steps>`, which has its own.
+      optimizer: The optimizer, but for its learning rate.
+      scale: The learning rate.
     """
+    if match := ONE_BIT_ADAM.fullmatch(name):
+        return optax.chain(one_bit_adam(int(match[1]), CLIP.max_norm), scale)
+    inner = optax.chain(optimizer, scale)
     if name.startswith(INSIDE):
         chosen = arguments(name.removeprefix(INSIDE))
         memory = dataclasses.replace(chosen["memory"], optimizer=inner)

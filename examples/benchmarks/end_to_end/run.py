@@ -105,7 +105,7 @@ class Bench:
         ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
         optimizer, scale = OPTIMIZERS[self.args.optimizer], optax.scale_by_learning_rate
         if is_recipe(name):
-            tx = recipe(name, optax.chain(optimizer, scale(ramp)))
+            tx = recipe(name, optimizer, scale(ramp))
         else:
             chosen = arguments(name)
             rest = *after(chosen, optimizer, 1.0), scale(ramp)

@@ -107,7 +107,7 @@ class Bench:
         optimizer = OPTIMIZERS[self.setting.optimizer]
         if is_recipe(method):
             scale = optax.scale_by_learning_rate(learning_rate)
-            return recipe(method, optax.chain(optimizer, scale))
+            return recipe(method, optimizer, scale)
         chosen = arguments(method)
         rest = after(chosen, optimizer, self.setting.clip)
         return optax.chain(gravac.transform(**chosen), *rest)

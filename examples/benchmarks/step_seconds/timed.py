@@ -5,7 +5,14 @@ from collections.abc import Iterable
 
 import numpy as np
 from common.journal import Line
-from training.methods import LOCAL, OWNERS, arguments, in_rounds, is_recipe
+from training.methods import (
+    LOCAL,
+    ONE_BIT_ADAM,
+    OWNERS,
+    arguments,
+    in_rounds,
+    is_recipe,
+)
 
 from step_seconds.methods import method
 
@@ -19,6 +26,8 @@ ONE_BIT = "32"  # the factor in the names of methods of one bit
 
 def ladder_of(name: str) -> tuple[float, ...]:
     """Return the factors that a method may take."""
+    if ONE_BIT_ADAM.fullmatch(name):
+        return (1.0, 32.0)
     return (1.0,) if is_recipe(name) else method(name).ladder
 
 
@@ -86,7 +95,9 @@ class Timed:
             steps, inner = rounds
             local = self.median(link, "dense", "slowest_compute")
             return local + (self.step(link, inner, factor) - local) / steps
-        if factor == 1 and not is_recipe(name):
+        if ONE_BIT_ADAM.fullmatch(name) and factor > 1:
+            return self.mean(link, f"{LOCAL}allreducedadam{ONE_BIT}")
+        if factor == 1 and (not is_recipe(name) or ONE_BIT_ADAM.fullmatch(name)):
             return self.mean(link, "dense")
         kind = _kind_of_rung(name, factor)
         static = [x for x in self.static if _kind(x) == kind]
