@@ -174,6 +174,16 @@ def test_adam_alone_and_dense_is_that_of_optax():
         assert_near(received, expected, scale=100)
 
 
+@pytest.mark.parametrize("by_leaf", [False, True])
+def test_an_optimizer_that_remembers_its_first_params_is_refused(by_leaf):
+    for begun in (optax.contrib.schedule_free_sgd(0.1), optax.contrib.prodigy()):
+        with pytest.raises(ValueError, match="remembers the params that it began"):
+            gravac.Steps(begun, by_leaf=by_leaf)
+    injected = optax.inject_hyperparams(optax.adam)
+    gravac.Steps(injected(learning_rate=0.1), by_leaf=by_leaf)
+    gravac.Steps(optax.noisy_sgd(0.1, key=1), by_leaf=by_leaf)
+
+
 # Two momenta: one before the exchange and one after it. ---------------------------
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _arrays, _checks
+from gravac_jax._error_feedback import own_optimizer
 from gravac_jax._error_feedback.base import Leaves
 from gravac_jax._error_feedback.residual import ErrorFeedback
 
@@ -48,7 +49,8 @@ class Steps(ErrorFeedback):
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
     Adafactor and LAMB look at whole leaves, and need `by_leaf`; of these three, Muon
-    alone is refused without it.
+    alone is refused without it. Those that remember the params that they began with, as
+    schedule-free ones and Prodigy do, are refused: other replicas' steps move them.
 
     Give it the whole optimizer, such as `optax.adamw(1e-3)`, after which nothing may
     scale its steps: a step is then scaled by the learning rate at which it was made,
@@ -84,8 +86,9 @@ class Steps(ErrorFeedback):
       TypeError: if `optimizer` is not a transformation of Optax, or `begin_at_shared`
         or `by_leaf` not a bool.
       ValueError: if the optimizer does not work on a flat vector and `by_leaf` is not
-        set, or `residual_decay` is not in [0, 1]; from `gravac.transform`, if leaves
-        are asked for, and it has slices of them only.
+        set, or remembers the params that it began with, or `residual_decay` is not in
+        [0, 1]; from `gravac.transform`, if leaves are asked for, and it has slices of
+        them only.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -118,8 +121,9 @@ class Steps(ErrorFeedback):
         _checks.flag(self.begin_at_shared, "begin_at_shared")
         _checks.flag(self.by_leaf, "by_leaf")
         if not self.by_leaf:
-            self._refuse_masks()
+            own_optimizer.refuse_masks(self.optimizer)
             self._try(needs_params=self.needs_params)
+        own_optimizer.refuse_start(self.optimizer, self.by_leaf)
 
     @property
     def forgets(self) -> bool:
@@ -149,22 +153,6 @@ class Steps(ErrorFeedback):
                 f" one that works entry by entry, such as optax.adamw(1e-3), or"
                 f" gravac.Steps(..., by_leaf=True)."
             ) from error
-
-    def _refuse_masks(self) -> None:
-        is_mask = lambda x: isinstance(x, optax.MaskedState)
-        try:
-            state = jax.eval_shape(lambda: self.init(1))
-            has_mask = any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
-        except (ValueError, TypeError):  # a mask that has the form of the params
-            has_mask = True
-        if has_mask:
-            raise ValueError(
-                "gravac.Steps cannot run an optimizer with a mask, or one that looks at"
-                " the tree of the params: it sees flat vectors of many leaves. For Muon"
-                " and others that treat leaves differently, write gravac.Steps(...,"
-                " by_leaf=True). Or put what is masked after the transform, as"
-                " gravac.adamw(1e-3, mask=...) does with its decay."
-            )
 
     @property
     def needs_leaves(self) -> bool:
