@@ -274,8 +274,13 @@ def plan(
     else:
         _step_checks.update.mask_matches(compress, tree)
         chosen = jax.tree.leaves(compress)
-    specs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return Buckets(structure, specs, tuple(chosen), padded_size)
+    return Buckets(structure, leaves_of(tree), tuple(chosen), padded_size)
+
+
+def leaves_of(tree: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes and dtypes of the leaves of a tree."""
+    leaves = jax.tree.leaves(tree)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
 
 
 def warn_if_wide(buckets: Buckets) -> None:

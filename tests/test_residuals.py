@@ -207,6 +207,24 @@ def test_own_params_keep_the_dtype_of_the_params_and_are_rounded_once():
     np.testing.assert_array_equal(own, (1 - residual).astype(jnp.bfloat16))
 
 
+def test_own_params_know_which_leaves_are_compressed_by_their_dtype():
+    tx = optax.chain(
+        gravac.transform(
+            None,
+            compress=lambda path, x: x.dtype == jnp.bfloat16,
+            controller=gravac.Fixed(16),
+        ),
+        optax.sgd(0.5),
+    )
+    params = {"w": jnp.ones(256, jnp.bfloat16), "n": jnp.ones(64)}
+    grads = jax.tree.map(lambda x: jnp.linspace(0, 1, x.size, dtype=x.dtype), params)
+    with jax.numpy_dtype_promotion("standard"):  # what is held back is float32
+        opt_state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
+        own = gravac.local_params(tx, params, opt_state)
+    assert (own["w"] != params["w"]).any()
+    assert_same(own["n"], params["n"])
+
+
 def test_own_params_exchange_nothing():
     tx = optax.chain(EXCHANGE, optax.sgd(0.5))
     state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)

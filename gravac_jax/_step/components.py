@@ -91,9 +91,18 @@ class Components:
         self.slices.check(params)
         return self.slices.place(functools.partial(self.initial, buckets))
 
-    def plan(self, tree: Any) -> Buckets:
-        """Decide which leaves are compressed; buckets hold what a device owns."""
-        buckets = _buckets.plan(tree, self.compress, self.exchange.padded_size)
+    def plan(self, tree: Any, like: Any = None) -> Buckets:
+        """Decide which leaves are compressed; buckets hold what a device owns.
+
+        Args:
+          tree: gradients or params, in the dtypes of what buckets are made of.
+          like: the params, if `tree` has other dtypes than they, on which `compress`
+            may depend.
+        """
+        asked = tree if like is None else like
+        buckets = _buckets.plan(asked, self.compress, self.exchange.padded_size)
+        if like is not None:
+            buckets = dataclasses.replace(buckets, leaves=_buckets.leaves_of(tree))
         if self.slices is None:
             return buckets
         # Few bits would round the zeros that stand for a leaf of another device.

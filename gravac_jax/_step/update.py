@@ -37,7 +37,9 @@ def update(
     """Take one step: `update` of `gravac.transform`."""
     _step_checks.update.bound_axis(components.axis_name, "update")
     _step_checks.update.gradients(updates)
-    step = functools.partial(_update, components, components.plan(updates), **asked)
+    like = params if asked.get("deliver") else None
+    plan = components.plan(updates, like)
+    step = functools.partial(_update, components, plan, **asked)
     times = {"step_seconds": step_seconds, "measured_step": measured_step}
     if components.slices is None:
         return step(updates, state, params, **times)
