@@ -158,3 +158,48 @@ def test_training_at_own_params_converges_where_shared_ones_diverge():
 
     assert distance(True) < 1e-3
     assert distance(False) > 10
+
+
+def own_params_of(tx, steps, where):
+    """Train one replica on a bowl, and return its own params at the end."""
+    loss_fn = lambda params, batch: jnp.mean((params["w"] - 1.0) ** 2 * batch[0])
+    step = gravac.train_step(loss_fn, tx, where, overlap=not isinstance(where, int))
+    state = step.init({"w": jnp.linspace(2, 3, 64)})
+    for _ in range(steps):
+        *state, _ = step(*state, jnp.ones((1, 64)))
+    look = lambda params, opt_state, _: (
+        *(params, opt_state),
+        gravac.local_params(tx, params, opt_state)["w"],
+    )
+    return gravac.simulate(look, 1)(*jax.device_get(state), np.ones((1, 1)))[-1]
+
+
+@pytest.mark.parametrize(
+    ("delay", "every", "where"),
+    [
+        pytest.param(1, 1, 1, id="late"),
+        pytest.param(1, 3, 1, id="late in rounds"),
+        pytest.param(0, 3, 1, id="in rounds", marks=pytest.mark.slow),
+        pytest.param(1, 1, _harness.make_mesh((1,)), id="overlapped"),
+        pytest.param(
+            *(1, 3, _harness.make_mesh((1,))),
+            id="overlapped in rounds",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_decays_are_own_params_however_late_an_exchange_is(delay, every, where):
+    adamw = optax.adamw(0.05, weight_decay=0.3)
+    controller = gravac.Fixed(1) if every == 1 else gravac.Every(every, gravac.Fixed(1))
+    tx = gravac.transform(
+        memory=gravac.Steps(adamw), controller=controller, delay=delay
+    )
+    expected = jnp.linspace(2, 3, 64)
+    state = adamw.init(expected)
+    with jax.numpy_dtype_promotion("standard"):
+        found = own_params_of(tx, 12, where)
+        for _ in range(12):
+            grads = jax.grad(lambda w: jnp.mean((w - 1.0) ** 2))(expected)
+            updates, state = adamw.update(grads, state, expected)
+            expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-18)

@@ -74,7 +74,7 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     components, buckets = setting.components, setting.buckets
     given = (gradient.parts, local.memory)
     if components.memory.needs_params:
-        given = (*given, buckets.pack(setting.params))
+        given = (*given, _params_beside(local, setting))
     pairs = zip(components.memories(buckets), zip(*given, strict=True), strict=True)
     fed = [memory.compensate(*x) for memory, x in pairs]
     parts, states = zip(*fed, strict=True)
@@ -83,6 +83,29 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     unfed = held(components.memory, local, buckets)
     # This is no branch, because XLA would copy the memory in and out of one.
     return _arrays.where(is_bad, unfed, Fed(parts, states))
+
+
+def own_params(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
+    """Return the params plus what this replica is ahead of them, in parts."""
+    shared = setting.buckets.pack(setting.params)
+    return jax.tree.map(jnp.add, shared, _ahead(local, setting))
+
+
+def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
+    """Return the params that are own params with what the memory now holds.
+
+    What an exchange has just taken out of the memory is not in the params yet.
+    """
+    if setting.own is None:
+        return setting.buckets.pack(setting.params)
+    return jax.tree.map(jnp.subtract, setting.own, _ahead(local, setting))
+
+
+def _ahead(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
+    """Return by how much own params are ahead of the shared ones, in parts."""
+    memory = setting.components.memory
+    parts = held(memory, local, setting.buckets).parts
+    return tuple(map(memory.ahead, local.memory, parts))
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:

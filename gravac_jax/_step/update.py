@@ -61,12 +61,14 @@ def _update(
     deliver: Delivery | None = None,
     receives: bool = False,
     arrived: Arrived | None = None,
+    own: Any = None,
     **ignored: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step with what a device owns.
 
     With a delay, a step may be taken in two: one that only `receives` and leaves
-    `TransformState.arrived`, and one that is given it, with the gradients.
+    `TransformState.arrived`, and one that is given it, with the gradients and the `own`
+    params where they were taken.
     """
     del ignored
     if rung is not None:
@@ -83,6 +85,7 @@ def _update(
         return buckets.unpack(parts), state._replace(local=local, info=info)
     setting = setting_of(components, axes, buckets, state, rung)._replace(
         params=params,
+        own=None if own is None else buckets.pack(own),
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
     )
@@ -111,8 +114,10 @@ def _take(
         return Taken(arrived, local, phases.decide(arrived, setting))
     if not setting.components.delay:
         return _take_held(keep(local), setting)
+    if setting.components.memory.needs_params:
+        setting = setting._replace(own=phases.own_params(local, setting))
     taken = _take_held(local, setting)
-    return taken._replace(local=keep(taken.local))
+    return taken._replace(local=phases.keep(gradient, taken.local, setting))
 
 
 def _take_held(local: LocalState, setting: Setting) -> Taken:
