@@ -740,6 +740,13 @@ state = gravac.place(wide, 2)
 kinds = {x.dtype.name for x in jax.tree.leaves(state)}
 state, updates = gravac.simulate(step, 2)(state, jnp.ones((2, 8)))
 assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds
+scheduled = gravac.transform(compress=True, controller=gravac.warm_up(4, (1, 4)))
+state = gravac.place(scheduled.init(jnp.ones(8, jnp.float32)), 2)
+kinds_of = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+before = kinds_of(state)
+narrow = lambda state, batch: (scheduled.update(batch.sum(0), state)[1],)
+(state,) = gravac.simulate(narrow, 2)(state, jnp.ones((2, 8), jnp.float32))
+assert kinds_of(state) == before
 print(sorted(kinds))
 """
     command = [sys.executable, "-c", script]

@@ -275,7 +275,7 @@ def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
     # A schedule that multiplies its way to a factor may miss it by a rounding.
     limit = jnp.asarray(allowed, jnp.float32) * (1 + 1e-5)
     reached = jnp.asarray(ladder, jnp.float32) <= limit
-    return jnp.maximum(jnp.sum(reached.astype(jnp.int32)) - 1, 0)
+    return jnp.maximum(jnp.sum(reached, dtype=jnp.int32) - 1, 0)
 
 
 def has_dropped(

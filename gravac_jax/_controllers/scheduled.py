@@ -100,7 +100,7 @@ def warm_up(steps: int, factors: Sequence[float] = STAGES) -> Scheduled:
     ends = [-(-steps * (i + 1) // stages) for i in range(stages)]
 
     def schedule(step: Any) -> jax.Array:
-        stage = jnp.sum((step >= jnp.asarray(ends, jnp.int32)).astype(jnp.int32))
+        stage = jnp.sum(step >= jnp.asarray(ends, jnp.int32), dtype=jnp.int32)
         return jnp.asarray(ladder, jnp.float32)[stage]
 
     return Scheduled(schedule, ladder)
