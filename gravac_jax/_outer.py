@@ -91,11 +91,14 @@ def outer(
         if deliver is not None:
             return arrived, state._replace(transform=inner)
 
+        still = arrived, state.optimizer  # zeros
+
         def step() -> tuple[Any, Any]:
             gradients = jax.tree.map(jnp.negative, arrived)
-            return optimizer.update(gradients, state.optimizer, params, **extra)
+            made = optimizer.update(gradients, state.optimizer, params, **extra)
+            # Optimizers in float32 of params in bfloat16 may return float32.
+            return optax.tree.cast_like(made, still)
 
-        still = arrived, state.optimizer  # zeros
         if is_due is None:
             (found,) = transform_states(inner)
             has_arrived = found.info.local_steps == 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from gravac_jax import _checks, _outer
@@ -264,7 +265,8 @@ def diloco(
         "controller": Every(steps, Fixed(1)),
         "compress": True,
     }
-    return _outer.outer(transform(axis_name, **{**usual, **others}), outer)
+    compressed = transform(axis_name, **_beside(others, usual))
+    return _outer.outer(compressed, outer)
 
 
 def sparse_loco(
@@ -320,9 +322,7 @@ def sparse_loco(
         "controller": Every(steps, Fixed(factor)),
         "compress": True,
     }
-    if others.get("compressor") is not None:
-        del usual["exchange"]
-    compressed = transform(axis_name, **{**usual, **others})
+    compressed = transform(axis_name, **_beside(others, usual))
     return _outer.outer(compressed, optax.sgd(learning_rate))
 
 
@@ -335,6 +335,15 @@ def _times(factor: float, rate: Any) -> Any:
 def _in_two_bits(memory: Steps, others: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of `transform`, with `others` in place of the usual ones."""
     usual = {"exchange": QuantizedAllReduce(), "controller": Fixed(16)}
+    return {"memory": memory, **_beside(others, usual)}
+
+
+def _beside(others: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `transform`: `others`, and the usual ones that fit them."""
+    replaced = []
     if others.get("compressor") is not None:
-        del usual["exchange"]
-    return {"memory": memory, **usual, **others}
+        replaced.append("exchange")
+    if any(x is True for x in jax.tree.leaves(others.get("sharded"))):
+        replaced.append("compress")  # the sharded leaves are the compressed ones
+    kept = {name: x for name, x in usual.items() if name not in replaced}
+    return {**kept, **others}

@@ -658,6 +658,27 @@ def test_sparse_loco_is_the_papers():
 
 
 @pytest.mark.slow
+def test_an_outer_optimizer_of_narrow_params_may_be_wide():
+    outer = optax.sgd(0.7, 0.9, nesterov=True, accumulator_dtype=jnp.float32)
+    tx = gravac.diloco(optax.sgd(RATE), 1, outer=outer)
+    step = gravac.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, 2)
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    with jax.numpy_dtype_promotion("standard"):
+        *state, _ = step(*step.init(params), jnp.ones((2, 4), jnp.bfloat16))
+    assert state[0]["w"].dtype == jnp.bfloat16
+    assert (state[0]["w"] != 1).all()
+
+
+@pytest.mark.parametrize("recipe", [gravac.diloco, gravac.sparse_loco])
+def test_what_is_given_to_a_recipe_takes_the_place_of_what_does_not_fit_it(recipe):
+    inner = optax.sgd(RATE)
+    tx = recipe(inner, H, compressor=gravac.TopK())
+    expected = recipe(inner, H, exchange=gravac.AllGather(gravac.TopK()))
+    one, other = (x.init(PARAMS) for x in (tx, expected))
+    assert_same(one, other)
+    recipe(inner, H, dense_axis_name="ici", sharded=True).init(PARAMS)
+
+
 def test_an_outer_step_of_1_is_local_sgd():
     outer = gravac.diloco(optax.sgd(RATE), H, outer=optax.sgd(1.0))
     plain = gravac.sgd(
