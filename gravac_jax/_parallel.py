@@ -127,7 +127,7 @@ def data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, *split = _step_checks.steps.divided(args, carried, here)
+        state, *split = _step_checks.steps.divided(args, carried, here, donate)
         lies, free = None, ()
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
@@ -159,9 +159,8 @@ def spread(
     """
     replicas = _placement.count_replicas(mesh, axis_name)
     _placement.check_placed(state, replicas)
-    _step_checks.steps.divided(
-        (*state, batch), 0, max(1, replicas // jax.process_count())
-    )
+    here = max(1, replicas // jax.process_count())
+    _step_checks.steps.divided((*state, batch), 0, here, is_donated=True)
     everywhere = jax.NamedSharding(mesh, jax.P())
     split = jax.NamedSharding(mesh, jax.P(axis_name))
     return (
@@ -260,7 +259,8 @@ def simulate(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, own, batch = _step_checks.steps.divided(args, carried, replicas)
+        divided = _step_checks.steps.divided(args, carried, replicas, donate)
+        state, own, batch = divided
         state, own, metrics = run(state, own, batch, shared)
         return (*state, *own, *metrics)
 

@@ -236,8 +236,11 @@ class TrainStep:
         self._replicas, self._is_timed = replicas, is_timed
         self._steps: Any = None  # the count in the state that the last step returned
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
-        """Take a step; `params` and `opt_state` are donated."""
+    def __call__(
+        self, params: Any, opt_state: Any, batch: Any, *others: Any, **named: Any
+    ) -> Any:
+        """Take a step; `params` and `opt_state` are donated. Others are refused."""
+        _step_checks.steps.one_batch(others, tuple(named))
         if _steps(opt_state) is not self._steps:
             self._begin(params, opt_state)
         kind = self._ahead.next()
@@ -254,6 +257,7 @@ class TrainStep:
         """Read from the state where the run stands."""
         _step_checks.steps.still_there((params, opt_state))
         state = _chain.the_transform(opt_state, "gravac.train_step")
+        _step_checks.steps.outside_of_a_program(state.steps)
         _chain.warn_of_late_momentum(opt_state)
         self._ahead = Ahead(state, self._has_branches)
         self._clock = StepClock(int(state.steps)) if self._is_timed else None

@@ -79,9 +79,10 @@ def transform(
         must then have no momentum of its own.
       clip: bounds each replica's own gradient before it is remembered, such as
         `ClipByGlobalNorm(1.0)`. Default: `NoClip()`.
-      weight_decay: share of the params that is added to each replica's gradient after
-        the clip and before momentum: coupled decay, as in Deep Gradient Compression.
-        `update` then needs the params. Put decoupled decay after the transform.
+      weight_decay: share of the shared params that is added to each replica's gradient
+        after the clip and before momentum: coupled decay, as in Deep Gradient
+        Compression. `update` then needs the params. Put decoupled decay after the
+        transform.
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
         entries, in turn. If the memory is `Steps`, `Fastest(gravac.geometric(4, 256))`,

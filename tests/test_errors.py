@@ -45,6 +45,13 @@ ARGUMENTS = [
     (TypeError, gravac.GraVAC, {"ladder": 10}, "gravac.exponential"),
     (TypeError, gravac.GraVAC, {"ladder": [1, 10]}, "tuple"),
     (ValueError, gravac.GraVAC, {"epsilon": 1.5}, "between 0 and 1"),
+    (ValueError, gravac.GraVAC, {"epsilon": (1, 10, 100)}, "ladder=(1, 10, 100)"),
+    (
+        ValueError,
+        partial(gravac.adamw, 1e-3),
+        {"b1": jnp.float32(0.9)},
+        "inject_hyperparams(lambda",
+    ),
     (ValueError, gravac.GraVAC, {"omega": -0.1}, "between 0 and 1"),
     (ValueError, gravac.GraVAC, {"window": 0}, "at least 1"),
     (ValueError, gravac.GraVAC, {"smoothing": 0}, "None"),
@@ -724,6 +731,10 @@ PLATEAU = optax.chain(TX, optax.contrib.reduce_on_plateau())
         )(PARAMS, jnp.zeros(N), **gravac.StepClock().times()),
         "value=jax.lax.pmean(loss": lambda: run(
             lambda params, state, x: PLATEAU.update(local(params, x), state, value=x),
+            PLATEAU,
+        ),
+        "params, opt_state, value=0.0)": lambda: run(
+            lambda params, state, x: gravac.local_params(PLATEAU, params, state),
             PLATEAU,
         ),
         "In a step of your own": lambda: gravac.train_step(

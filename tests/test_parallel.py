@@ -163,6 +163,22 @@ def test_a_state_that_was_donated_is_refused(where):
         step(after, opt_state, batch)
 
 
+def averaging_step(params, average, batch):
+    return params, jax.tree.map(lambda x, y: (x + y) / 2, params, average), batch.sum()
+
+
+@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+def test_a_state_that_holds_an_array_twice_is_refused(where):
+    place, step = parallel(averaging_step, where)
+    params = gravac.place(PARAMS, place)
+    with pytest.raises(ValueError, match=r"twice, at \[0\].* and at \[1\].*Copy it"):
+        step(params, params, np.ones(N))
+    step(params, jax.tree.map(jnp.copy, params), np.ones(N))
+    _, keeping = parallel(averaging_step, where, donate=False)
+    kept = gravac.place(PARAMS, place)
+    keeping(kept, kept, np.ones(N))
+
+
 @pytest.mark.parametrize("where", [*WHERE, SIMULATED])
 def test_keyword_arguments_reach_every_replica_whole(where):
     add = lambda total, x, *, scale: (total + 0, jnp.sum(x) * scale["by"])

@@ -260,6 +260,24 @@ def test_a_state_that_a_step_has_used_up_is_refused():
             fresh(*state, BATCHES[1])
 
 
+def test_a_step_inside_of_another_program_is_refused():
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"call it outside of jax\.jit"):
+        jax.jit(step)(*state, BATCHES[0])
+    with pytest.raises(TypeError, match=r"write the step for gravac\.data_parallel"):
+        jax.eval_shape(step, *state, BATCHES[0])
+
+
+def test_more_than_one_batch_is_refused():
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"got 4 arguments .* such as \(x, y\)"):
+        step(*state, BATCHES[0], BATCHES[0])
+    with pytest.raises(TypeError, match=r"names \['key'\].* passes on"):
+        step(*state, BATCHES[0], key=1)
+
+
 def test_a_batch_without_rows_is_refused():
     step = gravac.train_step(loss_fn, PLAIN, make_mesh())
     with pytest.raises(ValueError, match="above 0"):

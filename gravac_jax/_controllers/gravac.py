@@ -102,7 +102,8 @@ class GraVAC(Controller):
     smoothing: float | None = None
 
     def __post_init__(self) -> None:
-        _checks.within(self.epsilon, "epsilon", 0, 1, "It is a gain.")
+        why = "It is a gain; factors go by name: GraVAC(ladder=(1, 10, 100))."
+        _checks.within(self.epsilon, "epsilon", 0, 1, why)
         _checks.ladder(self.ladder)
         _checks.dense_first(self.ladder, "GraVAC")
         _checks.within(self.omega, "omega", 0, 1, "It is a relative difference.")

@@ -13,12 +13,12 @@ from gravac_jax import _arrays
 
 
 def divided(
-    args: Sequence[Any], carried: int, replicas: int
+    args: Sequence[Any], carried: int, replicas: int, is_donated: bool
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     """Split a step's arguments into its state, what replicas carry, and its batch.
 
-    Refuse a carry or a batch that does not divide over the replicas, and a state whose
-    memory an earlier step has reused.
+    Refuse a carry or a batch that does not divide over the replicas, a state whose
+    memory an earlier step has reused, and one that cannot be donated.
     """
     if len(args) < 2 + carried:
         carry = ", what replicas carry" if carried else ""
@@ -30,7 +30,10 @@ def divided(
         )
     (*given, batch), first = args, len(args) - 1 - carried
     state, own = tuple(given[:first]), tuple(given[first:])
-    still_there(given)
+    leaves = [jax.tree.leaves(x) for x in given]  # once: this is done in every step
+    _still_there(leaves)
+    if is_donated:
+        _are_apart(leaves, given)
     _divides(own, replicas, "what is carried")
     what = "the batch, the last argument or the one that is no nnx object,"
     _divides(batch, replicas, what)
@@ -39,8 +42,12 @@ def divided(
 
 def still_there(given: Sequence[Any]) -> None:
     """Refuse arguments that an earlier step has reused; jaxlib may crash on them."""
-    for argument in given:
-        first = next(iter(jax.tree.leaves(argument)), None)
+    _still_there([jax.tree.leaves(x) for x in given])
+
+
+def _still_there(leaves: Sequence[list[Any]]) -> None:
+    for argument in leaves:
+        first = next(iter(argument), None)
         is_traced = isinstance(first, core.Tracer)
         if isinstance(first, jax.Array) and not is_traced and first.is_deleted():
             raise ValueError(
@@ -50,6 +57,47 @@ def still_there(given: Sequence[Any]) -> None:
                 " that makes the state. gravac.data_parallel(..., donate=False) keeps"
                 " it, at the cost of its memory."
             )
+
+
+def _are_apart(leaves: Sequence[list[Any]], given: Sequence[Any]) -> None:
+    """Refuse a state that holds an array twice: jaxlib crashes as it is donated."""
+    ids = [id(x) for argument in leaves for x in argument]
+    if len(set(ids)) == len(ids):
+        return
+    first: dict[int, str] = {}
+    for path, x in _arrays.named_leaves(given):
+        other = first.setdefault(id(x), path)
+        if other != path and isinstance(x, jax.Array):
+            raise ValueError(
+                f"the state holds one array twice, at {other} and at {path}, and a step"
+                f" takes over the memory of its state. Copy it, as by"
+                f" jax.tree.map(jnp.copy, params), or place both at once,"
+                f" gravac.place((params, opt_state, params), mesh), which copies."
+                f" donate=False leaves the memory alone."
+            )
+
+
+def outside_of_a_program(x: Any) -> None:
+    """Refuse to take a step of `gravac.train_step` while another function is traced."""
+    if isinstance(x, core.Tracer):
+        raise TypeError(
+            "a step of gravac.train_step is compiled already, and asks its state which"
+            " program comes next: call it outside of jax.jit, jax.lax.scan and"
+            " jax.eval_shape. To scan over steps, write the step for"
+            " gravac.data_parallel."
+        )
+
+
+def one_batch(others: Sequence[Any], named: Sequence[str]) -> None:
+    """Refuse more than a state and a batch."""
+    if others or named:
+        raise TypeError(
+            f"a step of gravac.train_step takes params, opt_state and one batch, got"
+            f" {len(others) + 3} arguments and the names {list(named)}. Make the batch"
+            f" a tuple or a dict, such as (x, y), all of whose arrays have a row for"
+            f" each example. For what has no rows, such as a random key, write the step"
+            f" for gravac.data_parallel, which passes on what it is given by name."
+        )
 
 
 def _divides(tree: Any, replicas: int, what: str) -> None:
@@ -161,6 +209,8 @@ replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
     "update_fn() missing": """
 gravac: a part of the optimizer is told more than gradients. In a step of your own write
 tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)), for example.
+gravac.local_params and gravac.flush ask the optimizer, too, and hand on what they are
+told: gravac.local_params(tx, params, opt_state, value=0.0), where any value will do.
 gravac.train_step tells the optimizer no more than the times of steps.
 """,
 }

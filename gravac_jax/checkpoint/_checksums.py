@@ -49,7 +49,12 @@ def decode(metadata: Any, paths: set[Path]) -> tuple[Any, dict[str, int]]:
     """
     text, crc = (metadata or {}).get("label", ""), (metadata or {}).get("crc32")
     if not text or zlib.crc32(text.encode()) != crc:
-        raise ValueError("the file with its checksums is damaged or missing")
+        raise ValueError(
+            "the file with its checksums is damaged or missing. What was not saved by"
+            " gravac_jax.checkpoint has none: restore it as it was saved, and begin"
+            " with its params, step.init(params) or gravac.place((params,"
+            " tx.init(params)), mesh)"
+        )
     label = json.loads(text)
     if set(label["checksums"]) != {"/".join(path) for path in paths}:
         raise ValueError("the list of its arrays is damaged")
