@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from _harness import assert_same, choices
 from flax import nnx
@@ -113,6 +114,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, other):
     with pytest.raises(ValueError, match=complaint):
         restore(tmp_path, state)
     assert_same(jax.tree.map(np.asarray, state), before)
+
+
+def test_what_orbax_saved_by_itself_is_refused_with_a_way_on(tmp_path):
+    state = begin()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"params": state[0]}))
+        manager.wait_until_finished()
+    with pytest.raises(CheckpointError, match=r"begin with its params, step\.init"):
+        restore(tmp_path, state)
 
 
 def test_another_version_is_refused(tmp_path, monkeypatch):

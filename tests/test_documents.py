@@ -355,3 +355,17 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(recipe):
     loss = recipe["loss_fn"](recipe["new_params"](), recipe["batch_of_four"])
     np.testing.assert_allclose(recipe["accumulated_loss"], loss, **ROUNDING)
     assert int(info_of(recipe["accumulated"]).dense_steps) == 0
+
+
+def test_accumulated_nnx_gradients_are_those_of_the_whole_batch(recipe):
+    model = nnx.Linear(32, 10, rngs=nnx.Rngs(0))
+    loss = recipe["nnx_loss"](model, recipe["batch_of_four"])
+    np.testing.assert_allclose(recipe["accumulated_nnx_loss"], loss, **ROUNDING)
+    moved = recipe["fresh"].kernel[...] - model.kernel[...]
+    assert (np.abs(np.asarray(moved)) > 0).all()
+
+
+def test_a_rate_that_is_set_by_hand_stays(recipe):
+    state = recipe["hand_state"][1]
+    assert float(optax.tree.get(state, "learning_rate")) == np.float32(5e-4)
+    assert int(info_of(state).dense_steps) == 0
