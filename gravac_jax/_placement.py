@@ -118,6 +118,7 @@ def _copy(x: Any, sharding: Any) -> jax.Array:
 
 def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        # NumPy, which makes the shards, has no keys.
         data = _per_replica(jax.random.key_data(x), replicas, sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if sharding is None:

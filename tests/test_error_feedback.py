@@ -1,5 +1,8 @@
 """Every memory keeps every law, and a whole optimizer with it does what it should."""
 
+import subprocess
+import sys
+
 import _examples
 import _harness
 import _laws
@@ -182,6 +185,43 @@ def test_an_optimizer_that_remembers_its_first_params_is_refused(by_leaf):
     injected = optax.inject_hyperparams(optax.adam)
     gravac.Steps(injected(learning_rate=0.1), by_leaf=by_leaf)
     gravac.Steps(optax.noisy_sgd(0.1, key=1), by_leaf=by_leaf)
+    gravac.Steps(begun_with(jnp.nan), by_leaf=by_leaf)
+    gravac.Steps(begun_with(0), by_leaf=by_leaf)
+
+
+def begun_with(number):
+    """An optimizer whose first state is this number."""
+    init = lambda params: {"number": number}
+    return optax.GradientTransformation(
+        init, lambda updates, state, _: (updates, state)
+    )
+
+
+@pytest.mark.slow
+def test_a_recipe_may_be_made_before_the_processes_of_a_job_meet():
+    script = """
+import jax, optax, gravac_jax as gravac
+for make in gravac.adamw, gravac.sgd:
+    make(1e-3)
+gravac.diloco(optax.adamw(1e-3)), gravac.sparse_loco(optax.sgd(0.1))
+jax.distributed.initialize("localhost:0", 1, 0)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("where", [_harness.make_mesh(), N], ids=["mesh", "simulated"])
+def test_keys_of_an_optimizer_are_those_of_each_replica(where):
+    noisy = gravac.Steps(optax.noisy_sgd(0.1, key=jax.random.key(1)))
+    tx = gravac.transform(memory=noisy, controller=gravac.Fixed(16))
+    state = gravac.place(tx.init({"w": jnp.zeros(64)}), where)
+    (key, *_) = [
+        x
+        for x in jax.tree.leaves(state.local.memory)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    assert key.shape == (N,)
 
 
 # Two momenta: one before the exchange and one after it. ---------------------------

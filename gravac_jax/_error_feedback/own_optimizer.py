@@ -1,5 +1,6 @@
 """Which optimizers each replica may run for itself, on vectors in place of params."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import core
+from jax.extend.core import Literal
 
 
 def refuse_masks(optimizer: optax.GradientTransformation) -> None:
@@ -33,13 +35,14 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
     The steps of the other replicas move the params, and it would not know.
     """
     of = lambda x: {"['leaf']": x[None]} if by_leaf else x
+    begun = lambda x: optimizer.init(of(x))
     try:
-        with jax.ensure_compile_time_eval():
-            states = [optimizer.init(of(jnp.full(1, x))) for x in (0.0, 1.0)]
+        # Hardly any optimizer is run for this: jax.distributed.initialize, which may
+        # come later, wants to be called before any program runs.
+        remembers = _may_look(begun) and _looks(begun)
     except (ValueError, TypeError, KeyError):  # one that asks for certain leaves
         return
-    pairs = zip(*map(jax.tree.leaves, states), strict=True)
-    if any(_are_known_apart(*x) for x in pairs):
+    if remembers:
         raise ValueError(
             "gravac.Steps cannot run an optimizer that remembers the params that it"
             " began with, as schedule-free ones, Prodigy and COCOB do: the steps of"
@@ -49,9 +52,23 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
         )
 
 
-def _are_known_apart(x: Any, y: Any) -> bool:
-    """Return whether two arrays have other values, as far as they are known."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    if is_key or isinstance(x, core.Tracer):
-        return False
-    return not np.array_equal(np.asarray(x), np.asarray(y))
+def _may_look(begun: Callable[[jax.Array], Any]) -> bool:
+    """Return whether something that is computed from params is in the state."""
+    traced = jax.make_jaxpr(begun)(jax.ShapeDtypeStruct((1,), jnp.float32)).jaxpr
+    reached = set(traced.invars)
+    for eqn in traced.eqns:
+        if any(not isinstance(x, Literal) and x in reached for x in eqn.invars):
+            reached.update(eqn.outvars)
+    return any(not isinstance(x, Literal) and x in reached for x in traced.outvars)
+
+
+def _looks(begun: Callable[[jax.Array], Any]) -> bool:
+    """Return whether the state of other params is another one."""
+    with jax.ensure_compile_time_eval():
+        states = [begun(jnp.full(1, x)) for x in (0.0, 1.0)]
+    return any(
+        not np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True)
+        for x, y in zip(*map(jax.tree.leaves, states), strict=True)
+        if not isinstance(x, core.Tracer)
+        and not jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended)
+    )
