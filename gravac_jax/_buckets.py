@@ -225,6 +225,11 @@ class Buckets:
         leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)
 
+    def rounded(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return `parts` as the leaves hold them in their own dtypes."""
+        is_narrow = any(x.dtype != jnp.float32 for x in self.leaves)
+        return self.pack(self.unpack(parts)) if is_narrow else parts
+
     def _chosen(self, leaves: Any, which: bool) -> list[Any]:
         pairs = zip(leaves, self.is_compressed, strict=True)
         return [x for x, is_compressed in pairs if is_compressed == which]

@@ -203,3 +203,21 @@ def test_what_decays_are_own_params_however_late_an_exchange_is(delay, every, wh
             updates, state = adamw.update(grads, state, expected)
             expected = optax.apply_updates(expected, updates)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-18)
+
+
+def test_an_overlapped_step_of_narrow_params_is_one_of_one_program():
+    mesh = _harness.make_mesh((2,))
+    adamw = gravac.Steps(optax.adamw(0.01, weight_decay=0.3))
+    tx = gravac.transform(memory=adamw, controller=gravac.Fixed(16), delay=1)
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2)
+    found = []
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for overlap in (False, True):
+            step = gravac.train_step(loss_fn, tx, mesh, overlap=overlap)
+            state = step.init({"w": jnp.ones((16, 4), jnp.bfloat16)})
+            rng = np.random.default_rng(0)
+            for _ in range(5):
+                batch = rng.normal(size=(4, 16)).astype(jnp.bfloat16)
+                *state, _ = step(*state, batch)
+            found.append((state[0], state[1].local.memory))
+    jax.tree.map(np.testing.assert_array_equal, *found)

@@ -95,9 +95,8 @@ class Components:
         """Decide which leaves are compressed; buckets hold what a device owns.
 
         Args:
-          tree: gradients or params, in the dtypes of what buckets are made of.
-          like: the params, if `tree` has other dtypes than they, on which `compress`
-            may depend.
+          tree: what is packed, whose dtypes the buckets keep.
+          like: the params that `compress` is asked about, if not `tree`.
         """
         asked = tree if like is None else like
         buckets = _buckets.plan(asked, self.compress, self.exchange.padded_size)

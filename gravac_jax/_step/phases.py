@@ -86,9 +86,14 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
 
 
 def own_params(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
-    """Return the params plus what this replica is ahead of them, in parts."""
+    """Return the params plus what this replica is ahead of them, in parts.
+
+    They are rounded to the dtypes of the params, as those are at which a gradient is
+    taken.
+    """
     shared = setting.buckets.pack(setting.params)
-    return jax.tree.map(jnp.add, shared, _ahead(local, setting))
+    own = jax.tree.map(jnp.add, shared, _ahead(local, setting))
+    return setting.buckets.rounded(own)
 
 
 def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:

@@ -114,10 +114,11 @@ def _take(
         return Taken(arrived, local, phases.decide(arrived, setting))
     if not setting.components.delay:
         return _take_held(keep(local), setting)
-    if setting.components.memory.needs_params:
-        setting = setting._replace(own=phases.own_params(local, setting))
     taken = _take_held(local, setting)
-    return taken._replace(local=phases.keep(gradient, taken.local, setting))
+    after = setting
+    if setting.components.memory.needs_params:
+        after = setting._replace(own=phases.own_params(local, setting))
+    return taken._replace(local=phases.keep(gradient, taken.local, after))
 
 
 def _take_held(local: LocalState, setting: Setting) -> Taken:
