@@ -261,9 +261,9 @@ def decay(value: Any, name: str) -> None:
     """Refuse a decay that is not in [0, 1)."""
     if not (_is_number(value) and 0 <= value < 1):
         raise ValueError(
-            f"`{name}` must be a number of at least 0 and below 1, got {value!r}. It is"
-            f" the share of an average that is kept from step to step, such as 0.9."
-            f" With optax.inject_hyperparams name what is injected:"
+            f"`{name}` must be at least 0 and below 1, got {value!r}. It is the share"
+            f" of an average that is kept from step to step, a Python number such as"
+            f" 0.9. With optax.inject_hyperparams name what is injected:"
             f" optax.inject_hyperparams(lambda learning_rate:"
             f" gravac.adamw(learning_rate))(learning_rate=1e-3)."
         )

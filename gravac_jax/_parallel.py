@@ -97,7 +97,12 @@ def data_parallel(
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
     spread_body = _on_one_replica(train_step, axes, True, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
-    here = max(1, devices // jax.process_count())
+    divided = functools.partial(
+        _step_checks.steps.divided,
+        carried=carried,
+        replicas=max(1, devices // jax.process_count()),
+        is_donated=donate,
+    )
     has_others = bool(_collectives.inner_axes(mesh, axis_name))
 
     def run(
@@ -127,7 +132,7 @@ def data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, *split = _step_checks.steps.divided(args, carried, here, donate)
+        state, *split = divided(args, shared=shared)
         lies, free = None, ()
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
@@ -155,12 +160,13 @@ def spread(
 ) -> tuple[Any, Any]:
     """Return `batch` split over the replicas, and `shared` whole on each of them.
 
-    Refuse a state that is not placed, and a batch that does not divide.
+    Refuse a state that is not placed or holds an array twice, and a batch that does not
+    divide.
     """
     replicas = _placement.count_replicas(mesh, axis_name)
     _placement.check_placed(state, replicas)
     here = max(1, replicas // jax.process_count())
-    _step_checks.steps.divided((*state, batch), 0, here, is_donated=True)
+    _step_checks.steps.divided((*state, batch), 0, here, True, shared)
     everywhere = jax.NamedSharding(mesh, jax.P())
     split = jax.NamedSharding(mesh, jax.P(axis_name))
     return (
@@ -259,7 +265,7 @@ def simulate(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        divided = _step_checks.steps.divided(args, carried, replicas, donate)
+        divided = _step_checks.steps.divided(args, carried, replicas, donate, shared)
         state, own, batch = divided
         state, own, metrics = run(state, own, batch, shared)
         return (*state, *own, *metrics)

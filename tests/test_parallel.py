@@ -163,7 +163,7 @@ def test_a_state_that_was_donated_is_refused(where):
         step(after, opt_state, batch)
 
 
-def averaging_step(params, average, batch):
+def averaging_step(params, average, batch, **_):
     return params, jax.tree.map(lambda x, y: (x + y) / 2, params, average), batch.sum()
 
 
@@ -171,8 +171,10 @@ def averaging_step(params, average, batch):
 def test_a_state_that_holds_an_array_twice_is_refused(where):
     place, step = parallel(averaging_step, where)
     params = gravac.place(PARAMS, place)
-    with pytest.raises(ValueError, match=r"twice, at \[0\].* and at \[1\].*Copy it"):
+    with pytest.raises(ValueError, match=r"twice, at \[1\].* and at \[0\].*Copy it"):
         step(params, params, np.ones(N))
+    with pytest.raises(ValueError, match=r"at \[0\].* and at \[3\]\['teacher'\]"):
+        step(params, jax.tree.map(jnp.copy, params), np.ones(N), teacher=params)
     step(params, jax.tree.map(jnp.copy, params), np.ones(N))
     _, keeping = parallel(averaging_step, where, donate=False)
     kept = gravac.place(PARAMS, place)

@@ -13,7 +13,11 @@ from gravac_jax import _arrays
 
 
 def divided(
-    args: Sequence[Any], carried: int, replicas: int, is_donated: bool
+    args: Sequence[Any],
+    carried: int,
+    replicas: int,
+    is_donated: bool,
+    shared: dict[str, Any],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
     """Split a step's arguments into its state, what replicas carry, and its batch.
 
@@ -33,7 +37,7 @@ def divided(
     leaves = [jax.tree.leaves(x) for x in given]  # once: this is done in every step
     _still_there(leaves)
     if is_donated:
-        _are_apart(leaves, given)
+        _are_apart(leaves, given, (batch, shared))
     _divides(own, replicas, "what is carried")
     what = "the batch, the last argument or the one that is no nnx object,"
     _divides(batch, replicas, what)
@@ -59,21 +63,24 @@ def _still_there(leaves: Sequence[list[Any]]) -> None:
             )
 
 
-def _are_apart(leaves: Sequence[list[Any]], given: Sequence[Any]) -> None:
-    """Refuse a state that holds an array twice: jaxlib crashes as it is donated."""
+def _are_apart(
+    leaves: Sequence[list[Any]], given: Sequence[Any], others: tuple[Any, Any]
+) -> None:
+    """Refuse a state with an array that is passed twice: jaxlib crashes on it."""
     ids = [id(x) for argument in leaves for x in argument]
-    if len(set(ids)) == len(ids):
+    if len(set(ids)) == len(ids) and not set(map(id, jax.tree.leaves(others))) & {*ids}:
         return
-    first: dict[int, str] = {}
-    for path, x in _arrays.named_leaves(given):
-        other = first.setdefault(id(x), path)
-        if other != path and isinstance(x, jax.Array):
+    is_array = lambda x: isinstance(x, jax.Array) and not isinstance(x, core.Tracer)
+    of_state = {id(x): path for path, x in _arrays.named_leaves(tuple(given))}
+    for path, x in _arrays.named_leaves((*given, *others)):
+        other = of_state.get(id(x), path)
+        if other != path and is_array(x):
             raise ValueError(
-                f"the state holds one array twice, at {other} and at {path}, and a step"
-                f" takes over the memory of its state. Copy it, as by"
-                f" jax.tree.map(jnp.copy, params), or place both at once,"
+                f"the state holds an array that is passed twice, at {other} and at"
+                f" {path}, and a step takes over the memory of its state. Copy it, as"
+                f" by jax.tree.map(jnp.copy, params), or place both at once,"
                 f" gravac.place((params, opt_state, params), mesh), which copies."
-                f" donate=False leaves the memory alone."
+                f" gravac.data_parallel(..., donate=False) leaves the memory alone."
             )
 
 
