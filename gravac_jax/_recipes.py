@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from gravac_jax import _checks, _outer
@@ -13,6 +12,7 @@ from gravac_jax._controllers import STAGES, Every, Fixed, warm_up
 from gravac_jax._error_feedback import Momentum, Steps
 from gravac_jax._exchanges import DenseMean, QuantizedAllReduce, QuantizedTopK
 from gravac_jax._selection import SampledTopK
+from gravac_jax._slices import tells_leaves
 from gravac_jax._transform import transform
 
 
@@ -343,7 +343,7 @@ def _beside(others: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     replaced = []
     if others.get("compressor") is not None:
         replaced.append("exchange")
-    if any(x is True for x in jax.tree.leaves(others.get("sharded"))):
+    if tells_leaves(others.get("sharded")):
         replaced.append("compress")  # the sharded leaves are the compressed ones
     kept = {name: x for name, x in usual.items() if name not in replaced}
     return {**kept, **others}

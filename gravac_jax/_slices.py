@@ -237,6 +237,14 @@ def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(owned(x, copies), copies) if copies else x
 
 
+def tells_leaves(sharded: Any) -> bool:
+    """Return whether `sharded` says which leaves are sharded, and not how they lie."""
+    if sharded is None or sharded is False:
+        return False
+    is_bool = lambda x: x is True or x is False
+    return callable(sharded) or any(map(is_bool, jax.tree.leaves(sharded)))
+
+
 def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
     """Return how `sharded` lies on its mesh.
 
@@ -249,7 +257,7 @@ def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
       sharded.
     """
     leaves = jax.tree.leaves(sharded)
-    if not leaves or any(x is True or x is False for x in leaves) or callable(sharded):
+    if not leaves or sharded is False or tells_leaves(sharded):
         return None
     shardings = [getattr(x, "sharding", x) for x in leaves]
     spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()

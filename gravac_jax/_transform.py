@@ -182,7 +182,7 @@ def transform(
         _checks.not_both(why, dense_axis_name=dense_axis_name, sharded=slices.mesh)
         sharded, dense_axis_name = False, slices.axes or None
         slices = slices if slices.axes else None  # nothing is cut
-    is_sharded = sharded is not None and sharded is not False
+    is_sharded = _slices.tells_leaves(sharded)
     if is_sharded:
         _checks.no_function(sharded)
         why = (

@@ -657,7 +657,6 @@ def test_sparse_loco_is_the_papers():
     np.testing.assert_allclose(found, sparse_loco(4, 0.1, DIMENSION // 4), atol=2e-6)
 
 
-@pytest.mark.slow
 def test_an_outer_optimizer_of_narrow_params_may_be_wide():
     outer = optax.sgd(0.7, 0.9, nesterov=True, accumulator_dtype=jnp.float32)
     tx = gravac.diloco(optax.sgd(RATE), 1, outer=outer)
@@ -676,9 +675,11 @@ def test_what_is_given_to_a_recipe_takes_the_place_of_what_does_not_fit_it(recip
     expected = recipe(inner, H, exchange=gravac.AllGather(gravac.TopK()))
     one, other = (x.init(PARAMS) for x in (tx, expected))
     assert_same(one, other)
-    recipe(inner, H, dense_axis_name="ici", sharded=True).init(PARAMS)
+    for sharded in (True, jax.tree.map(lambda _: False, PARAMS)):
+        recipe(inner, H, dense_axis_name="ici", sharded=sharded).init(PARAMS)
 
 
+@pytest.mark.slow
 def test_an_outer_step_of_1_is_local_sgd():
     outer = gravac.diloco(optax.sgd(RATE), H, outer=optax.sgd(1.0))
     plain = gravac.sgd(
