@@ -29,6 +29,7 @@ class OneBitAdamState(NamedTuple):
 def one_bit_adam(
     warm_up_steps: int,
     max_norm: float,
+    axis_name: str = "data",
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -45,6 +46,7 @@ def one_bit_adam(
         of all.
       max_norm: Bound of the mean gradient's norm; a replica's own gradient is clipped
         at sqrt(N) times this bound.
+      axis_name: The axis of the replicas.
       b1: Decay of the first moments.
       b2: Decay of the second moments.
       eps: Number added to the square root of the second moments.
@@ -59,18 +61,19 @@ def one_bit_adam(
       warm-up's end.
     """
     exchange = gravac.transform(
-        exchange=ONE_BIT, controller=gravac.warm_up(warm_up_steps, (1, 32))
+        axis_name, exchange=ONE_BIT, controller=gravac.warm_up(warm_up_steps, (1, 32))
     )
 
     def init(params: Any) -> OneBitAdamState:
-        zeros = optax.tree.zeros_like(params)
-        return OneBitAdamState(exchange.init(params), zeros, zeros)
+        mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)
+        return OneBitAdamState(exchange.init(params), mu, nu)
 
     def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
-        clip = optax.clip_by_global_norm(max_norm * jax.lax.axis_size("data") ** 0.5)
+        clip = optax.clip_by_global_norm(max_norm * jax.lax.axis_size(axis_name) ** 0.5)
         clipped, _ = clip.update(updates, clip.init(updates))
         mine = optax.tree.update_moment(clipped, state.mu, b1, 1)
         mu, sent = exchange.update(mine, state.exchange, params, **others)
+        # Moments are exchanged; the second ones need the gradient in their mean.
         mean = jax.tree.map(lambda new, old: (new - b1 * old) / (1 - b1), mu, state.mu)
         count = optax.tree.get(sent, "steps")
         nu = optax.tree.where(

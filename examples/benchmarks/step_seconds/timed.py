@@ -95,9 +95,10 @@ class Timed:
             steps, inner = rounds
             local = self.median(link, "dense", "slowest_compute")
             return local + (self.step(link, inner, factor) - local) / steps
-        if ONE_BIT_ADAM.fullmatch(name) and factor > 1:
-            return self.mean(link, f"{LOCAL}allreducedadam{ONE_BIT}")
-        if factor == 1 and (not is_recipe(name) or ONE_BIT_ADAM.fullmatch(name)):
+        if ONE_BIT_ADAM.fullmatch(name):
+            in_one_bit = f"{LOCAL}allreducedadam{ONE_BIT}"
+            return self.mean(link, "dense" if factor == 1 else in_one_bit)
+        if factor == 1 and not is_recipe(name):
             return self.mean(link, "dense")
         kind = _kind_of_rung(name, factor)
         static = [x for x in self.static if _kind(x) == kind]
