@@ -235,6 +235,7 @@ MADE: dict[str, Make] = {
     **_end_to_end("2026-11-24_delay"),
     **_end_to_end(_TIME_TO_QUALITY, "dense"),
     **_end_to_end("2026-11-27_very_slow", "dense"),
+    **_end_to_end("2026-11-27_four_hosts", "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),
