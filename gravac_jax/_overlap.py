@@ -179,7 +179,7 @@ class Overlapped:
         self, params: Any, opt_state: Any, own: Any, made: Any, **extra: Any
     ) -> Any:
         params, opt_state, *value = self._finish_one(
-            params, opt_state, _only(made), own=_only(own), **extra
+            params, opt_state, _only(made), own_params=_only(own), **extra
         )
         if not self._in_rounds:  # a local step makes its own
             own = _lead(self._own_params(params, opt_state))

@@ -39,7 +39,7 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
     try:
         # Hardly any optimizer is run for this: jax.distributed.initialize, which may
         # come later, wants to be called before any program runs.
-        remembers = _may_look(begun) and _looks(begun)
+        remembers = _reads_params(begun) and _remembers(begun)
     except (ValueError, TypeError, KeyError):  # one that asks for certain leaves
         return
     if remembers:
@@ -52,7 +52,7 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
         )
 
 
-def _may_look(begun: Callable[[jax.Array], Any]) -> bool:
+def _reads_params(begun: Callable[[jax.Array], Any]) -> bool:
     """Return whether something that is computed from params is in the state."""
     traced = jax.make_jaxpr(begun)(jax.ShapeDtypeStruct((1,), jnp.float32)).jaxpr
     reached = set(traced.invars)
@@ -62,7 +62,7 @@ def _may_look(begun: Callable[[jax.Array], Any]) -> bool:
     return any(not isinstance(x, Literal) and x in reached for x in traced.outvars)
 
 
-def _looks(begun: Callable[[jax.Array], Any]) -> bool:
+def _remembers(begun: Callable[[jax.Array], Any]) -> bool:
     """Return whether the state of other params is another one."""
     with jax.ensure_compile_time_eval():
         states = [begun(jnp.full(1, x)) for x in (0.0, 1.0)]

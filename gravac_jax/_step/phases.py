@@ -85,15 +85,17 @@ def feed(gradient: Gradient, local: LocalState, setting: Setting) -> Fed:
     return _arrays.where(is_bad, unfed, Fed(parts, states))
 
 
-def own_params(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
-    """Return the params plus what this replica is ahead of them, in parts.
+def with_own_params(local: LocalState, setting: Setting) -> Setting:
+    """Return the setting with own params, if the memory asks for params.
 
     They are rounded to the dtypes of the params, as those are at which a gradient is
     taken.
     """
+    if not setting.components.memory.needs_params:
+        return setting
     shared = setting.buckets.pack(setting.params)
     own = jax.tree.map(jnp.add, shared, _ahead(local, setting))
-    return setting.buckets.rounded(own)
+    return setting._replace(own_params=setting.buckets.rounded(own))
 
 
 def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
@@ -101,9 +103,9 @@ def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]
 
     What an exchange has just taken out of the memory is not in the params yet.
     """
-    if setting.own is None:
+    if setting.own_params is None:
         return setting.buckets.pack(setting.params)
-    return jax.tree.map(jnp.subtract, setting.own, _ahead(local, setting))
+    return jax.tree.map(jnp.subtract, setting.own_params, _ahead(local, setting))
 
 
 def _ahead(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:

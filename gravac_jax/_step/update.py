@@ -61,14 +61,14 @@ def _update(
     deliver: Delivery | None = None,
     receives: bool = False,
     arrived: Arrived | None = None,
-    own: Any = None,
+    own_params: Any = None,
     **ignored: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step with what a device owns.
 
     With a delay, a step may be taken in two: one that only `receives` and leaves
-    `TransformState.arrived`, and one that is given it, with the gradients and the `own`
-    params where they were taken.
+    `TransformState.arrived`, and one that is given it, with the gradients and the
+    `own_params` where they were taken.
     """
     del ignored
     if rung is not None:
@@ -85,7 +85,7 @@ def _update(
         return buckets.unpack(parts), state._replace(local=local, info=info)
     setting = setting_of(components, axes, buckets, state, rung)._replace(
         params=params,
-        own=None if own is None else buckets.pack(own),
+        own_params=None if own_params is None else buckets.pack(own_params),
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
     )
@@ -115,10 +115,8 @@ def _take(
     if not setting.components.delay:
         return _take_held(keep(local), setting)
     taken = _take_held(local, setting)
-    after = setting
-    if setting.components.memory.needs_params:
-        after = setting._replace(own=phases.own_params(local, setting))
-    return taken._replace(local=phases.keep(gradient, taken.local, after))
+    before = phases.with_own_params(local, setting)
+    return taken._replace(local=phases.keep(gradient, taken.local, before))
 
 
 def _take_held(local: LocalState, setting: Setting) -> Taken:

@@ -31,8 +31,8 @@ class Setting(NamedTuple):
       rides: whether the first bucket's exchange also averages what replicas agree on;
         static.
       params: the params, or None if `update` was not given any.
-      own: this replica's own params before an exchange that comes before its gradient
-        is added to the memory, in parts; None without such an exchange.
+      own_params: this replica's own params, in parts, before an exchange that comes
+        before its gradient is added to the memory; None without such an exchange.
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     rung: jax.Array | np.int32
     rides: bool
     params: Any = None
-    own: Any = None
+    own_params: Any = None
     times: Any = ()
     is_due: bool | None = None
 
