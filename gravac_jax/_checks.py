@@ -260,12 +260,15 @@ def compresses_something(entries: int) -> None:
 def decay(value: Any, name: str) -> None:
     """Refuse a decay that is not in [0, 1)."""
     if not (_is_number(value) and 0 <= value < 1):
+        injected = (
+            " It is an array here: with optax.inject_hyperparams name what is injected,"
+            " optax.inject_hyperparams(lambda learning_rate:"
+            " gravac.adamw(learning_rate))(learning_rate=1e-3)."
+        )
+        hint = injected if isinstance(value, jax.Array) else ""
         raise ValueError(
             f"`{name}` must be at least 0 and below 1, got {value!r}. It is the share"
-            f" of an average that is kept from step to step, a Python number such as"
-            f" 0.9. With optax.inject_hyperparams name what is injected:"
-            f" optax.inject_hyperparams(lambda learning_rate:"
-            f" gravac.adamw(learning_rate))(learning_rate=1e-3)."
+            f" of an average that is kept from step to step, such as 0.9.{hint}"
         )
 
 

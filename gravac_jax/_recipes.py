@@ -75,9 +75,7 @@ def dgc(
         "controller": controller,
         "clip": NoClip() if max_norm is None else ClipByGlobalNorm(max_norm),
     }
-    if others.get("exchange") is not None:
-        del components["compressor"]
-    return transform(axis_name, **{**components, **others})
+    return transform(axis_name, **_beside(others, components))
 
 
 def adamw(
@@ -343,6 +341,8 @@ def _beside(others: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     replaced = []
     if others.get("compressor") is not None:
         replaced.append("exchange")
+    if others.get("exchange") is not None:
+        replaced.append("compressor")
     if tells_leaves(others.get("sharded")):
         replaced.append("compress")  # the sharded leaves are the compressed ones
     kept = {name: x for name, x in usual.items() if name not in replaced}

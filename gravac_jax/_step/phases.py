@@ -94,7 +94,9 @@ def with_own_params(local: LocalState, setting: Setting) -> Setting:
     if not setting.components.memory.needs_params:
         return setting
     shared = setting.buckets.pack(setting.params)
-    own = jax.tree.map(jnp.add, shared, _ahead(local, setting))
+    own = jax.tree.map(
+        jnp.add, shared, ahead(setting.components.memory, local, setting.buckets)
+    )
     return setting._replace(own_params=setting.buckets.rounded(own))
 
 
@@ -105,20 +107,23 @@ def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]
     """
     if setting.own_params is None:
         return setting.buckets.pack(setting.params)
-    return jax.tree.map(jnp.subtract, setting.own_params, _ahead(local, setting))
-
-
-def _ahead(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]:
-    """Return by how much own params are ahead of the shared ones, in parts."""
-    memory = setting.components.memory
-    parts = held(memory, local, setting.buckets).parts
-    return tuple(map(memory.ahead, local.memory, parts))
+    return jax.tree.map(
+        jnp.subtract,
+        setting.own_params,
+        ahead(setting.components.memory, local, setting.buckets),
+    )
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
     """Return what the memory holds back, to which no gradient was added."""
     pairs = zip(local.memory, buckets.part_sizes, strict=True)
     return Fed(tuple(memory.held(*x) for x in pairs), local.memory)
+
+
+def ahead(memory: Memory, local: LocalState, buckets: Buckets) -> tuple[jax.Array, ...]:
+    """Return by how much own params are ahead of the shared ones, in parts."""
+    parts = held(memory, local, buckets).parts
+    return tuple(map(memory.ahead, local.memory, parts))
 
 
 def keep(gradient: Gradient, local: LocalState, setting: Setting) -> LocalState:
