@@ -9,6 +9,7 @@ import optax
 import gravac_jax as gravac
 
 ONE_BIT = gravac.QuantizedAllReduce(least_bits=1)  # at factor 32
+LADDER = (1.0, 32.0)  # dense steps, and then one bit
 
 
 class OneBitAdamState(NamedTuple):
@@ -61,7 +62,7 @@ def one_bit_adam(
       warm-up's end.
     """
     exchange = gravac.transform(
-        axis_name, exchange=ONE_BIT, controller=gravac.warm_up(warm_up_steps, (1, 32))
+        axis_name, exchange=ONE_BIT, controller=gravac.warm_up(warm_up_steps, LADDER)
     )
 
     def init(params: Any) -> OneBitAdamState:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from common.journal import Line
+from training import one_bit_adam
 from training.methods import (
     LOCAL,
     ONE_BIT_ADAM,
@@ -27,7 +28,7 @@ ONE_BIT = "32"  # the factor in the names of methods of one bit
 def ladder_of(name: str) -> tuple[float, ...]:
     """Return the factors that a method may take."""
     if ONE_BIT_ADAM.fullmatch(name):
-        return (1.0, 32.0)
+        return one_bit_adam.LADDER
     return (1.0,) if is_recipe(name) else method(name).ladder
 
 
