@@ -222,7 +222,6 @@ slow = pytest.mark.slow
     [
         pytest.param(gravac.Every(3, gravac.Fixed(1)), True, id="rounds"),
         pytest.param(Scripted((1.0, 4.0)), False, id="programs", marks=slow),
-        pytest.param(gravac.Fastest((1, 16)), False, id="fastest", marks=slow),
     ],
 )
 def test_one_step_serves_several_runs(controller, branches):
