@@ -145,7 +145,7 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
         step = gravac.simulate(train_step, replicas)
         state = gravac.place((params, tx.init(params)), replicas)
     else:
-        mesh = jax.make_mesh((replicas,), ("data",), devices=devices)
+        mesh = gravac.make_mesh(devices=devices)
         step = gravac.data_parallel(train_step, mesh)  # gravac
         state = gravac.place((params, tx.init(params)), mesh)  # gravac
 

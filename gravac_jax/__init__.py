@@ -52,6 +52,7 @@ from gravac_jax._exchanges.base import Exchanged as Exchanged
 from gravac_jax._exchanges.base import Kept as Kept
 from gravac_jax._gradients import value_and_grad as value_and_grad
 from gravac_jax._info import StepInfo as StepInfo
+from gravac_jax._mesh import make_mesh as make_mesh
 from gravac_jax._nnx import nnx_data_parallel as nnx_data_parallel
 from gravac_jax._nnx import nnx_flush as nnx_flush
 from gravac_jax._nnx import nnx_value_and_grad as nnx_value_and_grad

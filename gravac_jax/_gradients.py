@@ -60,7 +60,7 @@ def value_and_grad(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> @jax.shard_map(mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
       ... def gradients(x):
       ...     grad = gravac.value_and_grad(lambda w: jnp.sum(w * x))(jnp.float32(1))[1]

@@ -193,7 +193,7 @@ def nnx_data_parallel(
       >>> import jax, jax.numpy as jnp, optax
       >>> from flax import nnx
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> model = nnx.Linear(256, 128, rngs=nnx.Rngs(0))
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -285,7 +285,7 @@ def nnx_flush(
       >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> model = nnx.Linear(256, 128, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, gravac.adamw(1e-3), wrt=nnx.Param)
       >>> model, optimizer = gravac.place((model, optimizer), mesh)

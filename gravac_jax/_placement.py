@@ -44,7 +44,7 @@ def place(
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> params, opt_state = gravac.place((params, tx.init(params)), mesh)
@@ -167,7 +167,7 @@ def init(
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
       >>> opt_state = gravac.init(tx, {"w": jnp.ones((256, 256))}, mesh)
       >>> opt_state[0].local.memory[0].residual.shape

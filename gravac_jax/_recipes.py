@@ -137,7 +137,7 @@ def adamw(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
       >>> step = gravac.train_step(loss_fn, gravac.adamw(1e-3), mesh)
       >>> params, opt_state = step.init({"w": jnp.ones((256, 256))})

@@ -147,7 +147,7 @@ def transform(
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> exchange = gravac.transform(controller=gravac.Fixed(factor=100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> def train_step(params, opt_state, batch):

@@ -1,5 +1,7 @@
 """Times to a quality: what is made of steps and seconds, and that runs go on."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from common import journal
@@ -283,6 +285,11 @@ def test_runs_are_made_once(tmp_path, capsys, monkeypatch):
     end_to_end.main(args)
     assert args.out.read_text() == before
     assert "| accordion |" in capsys.readouterr().out
+    faster = dataclasses.replace(args, others=4.0, out=tmp_path / "faster.jsonl")
+    end_to_end.main(faster)
+    _, (dense, other, *_) = journal.read(faster.out)
+    assert dense == lines[0]
+    assert other["losses"] != lines[1]["losses"]
 
 
 def test_pytorch_is_timed_on_the_networks_of_the_record():

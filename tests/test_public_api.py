@@ -19,7 +19,7 @@ BASES = "Clip Comm Compressor Controller Exchange Memory Rungs StepInfo "
 RECORDS = "Choice Evidence Exchanged Kept Predictions Traffic Wanted "
 FUNCTIONS = """
     adamw by_rank checksum data_parallel dgc diloco exponential flush geometric guard
-    init local_params low_after_drops matrices nnx_data_parallel nnx_flush
+    init local_params low_after_drops make_mesh matrices nnx_data_parallel nnx_flush
     nnx_value_and_grad outer place resync sgd simulate sparse_loco state_specs
     train_step transform value_and_grad warm_up
 """

@@ -140,8 +140,8 @@ def is_auto(mesh: Any, axis_name: Any) -> None:
     if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
         raise ValueError(
             f"where the compiler shards the model, all axes of the mesh must be Auto,"
-            f" got {mesh.axis_types}: jax.make_mesh(shape, names, axis_types="
-            f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)})."
+            f" got {mesh.axis_types}: jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
+            f" has such axes."
         )
 
 

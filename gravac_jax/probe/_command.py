@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from gravac_jax._mesh import make_mesh
 from gravac_jax.probe import _measure, _results, _steps
 
 
@@ -84,7 +85,7 @@ def _mesh(parser: argparse.ArgumentParser, axes: dict[str, int]) -> jax.sharding
             " first axis. Run the probe where you train, or in two processes, as"
             " python -m gravac_jax.launch -n 2 -m gravac_jax probe."
         )
-    return jax.make_mesh(sizes, tuple(axes))
+    return jax.sharding.Mesh(make_mesh().devices.reshape(sizes), tuple(axes))
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> _steps.Model:

@@ -88,7 +88,7 @@ def timed(take: Any, state: Any, steps: int) -> Line:
 
 def whole_step(name: str, args: Args) -> Line:
     """Time a method's step over all devices, and profile three of them."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = gravac.make_mesh()
     made = gpt.step(name, args.millions)
     shape = mesh.size * args.rows, gpt.LENGTH
     tokens = np.random.default_rng(0).integers(0, gpt.VOCABULARY, shape, np.int32)

@@ -12,6 +12,7 @@ from tasks import Task, pipeline
 from common import network
 from common.journal import Line, write
 from common.network import Network, NetworkError
+from gravac_jax import make_mesh
 from gravac_jax.launch import Job, ProcessDiedError
 
 PROGRAM = str(Path(__file__).parents[1] / "__main__.py")
@@ -61,7 +62,7 @@ class Member:
     def __init__(self) -> None:
         self.links = network.attach()
         self.index, self.replicas = jax.process_index(), jax.process_count()
-        self.mesh = jax.make_mesh((self.replicas,), ("data",))
+        self.mesh = make_mesh()
         specs = {"mesh": self.mesh, "in_specs": jax.P("data"), "out_specs": jax.P()}
         total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), **specs)
         sharding = jax.NamedSharding(self.mesh, jax.P("data"))

@@ -61,6 +61,7 @@ class Args:
       noise: The standard deviation of the logarithm of a time.
       multiple: The learning rate, in units of the task's own; constant after a short
         warm-up.
+      others: The same of all methods but "dense". Default: as `multiple`.
       optimizer: What follows the exchange of methods that do not exchange its steps.
     """
 
@@ -78,7 +79,14 @@ class Args:
     longest: float = 2.0
     noise: float = 0.1
     multiple: float = 2.0
+    others: float | None = None
     optimizer: Literal["sgd", "adam"] = "sgd"
+
+    def multiple_of(self, name: str) -> float:
+        """Return the learning rate of a method, in units of the task's own."""
+        if self.others is None or name == "dense":
+            return self.multiple
+        return self.others
 
 
 def is_told(name: str) -> bool:
@@ -101,7 +109,7 @@ class Bench:
         self.compiled = functools.cache(self._compiled)
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
-        rate = self.args.multiple * self.task.learning_rate
+        rate = self.args.multiple_of(name) * self.task.learning_rate
         ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
         optimizer, scale = OPTIMIZERS[self.args.optimizer], optax.scale_by_learning_rate
         if is_recipe(name):
@@ -186,7 +194,9 @@ def race(args: Args) -> None:
         raise SystemExit(f'--methods must begin with "dense", got {args.methods}')
     head, lines = read(args.timed)
     timed = Timed(lines, args.hosts)
-    own = configuration(args, "timed", "seeds", "methods")
+    # Records from before there were two rates go on without a word of them.
+    unsaid = ["others"] if args.others is None else []
+    own = configuration(args, "timed", "seeds", "methods", *unsaid)
     journal = Journal(args.out, own | {"timed": head["configuration"]})
     bench, console = Bench(args), Console()
     for seed in track(range(args.seeds), "seeds", console=console, transient=True):
