@@ -11,7 +11,6 @@ from gravac_jax._buckets import matrices as matrices
 from gravac_jax._clipping import Clip as Clip
 from gravac_jax._clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._clipping import ClipByValue as ClipByValue
-from gravac_jax._clipping import NoClip as NoClip
 from gravac_jax._collectives import Comm as Comm
 from gravac_jax._collectives import Traffic as Traffic
 from gravac_jax._consistency import checksum as checksum

@@ -215,9 +215,8 @@ def mesh_axis(mesh: Any, axis_name: Any) -> None:
     """Refuse a value that is not a mesh, and an axis that the mesh does not have."""
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}. To run"
-            f" several replicas on one device use gravac.simulate(train_step,"
-            f" replicas)."
+            f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}: simulated"
+            f" replicas have no fast axis. Leave `dense_axis_name` out."
         )
     axis(axis_name)
     if not set(_collectives.axis_names(axis_name) or [None]) <= set(mesh.axis_names):
@@ -317,6 +316,8 @@ def steps_of_a_round(value: Any) -> None:
 
 def lengths_of_rounds(value: Any) -> None:
     """Refuse what is not 1 and then rising numbers of steps, in a tuple."""
+    if not isinstance(value, tuple):
+        raise TypeError(f"`rounds` must be a tuple such as (1, 4, 16), got {value!r}.")
     for steps in listed(value, "rounds"):
         positive_integer(steps, "rounds", "the steps of each round")
     is_rising = all(x < y for x, y in itertools.pairwise(value))

@@ -58,27 +58,6 @@ class Clip(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class NoClip(Clip):
-    """Leaves the gradient as it is.
-
-    Example:
-      >>> import gravac_jax as gravac
-      >>> gravac.NoClip()
-      NoClip()
-    """
-
-    def clip(
-        self,
-        parts: tuple[jax.Array, ...],
-        norm: Callable[[], tuple[jax.Array, jax.Array]],
-        replicas: int,
-    ) -> tuple[jax.Array, ...]:
-        """Return `parts`."""
-        del norm, replicas
-        return parts
-
-
-@dataclasses.dataclass(frozen=True)
 class ClipByGlobalNorm(Clip):
     """Shortens a gradient whose norm over the whole model is too large.
 

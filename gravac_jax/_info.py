@@ -190,7 +190,7 @@ def warn_if_dense(
             " of a warm-up. Otherwise begin the ladder higher, such as"
             f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
             " or choose an exchange whose bytes do not grow with the replicas:"
-            " LowRank(), LeaderIndices().",
+            " QuantizedAllReduce(), LowRank(), LeaderIndices().",
             stacklevel=2,
         )
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import (
-    _checks,
     _collectives,
     _gradients,
     _parallel,
@@ -226,13 +225,9 @@ def nnx_data_parallel(
         _step_checks.objects.no_objects(metrics, lambda x: isinstance(x, nnx.Pytree))
         return (at, *objects, metrics)
 
-    if is_mesh:
-        run = _parallel.data_parallel(
-            on_one_replica, mesh, axis_name, dense_axis_name, donate=donate
-        )
-    else:
-        _checks.mesh_or_replicas(mesh, axis_name)
-        run = _parallel.simulate(on_one_replica, mesh, axis_name, donate=donate)
+    run = _parallel.data_parallel(
+        on_one_replica, mesh, axis_name, dense_axis_name, donate=donate
+    )
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
@@ -276,7 +271,7 @@ def nnx_flush(
       ValueError: as `gravac.nnx_data_parallel` and `gravac.flush`.
 
     Cost:
-      A float32 all-reduce of the compressed leaves. It compiles at every call.
+      A float32 all-reduce of the compressed leaves.
 
     Law:
       The params and the optimizer's state are those of `gravac.flush`.
@@ -291,8 +286,19 @@ def nnx_flush(
       >>> model, optimizer = gravac.place((model, optimizer), mesh)
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
-    nnx = _flax("nnx_flush")
+    _flax("nnx_flush")
     _step_checks.objects.is_nnx_optimizer(optimizer)
+
+    axes = _collectives.join(axis_name, dense_axis_name)
+    deliver = _delivery(mesh, axis_name, dense_axis_name)
+    replicas = _placement.count_replicas(mesh, axes)
+    deliver(model, optimizer, np.zeros(replicas, np.float32))
+
+
+@functools.cache  # or each call would compile
+def _delivery(mesh: Any, axis_name: Any, dense_axis_name: Any) -> Callable[..., Any]:
+    """Return what delivers into a model and an optimizer of all replicas."""
+    nnx = _flax("nnx_flush")
 
     def deliver(model: Any, optimizer: Any, batch: Any) -> None:
         del batch
@@ -302,10 +308,7 @@ def nnx_flush(
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
-    axes = _collectives.join(axis_name, dense_axis_name)
-    step = nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
-    replicas = _placement.count_replicas(mesh, axes)
-    step(model, optimizer, np.zeros(replicas, np.float32))
+    return nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
 
 
 def _flax(name: str) -> Any:

@@ -104,7 +104,7 @@ class Overlapped:
     def __call__(self, params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""
         given = params, opt_state
-        batch, times = _parallel.spread(
+        batch, times = _parallel.split_arguments(
             given, batch, times, self._mesh, self._axis_name
         )
         if self._last is not None and _are_same(self._last[0], given):

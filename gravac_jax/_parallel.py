@@ -24,7 +24,7 @@ Step = Callable[..., Any]
 
 def data_parallel(
     train_step: Step,
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | int,
     axis_name: AxisName = "data",
     dense_axis_name: AxisName = None,
     *,
@@ -56,6 +56,7 @@ def data_parallel(
       mesh: the mesh. If, without a fast axis, something in the state is sharded over
         another axis of it, the compiler shards the model over all other axes, as under
         `jit`, and arrays stay sharded as they lie on the mesh. All axes must be Auto.
+        Or a number of replicas, which is `gravac.simulate`.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. The batch is split over
         both axes, and state stays sharded as it lies on the mesh.
@@ -74,8 +75,9 @@ def data_parallel(
       The step, jitted, with the same arguments.
 
     Raises:
-      TypeError: if `mesh` is not a mesh. When called: for too few arguments; for a
-        metric without a mean that is not known to be the same on all replicas.
+      TypeError: if `mesh` is neither a mesh nor a number. When called: for too few
+        arguments; for a metric without a mean that is not known to be the same on all
+        replicas.
       ValueError: if the mesh does not have the axis, or `carried` is not a number of
         arguments. When called: if the state is not placed on the mesh; if the first
         axis of a batch or a carry does not divide over the replicas; if the step does
@@ -88,14 +90,22 @@ def data_parallel(
     axes = _collectives.join(axis_name, dense_axis_name)
     call = "gravac.data_parallel(train_step, mesh)"
     _checks.function(train_step, "train_step", call)
-    _checks.mesh_axis(mesh, axes)
+    _checks.mesh_or_replicas(mesh, axes)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return simulate(
+            train_step,
+            mesh,
+            axis_name,
+            carried=carried,
+            donate=donate,
+            average_metrics=average_metrics,
+        )
     _count_carried(carried)
     everywhere = jax.NamedSharding(mesh, jax.P())
-    replicas = _placement.count_replicas(mesh, axis_name)
-    devices = _placement.count_replicas(mesh, axes)
+    replicas, devices = (_placement.count_replicas(mesh, x) for x in (axis_name, axes))
     _checks.flag(average_metrics, "average_metrics")
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
-    spread_body = _on_one_replica(train_step, axes, True, average_metrics)
+    body_of_vmap = _on_one_replica(train_step, axes, True, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
     divided = functools.partial(
         _step_checks.steps.divided,
@@ -106,23 +116,23 @@ def data_parallel(
     has_others = bool(_collectives.inner_axes(mesh, axis_name))
 
     def run(
-        state: Any, own: Any, batch: Any, shared: Any, lies: Any, free: tuple[str, ...]
+        state: Any, own: Any, batch: Any, shared: Any, specs: Any, has_slices: bool
     ) -> Any:
-        if free:
+        if has_slices:
             _step_checks.meshes.is_auto(mesh, axis_name)
-            _placement.check_spread(state, mesh.size)
-            of_all = _by_vmap(spread_body, replicas, axis_name, average_metrics, mesh)
+            _placement.check_has_slices(state, mesh.size)
+            of_all = _by_vmap(body_of_vmap, replicas, axis_name, average_metrics, mesh)
             state, own, metrics = of_all(state, own, batch, shared)
-            return _placement.constrained(state, lies, mesh), own, metrics
+            return _placement.constrained(state, specs, mesh), own, metrics
         _placement.check_placed(state, replicas, devices)
-        specs = _placement.state_specs(state, axis_name)
-        if dense_axis_name is not None and lies:
-            specs = jax.tree.unflatten(jax.tree.structure(state), lies)
+        of_state = _placement.state_specs(state, axis_name)
+        if dense_axis_name is not None and specs:
+            of_state = jax.tree.unflatten(jax.tree.structure(state), specs)
         return jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(specs, jax.P(axes), jax.P(axes), jax.P()),
-            out_specs=(specs, jax.P(axes), out),
+            in_specs=(of_state, jax.P(axes), jax.P(axes), jax.P()),
+            out_specs=(of_state, jax.P(axes), out),
             check_vma=check_vma,
         )(state, own, batch, shared)
 
@@ -133,25 +143,25 @@ def data_parallel(
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
         state, *split = divided(args, shared=shared)
-        lies, free = None, ()
+        specs, has_slices = None, False
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
-            lies = _placement.lies(state)
-        if has_others and dense_axis_name is None:
-            free = _placement.spread_axes(state, lies, mesh, axis_name)
-        put = functools.partial(_put, mesh, axes, bool(free))
+            specs = _placement.specs_if_known(state)
+            is_sharded = _placement.has_slices(state, specs, mesh, axis_name)
+            has_slices = dense_axis_name is None and is_sharded
+        put = functools.partial(_put, mesh, axes, has_slices)
         own, batch = jax.tree.map(put, split)
         shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
-        state, own, metrics = jitted(state, own, batch, shared, lies, free)
-        if lies and 1 in mesh.shape.values():
+        state, own, metrics = jitted(state, own, batch, shared, specs, has_slices)
+        if specs and 1 in mesh.shape.values():
             # XLA drops the names of axes that are one device long.
-            state = jax.device_put(state, _placement.shardings(state, lies, mesh))
+            state = jax.device_put(state, _placement.shardings(state, specs, mesh))
         return (*state, *own, *metrics)
 
     return step
 
 
-def spread(
+def split_arguments(
     state: tuple[Any, ...],
     batch: Any,
     shared: Any,
@@ -205,7 +215,7 @@ def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
 def simulate(
     train_step: Step,
     replicas: int,
-    axis_name: str = "data",
+    axis_name: AxisName = "data",
     *,
     carried: int = 0,
     donate: bool = True,
@@ -236,11 +246,12 @@ def simulate(
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(controller=gravac.Fixed(factor=100))
+      >>> exchange = gravac.transform(controller=gravac.Fixed(16))  # 2 bits an entry
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> def train_step(params, opt_state, batch):
       ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-      ...     value, grads = gravac.value_and_grad(loss)(params, batch)
+      ...     own = gravac.local_params(tx, params, opt_state)
+      ...     value, grads = gravac.value_and_grad(loss)(own, batch)
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return optax.apply_updates(params, updates), opt_state, value
       >>> params = {"w": jnp.ones((256, 256))}

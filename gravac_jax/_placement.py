@@ -234,7 +234,7 @@ def specs_of(tree: Any) -> Any:
     return jax.tree.map(spec, tree)
 
 
-def lies(tree: Any) -> tuple[jax.P, ...] | None:
+def specs_if_known(tree: Any) -> tuple[jax.P, ...] | None:
     """Return how each array of `tree` is sharded; None if that is not known."""
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree)):
         return None
@@ -249,28 +249,26 @@ def _shortened(spec: jax.P) -> jax.P:
     return jax.P(*parts)
 
 
-def spread_axes(
+def has_slices(
     tree: Any,
     specs: tuple[jax.P, ...] | None,
     mesh: jax.sharding.Mesh,
     axis_name: AxisName,
-) -> tuple[str, ...]:
-    """Return the axes over which the compiler spreads each replica of a state.
+) -> bool:
+    """Return whether the compiler shards each replica of a state.
 
-    They are all axes of the mesh but those of replicas, if any array of `tree` is
-    sharded over one of them. Of traced arrays the transform's own state shows it, which
-    then has a part for every device.
+    It does if any array of `tree` is sharded over an axis of the mesh that is not of
+    replicas. Of traced arrays the transform's own state shows it, which then has a part
+    for every device.
     """
-    inner = _collectives.inner_axes(mesh, axis_name)
     if specs is None:
         placed = {_state.placed_replicas(x) for x in _state.locals_of(tree)}
-        is_spread = mesh.size in placed - {count_replicas(mesh, axis_name)}
-    else:
-        is_spread = any(_names_in(spec) & set(inner) for spec in specs)
-    return inner if is_spread else ()
+        return mesh.size in placed - {count_replicas(mesh, axis_name)}
+    inner = set(_collectives.inner_axes(mesh, axis_name))
+    return any(_names_in(spec) & inner for spec in specs)
 
 
-def check_spread(tree: Any, devices: int) -> None:
+def check_has_slices(tree: Any, devices: int) -> None:
     """Raise unless the transform has a part for each device of a mesh."""
     for local in _state.locals_of(tree):
         leading = _state.placed_replicas(local)

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from gravac_jax import _checks, _outer
-from gravac_jax._clipping import ClipByGlobalNorm, NoClip
+from gravac_jax._clipping import ClipByGlobalNorm
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import STAGES, Every, Fixed, warm_up
 from gravac_jax._error_feedback import Momentum, Steps
@@ -73,7 +73,7 @@ def dgc(
         "compressor": SampledTopK(),
         "memory": Momentum(momentum, nesterov, masking=True),
         "controller": controller,
-        "clip": NoClip() if max_norm is None else ClipByGlobalNorm(max_norm),
+        "clip": None if max_norm is None else ClipByGlobalNorm(max_norm),
     }
     return transform(axis_name, **_beside(others, components))
 

@@ -125,7 +125,7 @@ class Slices:
         """
         updates, state, params, numbers = given
         comm = Comm(self.axis_name)
-        _step_checks.meshes.is_spread(comm.is_simulated, self.axis_name)
+        _step_checks.meshes.mapped_by_vmap(comm.is_simulated, self.axis_name)
         _state.check_sliced(state, self.inner_devices)
         alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
         # The gradient of what does not depend on the batch is alike on all replicas.

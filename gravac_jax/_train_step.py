@@ -119,7 +119,7 @@ def train_step(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
 
-    def where(params: Any, opt_state: Any) -> Any:
+    def taken_at(params: Any, opt_state: Any) -> Any:
         # What waits needs own params, and says so where they cannot be.
         is_right = _chain.is_linear(opt_state) or _chain.waits(opt_state)
         is_own = is_right if own_params is None else own_params
@@ -140,7 +140,7 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        made = loss_and_grad(where(params, opt_state), batch)
+        made = loss_and_grad(taken_at(params, opt_state), batch)
         return finish(kind, params, opt_state, made, **times)
 
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -148,22 +148,27 @@ def train_step(
         return _residuals.flush(tx, params, opt_state)
 
     has_branches = _has_branches(branches, overlap, mesh)
-    run = _runner(mesh, axis_name, dense_axis_name)
+    run = functools.partial(
+        _parallel.data_parallel,
+        mesh=mesh,
+        axis_name=axis_name,
+        dense_axis_name=dense_axis_name,
+    )
     place = _overlap.checked(mesh, axis_name, dense_axis_name) if overlap else None
 
     @functools.cache
     def program(kind: Kind) -> Callable[..., Any]:
         if place is None or kind.is_due is False:
             body = functools.partial(on_one_replica, kind)
-            return run(body, kind.is_due is None)
+            return run(body, average_metrics=kind.is_due is None)
         last = functools.partial(finish, kind)
         there = place._replace(in_rounds=kind.is_due is not None)
-        return _overlap.Overlapped(tx, where, loss_and_grad, last, there)
+        return _overlap.Overlapped(tx, taken_at, loss_and_grad, last, there)
 
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes)
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
-    deliver_all = run(deliver, True)
+    deliver_all = run(deliver)
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
 
@@ -180,19 +185,6 @@ def _has_branches(branches: bool | None, overlap: bool, mesh: Any) -> bool:
             " branch for each rung. Leave `branches` out."
         )
     return branches
-
-
-def _runner(mesh: Any, axis_name: Any, dense_axis_name: AxisName) -> Callable[..., Any]:
-    """Return what makes a program of all replicas from the step of one."""
-
-    def run(body: Callable[..., Any], averages: bool) -> Callable[..., Any]:
-        if not isinstance(mesh, jax.sharding.Mesh):
-            return _parallel.simulate(body, mesh, axis_name, average_metrics=averages)
-        return _parallel.data_parallel(
-            body, mesh, axis_name, dense_axis_name, average_metrics=averages
-        )
-
-    return run
 
 
 def _initializer(

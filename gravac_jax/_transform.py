@@ -15,7 +15,7 @@ from typing import Any
 import optax
 
 from gravac_jax import _buckets, _checks, _slices
-from gravac_jax._clipping import Clip, NoClip
+from gravac_jax._clipping import Clip
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Fastest
 from gravac_jax._controllers.base import Controller
@@ -53,7 +53,8 @@ def transform(
     It takes the place of `jax.lax.pmean(grads, axis_name)` in data-parallel training:
     `update` takes each replica's own gradients and returns their compressed mean, the
     same on every replica. Call it inside `shard_map`, `pmap` or `vmap` over
-    `axis_name`, with gradients from `gravac.value_and_grad`.
+    `axis_name`, with gradients from `gravac.value_and_grad` at `gravac.local_params`.
+    At the shared params the loss ends higher.
 
     `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
     is_due=None, rung=None, deliver=None)` ignores every other argument. `step_seconds`
@@ -72,25 +73,26 @@ def transform(
         the same rung.
       exchange: how replicas average. Default: `QuantizedAllReduce()`, few bits an
         entry. `AllGather(Threshold())`, which selects entries, if the memory masks what
-        was sent, or if it is not `Steps` and a factor of the controller is above 32.
+        was sent, or if a factor of the controller is above 32 and the memory is no
+        `Steps` that keeps everything (`residual_decay=1`, `begin_at_shared=False`).
       compressor: short for `exchange=AllGather(compressor)`.
       memory: what happens to entries that were not sent. Default: `Residual()`.
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
         must then have no momentum of its own.
       clip: bounds each replica's own gradient before it is remembered, such as
-        `ClipByGlobalNorm(1.0)`. Default: `NoClip()`.
+        `ClipByGlobalNorm(1.0)`. Default: nothing does.
       weight_decay: share of the shared params that is added to each replica's gradient
         after the clip and before momentum: coupled decay, as in Deep Gradient
         Compression. `update` then needs the params. Put decoupled decay after the
         transform.
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
-        entries, in turn. If the memory is `Steps`, `Fastest(gravac.geometric(4, 256))`,
-        which goes on to a sixteenth; if the exchange is `Mixed`, whatever the
-        memory, `Fastest` with its sparse factors besides; for other exchanges
-        `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take;
-        see `gravac.StepClock`. Otherwise it predicts step times from `wire`, and warns
-        if there is none.
+        entries, in turn. If the memory is such a `Steps`,
+        `Fastest(gravac.geometric(4, 256))`, which goes on to a sixteenth; if the
+        exchange is `Mixed`, whatever the memory, `Fastest` with its sparse factors
+        besides; for other exchanges `Fastest(gravac.geometric(10, 1000))`. It should
+        be told how long steps take; see `gravac.StepClock`. Otherwise it predicts step
+        times from `wire`, and warns if there is none.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: all leaves if the
         exchange is `QuantizedAllReduce` or `Quantized`; for all others, matrices of at
@@ -148,11 +150,12 @@ def transform(
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
-      >>> exchange = gravac.transform(controller=gravac.Fixed(factor=100))
+      >>> exchange = gravac.transform(controller=gravac.Fixed(16))  # 2 bits an entry
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> def train_step(params, opt_state, batch):
       ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-      ...     value, grads = gravac.value_and_grad(loss)(params, batch)
+      ...     own = gravac.local_params(tx, params, opt_state)
+      ...     value, grads = gravac.value_and_grad(loss)(own, batch)
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return optax.apply_updates(params, updates), opt_state, value
       >>> params = {"w": jnp.ones((256, 256))}
@@ -207,7 +210,7 @@ def transform(
         dense_axis_name=dense_axis_name,
         is_sharded=is_sharded or slices is not None,
         slices=slices,
-        clip=NoClip() if clip is None else clip,
+        clip=clip,
         weight_decay=weight_decay,
         exchange=exchange,
         memory=memory,

@@ -99,8 +99,7 @@ class Run:
         after = optax.sgd(0.05, momentum=None if "memory" in recipe else 0.5)
         self.tx = optax.chain(transform(**recipe), after)
         self.where = where
-        drive = gravac.simulate if isinstance(where, int) else gravac.data_parallel
-        self.step = drive(self.train_step, where)
+        self.step = gravac.data_parallel(self.train_step, where)
 
     def train_step(self, params, opt_state, batch, step_seconds):
         value, grads = gravac.value_and_grad(loss)(params, batch)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import choices
+from _harness import AXIS_TYPES, choices, make_mesh
 from flax import nnx
 
 import gravac_jax
@@ -204,10 +204,11 @@ def logits_of(params, x):
     return np.maximum(x @ params["hidden"], 0) @ params["out"]
 
 
-@pytest.mark.parametrize("kind", ["mesh", "automatic"])
-def test_an_evaluation_counts_the_rows_of_a_short_batch_alone(recipe, kind):
-    params, evaluate = recipe["new_params"](), recipe["evaluator"](recipe[kind])
-    placed = recipe["gravac"].place(params, recipe[kind])
+@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
+def test_an_evaluation_counts_the_rows_of_a_short_batch_alone(recipe, axis_type):
+    mesh = make_mesh(axis_type=axis_type)
+    params, evaluate = recipe["new_params"](), recipe["evaluator"](mesh)
+    placed = recipe["gravac"].place(params, mesh)
     for batch in recipe["test_set"]:
         received = evaluate(placed, recipe["filled"](batch, rows=64))
         loss, correct = sums_of(logits_of(copied(params), batch["x"]), batch["label"])

@@ -44,6 +44,7 @@ ARGUMENTS = [
     (TypeError, gravac.GraVAC, {"ladder": "1, 10"}, "gravac.exponential"),
     (TypeError, gravac.GraVAC, {"ladder": 10}, "gravac.exponential"),
     (TypeError, gravac.GraVAC, {"ladder": [1, 10]}, "tuple"),
+    (TypeError, gravac.Fastest, {"rounds": [1]}, "(1, 4, 16)"),
     (ValueError, gravac.GraVAC, {"epsilon": 1.5}, "between 0 and 1"),
     (ValueError, gravac.GraVAC, {"epsilon": (1, 10, 100)}, "ladder=(1, 10, 100)"),
     (
@@ -636,8 +637,8 @@ WRONG_TYPES = [
         lambda: gravac.transform(sharded=gravac.matrices(), dense_axis_name="ici"),
     ),
     misuse(
-        "Mesh ... got 4 ... gravac.simulate",
-        lambda: gravac.data_parallel(lambda a, x: a, 4),
+        "Mesh ... got 4 ... dense_axis_name",
+        lambda: gravac.init(ALONE, PARAMS, 4, dense_axis_name="ici"),
     ),
     misuse(
         "MaskedNode ... ['b'] ... compress=",

@@ -98,6 +98,15 @@ def test_messages_are_those_of_the_whole_step(name):
     assert messages == table.messages[:2].tolist()
 
 
+@pytest.mark.parametrize("factors", [(), (16.0, 64.0)])
+def test_few_bits_are_timed_at_their_usual_factors_or_those_asked_for(factors):
+    trainer = _steps.Trainer(make_mesh((2,)), _steps.stand_in(20_000))
+    steps = trainer.compressed("few-bits", factors)
+    assert [x.factor for x in steps] == [1, *(factors or (4, 8, 16, 32))]
+    sent = [x.wire_bytes for x in steps]
+    assert sent == sorted(sent, reverse=True)
+
+
 def test_noise_gives_no_negative_network():
     seconds = [3e-3, 2e-3, 1e-3, 0.03]  # the smaller program takes longer
     step = Step("leader", 100.0, 1e5, 4, lambda: None)

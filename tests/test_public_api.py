@@ -11,7 +11,7 @@ import gravac_jax as gravac
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
     Accordion AllGather Capped ClipByGlobalNorm ClipByValue DenseMean Fastest
-    Every Fixed GraVAC Identity LeaderIndices LowRank Mixed Momentum NoClip NoMemory
+    Every Fixed GraVAC Identity LeaderIndices LowRank Mixed Momentum NoMemory
     Quantized QuantizedAllReduce QuantizedTopK RandomK RedSync Residual SampledTopK
     Scheduled SharedRandomK StepClock Steps Threshold TopK WireCost
 """

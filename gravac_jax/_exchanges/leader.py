@@ -11,7 +11,7 @@ from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
 from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
 from gravac_jax._selection import Threshold, select_entries
 from gravac_jax._selection.compressor import Compressor
-from gravac_jax._selection.entries import PAD, Payload, drop, spread, take
+from gravac_jax._selection.entries import PAD, Payload, drop, scatter, take
 from gravac_jax._selection.rungs import Rungs
 from gravac_jax._selection.select_entries import Selected
 from gravac_jax._selection.wire_format import WireFormat
@@ -124,7 +124,7 @@ class LeaderIndices(Exchange):
         mean = Payload(comm.mean(values), indices)
         places = jnp.concatenate([indices, _no_places(prepared, comm)[k:]])
         found = _Found(places, _arrays.energy(values))
-        return spread(mean, comm.zeros(bucket)), found
+        return scatter(mean, comm.zeros(bucket)), found
 
     def found_dense(
         self, bucket: jax.Array, prepared: _Prepared, mean: jax.Array, comm: Comm

@@ -10,7 +10,7 @@ from gravac_jax import _arrays, _collectives
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges.base import Exchange, Kept, dense_if_cheaper
 from gravac_jax._selection import entries, random_k
-from gravac_jax._selection.entries import Marks, Payload, spread, take
+from gravac_jax._selection.entries import Marks, Payload, scatter, take
 from gravac_jax._selection.rungs import Rungs
 
 
@@ -63,7 +63,7 @@ class SharedRandomK(Exchange):
         indices = entries.places(prepared, k)
         values = take(bucket, indices).values
         mean = Payload(comm.mean(values), indices)
-        return spread(mean, comm.zeros(bucket)), _arrays.energy(values)
+        return scatter(mean, comm.zeros(bucket)), _arrays.energy(values)
 
     def found_dense(
         self, bucket: jax.Array, prepared: Marks, mean: jax.Array, comm: Comm

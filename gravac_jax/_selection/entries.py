@@ -186,7 +186,7 @@ def drop(bucket: jax.Array, indices: jax.Array) -> jax.Array:
     )
 
 
-def spread(payload: Payload, zeros: jax.Array) -> jax.Array:
+def scatter(payload: Payload, zeros: jax.Array) -> jax.Array:
     """Return `zeros` (`[n]` float32) with the entries of `payload` in their places."""
     return zeros.at[payload.indices].set(
         payload.values, mode="drop", unique_indices=True, indices_are_sorted=True

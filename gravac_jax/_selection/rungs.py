@@ -30,7 +30,8 @@ class Rungs:
     """The rungs of one bucket in one step. An exchange of your own is handed one.
 
     Args:
-      counts: static, entries that each rung sends; `n` for a dense rung.
+      counts: static, what `Exchange.branch_sizes` returns: the entries that each rung
+        sends, or its rank; `n` for a dense rung.
       n: static, entries of the bucket.
       taken: `[]` int32, the rung of this step, the same on every replica; an `np.int32`
         if it is known when the step is compiled.
@@ -65,7 +66,7 @@ class Rungs:
 
     @property
     def sent_count(self) -> jax.Array:
-        """Entries that this step sends, `[]` int32."""
+        """Entries that this step sends, or its rank, `[]` int32."""
         return jnp.asarray(self.counts, jnp.int32)[self.taken]
 
     @property

@@ -31,7 +31,7 @@ class Components:
     dense_axis_name: AxisName
     is_sharded: bool
     slices: Slices | None
-    clip: Clip
+    clip: Clip | None
     weight_decay: float
     exchange: Exchange
     memory: Memory
@@ -47,7 +47,8 @@ class Components:
         _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
-        _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
+        if self.clip is not None:
+            _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
         if self.wire is not None:
             wires = "gravac.WireCost(), or probe.read(file)"
             _checks.component(self.wire, WireCost, "wire", wires)

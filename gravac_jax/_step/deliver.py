@@ -8,7 +8,7 @@ from gravac_jax._collectives import Axes
 from gravac_jax._residuals import Delivery
 from gravac_jax._state import LocalState
 from gravac_jax._step.components import Components
-from gravac_jax._step.phases import ahead, held
+from gravac_jax._step.phases import held, own_minus_shared
 
 
 def deliver(
@@ -32,7 +32,7 @@ def deliver(
     memory = components.memory
     parts = held(memory, local, buckets).parts
     if delivery == "own":
-        parts = ahead(memory, local, buckets)
+        parts = own_minus_shared(memory, local, buckets)
     emptied = [
         memory.retain(jnp.zeros_like(x), x, state)
         for x, state in zip(parts, local.memory, strict=True)

@@ -17,7 +17,7 @@ import optax
 
 from gravac_jax import _arrays, _consistency, _info, _state, _step_checks
 from gravac_jax._buckets import Buckets
-from gravac_jax._clipping import NoClip, global_norm
+from gravac_jax._clipping import global_norm
 from gravac_jax._collectives import Axes
 from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Evidence
@@ -45,7 +45,7 @@ def prepare(updates: Any, setting: Setting) -> Gradient:
     """Fuse, average over the fast axis, clip, and add weight decay."""
     components, axes, buckets = setting.components, setting.axes, setting.buckets
     parts = _averaged(buckets.pack(updates), axes)
-    if isinstance(components.clip, NoClip):
+    if components.clip is None:
         bad = _arrays.is_bad(parts, LIMIT)
     else:
         bad = _arrays.is_bad(parts)
@@ -93,10 +93,8 @@ def with_own_params(local: LocalState, setting: Setting) -> Setting:
     """
     if not setting.components.memory.needs_params:
         return setting
-    shared = setting.buckets.pack(setting.params)
-    own = jax.tree.map(
-        jnp.add, shared, ahead(setting.components.memory, local, setting.buckets)
-    )
+    more = own_minus_shared(setting.components.memory, local, setting.buckets)
+    own = jax.tree.map(jnp.add, setting.buckets.pack(setting.params), more)
     return setting._replace(own_params=setting.buckets.rounded(own))
 
 
@@ -107,11 +105,8 @@ def _params_beside(local: LocalState, setting: Setting) -> tuple[jax.Array, ...]
     """
     if setting.own_params is None:
         return setting.buckets.pack(setting.params)
-    return jax.tree.map(
-        jnp.subtract,
-        setting.own_params,
-        ahead(setting.components.memory, local, setting.buckets),
-    )
+    more = own_minus_shared(setting.components.memory, local, setting.buckets)
+    return jax.tree.map(jnp.subtract, setting.own_params, more)
 
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
@@ -120,7 +115,9 @@ def held(memory: Memory, local: LocalState, buckets: Buckets) -> Fed:
     return Fed(tuple(memory.held(*x) for x in pairs), local.memory)
 
 
-def ahead(memory: Memory, local: LocalState, buckets: Buckets) -> tuple[jax.Array, ...]:
+def own_minus_shared(
+    memory: Memory, local: LocalState, buckets: Buckets
+) -> tuple[jax.Array, ...]:
     """Return by how much own params are ahead of the shared ones, in parts."""
     parts = held(memory, local, buckets).parts
     return tuple(map(memory.ahead, local.memory, parts))
@@ -243,7 +240,7 @@ def _are_alike(agreed: Agreed, setting: Setting) -> jax.Array:
     A clip may give different gradients the same norm, so nothing is said with one.
     """
     is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
-    is_clipped = not isinstance(setting.components.clip, NoClip)
+    is_clipped = setting.components.clip is not None
     return is_alike & (setting.axes.slow.replicas > 1 and not is_clipped)
 
 
@@ -323,23 +320,23 @@ def decide(arrived: Arrived, setting: Setting) -> Decision:
     return Decision(rung, decided, jnp.where(is_known, now, state.info.gains))
 
 
-def report(step: Taken, setting: Setting) -> tuple[Any, TransformState]:
+def report(taken: Taken, setting: Setting) -> tuple[Any, TransformState]:
     """Return the updates, and the state with what a human wants to know."""
-    arrived, local, decision = step
-    agreed, taken, state = arrived.agreed, arrived.rung, setting.state
+    arrived, local, decision = taken
+    agreed, rung, state = arrived.agreed, arrived.rung, setting.state
     ahead, following = _what_follows(arrived, setting)
     slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
-    sent = arrived.mean_energies[taken]
+    sent = arrived.mean_energies[rung]
     is_known = (sent > 0) & (arrived.energy > 0)
     alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
-    info = _info.after(state.info, setting.tables, taken, decision.gains, alignment)
+    info = _info.after(state.info, setting.tables, rung, decision.gains, alignment)
     return setting.buckets.unpack((*arrived.means, agreed.dense)), state._replace(
         steps=jnp.asarray(optax.safe_increment(state.steps)),
         local=_state.leave(local, state.local),
         rung=decision.rung,
         ahead=ahead,
         controller=decision.controller,
-        past_rungs=jnp.where(slot, taken, state.past_rungs),
+        past_rungs=jnp.where(slot, rung, state.past_rungs),
         round=following,
         info=_info.count_faults(
             info,

@@ -148,7 +148,7 @@ class Decision(NamedTuple):
     """What the controller made of the step.
 
     Attributes:
-      rung: `[]` int32, the rung of the third step from here.
+      rung: `[]` int32, the rung of the third exchange from here.
       controller: the controller's new state.
       gains: `[rungs]` float32, the gain of each rung, as last known.
     """

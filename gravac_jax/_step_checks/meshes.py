@@ -145,9 +145,9 @@ def is_auto(mesh: Any, axis_name: Any) -> None:
         )
 
 
-def is_spread(is_mapped_by_vmap: bool, axis_name: Any) -> None:
+def mapped_by_vmap(is_simulated: bool, axis_name: Any) -> None:
     """Refuse a transform that knows of slices, in a step that is mapped otherwise."""
-    if not is_mapped_by_vmap:
+    if not is_simulated:
         raise ValueError(
             f"gravac.transform(sharded=params) leaves the model to the compiler, and"
             f" this step is mapped over {axis_name!r} by shard_map or pmap. Run it by"

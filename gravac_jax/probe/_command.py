@@ -62,13 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     usual = [x for x in names if x not in _steps.ON_REQUEST]
     help = f"default: all but {', '.join(_steps.ON_REQUEST)}"
     add("--exchanges", nargs="+", choices=names, default=usual, help=help)
-    factors, help = [10.0, 100.0, 1000.0], "n / k, all above 1; default: 10 100 1000"
-    add("--factors", nargs="+", type=float, default=factors, help=help)
+    few, other = map(_spaced, (_steps.FEW_BITS_FACTORS, _steps.OTHER_FACTORS))
+    help = f"all above 1; default: {few} for few-bits, {other} for the others"
+    add("--factors", nargs="+", type=float, default=(), help=help)
     help = "the mesh, compressed over its first axis; default: one axis"
     add("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=help)
     add("--seconds", type=float, default=30.0, help="time to spend; default: 30")
     add("--json", type=Path, metavar="FILE", help="file to write all results to")
     return parser
+
+
+def _spaced(factors: tuple[float, ...]) -> str:
+    return " ".join(f"{x:g}" for x in factors)
 
 
 def mesh_axes(text: str) -> dict[str, int]:

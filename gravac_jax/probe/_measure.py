@@ -33,7 +33,8 @@ def measure(
       model: The model to train.
       exchanges: Names from `_steps.EXCHANGES`. Without any, only dense steps and steps
         without an exchange are timed.
-      factors: The compression factors, each above 1, rising.
+      factors: The compression factors, each above 1, rising; () for the usual ones
+        of each exchange.
       budget_seconds: How long to time. Compiling comes on top.
 
     Returns:

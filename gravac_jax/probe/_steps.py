@@ -25,7 +25,8 @@ EXCHANGES = {
     "low-rank": gravac.LowRank(),
     "dense-16": gravac.DenseMean("bfloat16"),
 }
-OWN_FACTORS = {"few-bits": gravac.Fastest().ladder[1:], "dense-16": ()}
+FEW_BITS_FACTORS = gravac.Fastest().ladder[1:]
+OTHER_FACTORS = (10.0, 100.0, 1000.0)
 ON_REQUEST = ("rows",)  # on CPUs its selection at low factors takes long
 DENSE = "dense"
 DENSE_RUNG = "dense rung"  # factor 1 of the transform
@@ -123,12 +124,18 @@ class Trainer:
     def compressed(self, name: str, factors: tuple[float, ...]) -> list[Step]:
         """Return the steps of one exchange, beginning with the dense rung.
 
-        Few bits have factors of their own, and `dense-16` has the dense rung alone.
+        `dense-16` has the dense rung alone.
+
+        Args:
+          name: The name of the exchange.
+          factors: The compression factors, each above 1, rising; () for the usual ones.
 
         Raises:
           ValueError: If the gradient is not finite: the transform leaves it out.
         """
-        ladder = (1.0, *OWN_FACTORS.get(name, factors))
+        if not factors:
+            factors = FEW_BITS_FACTORS if name == "few-bits" else OTHER_FACTORS
+        ladder = (1.0,) if name == "dense-16" else (1.0, *factors)
         is_dense = len(ladder) == 1
         tx = gravac.transform(
             self._axis,
