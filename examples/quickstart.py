@@ -41,8 +41,9 @@ class Config:
       controller: Who chooses the factor; "fixed" stays at the last one of the ladder.
       bandwidth_mbit: Bandwidth of the network that is modeled, between all replicas.
       least_progress: What a step must be worth to Fastest, in dense steps.
-      ladder: Factors to choose from. Up to 32 all entries are sent in 32 / factor bits;
-        with a larger one among them a factor of 10 sends one gradient entry in ten.
+      ladder: Factors to choose from. Factors 4, 8 and 16 send all entries in 8, 4 and 2
+        bits, factor 32 half of them in 2 bits, in turn. With a factor above 32 in the
+        ladder, each sends the largest entries instead: a factor of 10 one in ten.
         Default: 1 4 8 16 32, and for GraVAC its own.
       epsilon: Smallest gain that GraVAC may send.
       window: Steps between two of GraVAC's moves.
