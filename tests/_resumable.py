@@ -24,7 +24,7 @@ SAVE_EVERY = 3
 
 
 def main(directory: str, steps: int, seconds: float = 0.0) -> None:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = gravac.make_mesh()
     tx = optax.chain(
         gravac.transform(momentum=0.5, controller=gravac.Fixed(20)), optax.sgd(0.05)
     )

@@ -301,7 +301,7 @@ import hashlib, json, sys, jax, jax.numpy as jnp, numpy as np, optax
 import gravac_jax as gravac
 
 steps = int(sys.argv[1])
-mesh = jax.make_mesh((jax.device_count(),), ("data",))
+mesh = gravac.make_mesh()
 exchange = gravac.transform(controller=gravac.Fastest((1, 4, 16)), compress=True)
 tx = optax.chain(exchange, optax.sgd(0.05))
 digest = lambda x: hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
@@ -346,7 +346,7 @@ LATE = """
 import hashlib, json, sys, jax, jax.numpy as jnp, numpy as np
 import gravac_jax as gravac
 
-mesh = jax.make_mesh((jax.device_count(),), ("data",))
+mesh = gravac.make_mesh()
 controller = eval(sys.argv[1])
 tx = gravac.adamw(1e-2, delay=1, compress=True, controller=controller)
 loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params) - 0.1) ** 2)

@@ -208,7 +208,7 @@ from common import network
 STEPS = 10
 told = lambda state: float(optax.tree.get(state, "StepInfo").wire_bytes)
 links, process = network.attach(), jax.process_index()
-mesh = jax.make_mesh((jax.process_count(),), ("data",))
+mesh = gravac.make_mesh()
 
 
 def measure(tx, entries):
@@ -279,7 +279,7 @@ import gravac_jax as gravac
 from common import network
 
 links, process = network.attach(), jax.process_index()
-mesh = jax.make_mesh((jax.process_count(),), ("data",))
+mesh = gravac.make_mesh()
 tx = gravac.sgd(0.1, controller=gravac.Every(100, gravac.Fixed(16)))
 loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
 step = gravac.train_step(loss, tx, mesh)
