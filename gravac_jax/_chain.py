@@ -20,8 +20,8 @@ from gravac_jax._state import (
     transform_states,
 )
 
-# Their steps are not linear in the updates. Of some, such as sign SGD, LARS and clips,
-# the state does not tell.
+# Their steps are not linear in the updates. Of some, such as sign SGD, LARS,
+# optax.contrib.normalize and clips, the state does not tell.
 _NORMALIZED = (
     optax.FactoredState,  # Adafactor
     optax.ScaleByAdaDeltaState,
@@ -50,12 +50,25 @@ _NORMALIZED = (
     optax.contrib.SophiaState,
 )
 
+# Nor are theirs, and they remember no gradients.
+_RESCALED = (
+    optax.ScaleByBacktrackingLinesearchState,
+    optax.ScaleByLBFGSState,
+    optax.ScaleByZoomLinesearchState,
+    optax.contrib.MechanicState,
+)
+
 _REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
 
 # They keep gradients, or decide by them, before the optimizer inside sees them.
-_WRAPPERS = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+_WRAPPERS = (
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyMaskState,
+    optax.ConditionallyTransformState,
+    optax.MultiStepsState,
+)
 
-_NOT_LINEAR = (*_NORMALIZED, *_WRAPPERS)
+_NOT_LINEAR = (*_NORMALIZED, *_RESCALED, *_WRAPPERS)
 
 LITTLE_LOST = 16  # from this factor on momentum does as well after rounds
 

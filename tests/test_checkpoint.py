@@ -454,6 +454,19 @@ def test_with_another_ladder_or_controller_the_controller_begins_anew(tmp_path, 
     jax.eval_shape(changed.step, *there, BATCHES[3], step_seconds=np.float32(0.01))
 
 
+@pytest.mark.slow
+def test_a_round_under_way_and_the_next_one_keep_their_lengths(tmp_path):
+    every = lambda steps: {"controller": gravac.Every(steps, gravac.Fixed(8))}
+    before, after = (Run(**ADAM, **BITS, **every(x)) for x in (3, 2))
+    state = moved(tmp_path, before.train(before.begin(), 0, 2), after)
+    ends = []
+    for i in range(2, 8):
+        state = after.train(state, i, i + 1)
+        if not optax.tree.get(state, "StepInfo").local_steps:
+            ends.append(i + 1)
+    assert ends == [3, 6, 8]
+
+
 SGD = optax.sgd(0.1, momentum=0.5)
 PLAIN = {"alone": [SGD], "in a chain": [optax.add_decayed_weights(0.1), SGD]}
 

@@ -490,6 +490,11 @@ WRONG_VALUES = [
         for name, remedy, tx in [
             ("MultiSteps", "micro_batches", optax.MultiSteps(TX, 2)),
             ("ApplyIfFinite", "gravac.guard", optax.apply_if_finite(TX, 3)),
+            (
+                "ConditionallyTransform",
+                "around what comes after",
+                optax.conditionally_transform(TX, lambda step: step > 3),
+            ),
             ("TraceState", "first", optax.chain(optax.sgd(0.1, momentum=0.9), TX)),
             ("ScaleByAdamState", "first", optax.chain(optax.adamw(0.1), TX)),
             ("EmaState", "first", optax.chain(optax.ema(0.9), TX)),
@@ -504,6 +509,8 @@ WRONG_VALUES = [
             optax.lion(1e-3),
             optax.adagrad(1e-3),
             optax.lamb(1e-3),
+            optax.contrib.mechanize(optax.sgd(0.1)),
+            optax.lbfgs(0.1, linesearch=None),
         )
     ],
 ]

@@ -107,6 +107,19 @@ def test_scalars_are_the_fields_of_the_step_info_wherever_it_is(name):
     assert found == expected_of(info) | {"loss": 0.5}
 
 
+@pytest.mark.parametrize("many", [1, 4], ids=["of all", "of each"])
+def test_a_loss_of_each_replica_is_refused_where_one_device_has_one_entry(many):
+    mesh = gravac.make_mesh(devices=jax.devices()[:4])
+    spec = jax.P() if many == 1 else jax.P("data")
+    loss = jax.device_put(jnp.arange(float(many)), jax.NamedSharding(mesh, spec))
+    state = STATES["info alone"]()
+    if many == 1:
+        assert metrics.scalars(state, loss=loss)["loss"] == 0
+    else:
+        with pytest.raises(ValueError, match=r"shape \(4,\). Give its mean"):
+            metrics.scalars(state, loss=loss)
+
+
 def test_scalars_of_a_split_nnx_optimizer_are_those_of_the_optimizer():
     optimizer = nnx_optimizer()
     assert metrics.scalars(nnx.split(optimizer)[1]) == metrics.scalars(optimizer)

@@ -302,6 +302,11 @@ def test_init_copies_what_it_is_given():
             marks=slow,
         ),
         pytest.param(optax.adadelta(0.1), id="adadelta"),
+        pytest.param(
+            optax.conditionally_transform(optax.sgd(0.1), lambda step: step > 3),
+            id="conditionally_transform",
+            marks=slow,
+        ),
         pytest.param(optax.contrib.muon(0.1), id="muon", marks=slow),
     ],
 )

@@ -1,5 +1,6 @@
 """The figures of a step as Python floats, fetched from the device in one transfer."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -131,14 +132,16 @@ def _snapshot(tree: Any, others: Mapping[str, Any], named: Named) -> Snapshot:
     steps = columns["gravac/factor"].size
     names = []
     for name, x in columns.items():
+        # Of what each replica has for itself, this host may hold one entry of many.
+        shape = getattr(others.get(name), "shape", x.shape)
         if name == "gravac/gains":
             names += [f"{name}/{rung}" for rung in range(x.size // max(1, steps))]
-        elif x.size == steps:
+        elif math.prod(shape) == steps:
             names.append(name)
         else:
             raise ValueError(
                 f"`{name}` must have one entry for each step ({steps}), got an array"
-                f" of shape {x.shape}. Give its mean, or leave it out."
+                f" of shape {shape}. Give its mean, or leave it out."
             )
     arrays = list(columns.values())
     for name, (x, entries) in named.items():
