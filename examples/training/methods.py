@@ -14,7 +14,8 @@ Other families differ from `fixed`, in one part each:
   `randomk10`;
 - in their exchange: `leader10`, `random10`, `lowrank10`, `lowrankshort10` with bfloat16
   values; `quantized32` with one bit an entry, and `allreduced32` with one bit in both
-  stages of an all-reduce, `allreducedfour32` with four in the second; `rows32` with the
+  stages of an all-reduce, `allreducedfour32` with four in the second,
+  and `allreducedlarge32` of matrices of 16,384 entries or more; `rows32` with the
   largest 128 of each 4,096 entries in 14 bits each;
 - in their memory: `momentum10` has momentum correction and a local clip in place of an
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
@@ -98,6 +99,7 @@ WORDS = {
     "quantized": ", gathered",
     "allreduced": "",
     "allreducedfour": ", their mean in four",
+    "allreducedlarge": ", small leaves dense",
     "momentum": "momentum before",
     "literal": "momentum before, masked",
     "dgc": "Deep Gradient Compression",
@@ -157,6 +159,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "quantized": {"exchange": gravac.Quantized(least_bits=1)},
     "allreduced": {"exchange": ONE_BIT},
     "allreducedfour": {"exchange": dataclasses.replace(ONE_BIT, mean_bits=4)},
+    "allreducedlarge": {"exchange": ONE_BIT, "compress": gravac.matrices()},
     "rows": {"exchange": gravac.QuantizedTopK()},
 }
 STEPS = {
