@@ -148,7 +148,8 @@ def main(config: Config) -> list[Run]:
     """Make both runs and print the table."""
     if not jax.distributed.is_initialized():
         jax.config.update("jax_num_cpu_devices", config.slices * config.devices)
-    mesh = gravac.make_mesh((SLOW, FAST), hosts=config.slices)
+    devices = jax.devices()[: config.slices * config.devices]
+    mesh = gravac.make_mesh((SLOW, FAST), hosts=config.slices, devices=devices)
     console = Console()
     console.print(f"{config.slices} slices of {config.devices} devices")
     chosen = {"adaptive": gravac.GraVAC(window=20), "dense": gravac.Fixed(factor=1)}

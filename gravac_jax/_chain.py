@@ -29,6 +29,7 @@ _NORMALIZED = (
     optax.ScaleByAdanState,
     optax.ScaleByAmsgradState,
     optax.ScaleByBeliefState,
+    optax.ScaleByLBFGSState,
     optax.ScaleByLionState,
     optax.ScaleByNovogradState,
     optax.ScaleByRmsState,
@@ -50,10 +51,9 @@ _NORMALIZED = (
     optax.contrib.SophiaState,
 )
 
-# Nor are theirs, and they remember no gradients.
+# Theirs are not linear either, and their own state has no average of gradients.
 _RESCALED = (
     optax.ScaleByBacktrackingLinesearchState,
-    optax.ScaleByLBFGSState,
     optax.ScaleByZoomLinesearchState,
     optax.contrib.MechanicState,
 )

@@ -211,13 +211,8 @@ def optimizer(tx: Any, call: str) -> None:
         )
 
 
-def mesh_axis(mesh: Any, axis_name: Any) -> None:
-    """Refuse a value that is not a mesh, and an axis that the mesh does not have."""
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}: simulated"
-            f" replicas have no fast axis. Leave `dense_axis_name` out."
-        )
+def mesh_axis(mesh: jax.sharding.Mesh, axis_name: Any) -> None:
+    """Refuse an axis that the mesh does not have."""
     axis(axis_name)
     if not set(_collectives.axis_names(axis_name) or [None]) <= set(mesh.axis_names):
         raise ValueError(
@@ -227,13 +222,18 @@ def mesh_axis(mesh: Any, axis_name: Any) -> None:
         )
 
 
-def mesh_or_replicas(mesh: Any, axis_name: Any) -> None:
-    """Refuse what is neither a mesh with the axis nor a number of replicas."""
+def mesh_or_replicas(mesh: Any, axis_name: Any, dense_axis_name: Any = None) -> None:
+    """Refuse what is neither a mesh with the axes nor a number of replicas."""
     if isinstance(mesh, jax.sharding.Mesh):
-        mesh_axis(mesh, axis_name)
-    else:
-        what = "replicas, where it is no jax.sharding.Mesh"
-        positive_integer(mesh, "mesh", what)
+        mesh_axis(mesh, _collectives.join(axis_name, dense_axis_name))
+        return
+    if dense_axis_name is not None:
+        raise TypeError(
+            f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}: simulated"
+            f" replicas have no fast axis. Leave `dense_axis_name` out."
+        )
+    what = "simulated replicas, where it is no mesh such as gravac.make_mesh()"
+    positive_integer(mesh, "mesh", what)
 
 
 def holds_shapes(n: int, shapes: Any, entries: int) -> None:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
+from gravac_jax import _checks
+
 
 def make_mesh(
     axis_names: Sequence[str] = ("data",),
@@ -20,11 +22,10 @@ def make_mesh(
     With one name, all devices lie along one axis. With two, the first axis has the
     hosts, between which the network is slow, and the second the devices of each. A host
     here is what JAX calls a slice: the GPUs of a machine, or of several that NVLink
-    connects, however many processes they have; the TPUs of a slice. Where JAX tells no
-    slices, it is a process.
+    connects, however many processes they have; the TPUs of a slice. Where JAX knows of
+    no slices, as on most CPUs, a host is a process.
 
-    `jax.make_mesh` refuses devices of several slices, and so those of several machines
-    with GPUs.
+    `jax.make_mesh` refuses devices of several slices, such as GPUs of several machines.
 
     Args:
       axis_names: one or two names, the slow network's first, as in `("dcn", "ici")`.
@@ -36,8 +37,8 @@ def make_mesh(
       A mesh whose axes are Auto. Devices of a host are neighbours along every axis.
 
     Raises:
-      ValueError: if there are not one or two names, or hosts differ in their number of
-        devices.
+      ValueError: if there are not one or two different names, there are no devices,
+        hosts differ in their number of devices, or `hosts` does not divide them.
 
     Example:
       >>> import gravac_jax as gravac
@@ -48,13 +49,18 @@ def make_mesh(
       {'dcn': 2, 'ici': 2}
     """
     names = tuple(axis_names)
-    if isinstance(axis_names, str) or len(names) not in (1, 2):
+    is_one_name = isinstance(axis_names, str)
+    if is_one_name or len(names) not in (1, 2) or len(set(names)) < len(names):
         raise ValueError(
-            f"`axis_names` must be a tuple of one or two names, such as ('data',) or"
-            f" ('dcn', 'ici'), got {axis_names!r}. Reshape `devices` of the mesh for"
-            f" more axes."
+            f"`axis_names` must be a tuple of one or two names that differ, such as"
+            f" ('data',) or ('dcn', 'ici'), got {axis_names!r}. For more axes reshape"
+            f" the `devices` of the mesh, and hand them to jax.sharding.Mesh."
         )
     chosen = list(jax.devices() if devices is None else devices)
+    if not chosen:
+        raise ValueError("`devices` is empty: leave it out for those of all processes.")
+    if hosts is not None:
+        _checks.positive_integer(hosts, "hosts", "groups of devices")
     rows = _by_host(chosen) if hosts is None else _divided(chosen, hosts)
     sizes = sorted({len(x) for x in rows})
     if len(names) == 2 and len(sizes) > 1:
@@ -73,11 +79,11 @@ def _host_of(device: Any) -> int:
 def _by_host(devices: Sequence[Any]) -> list[np.ndarray]:
     ordered = sorted(devices, key=lambda x: (_host_of(x), x.id))
     groups = [list(x) for _, x in itertools.groupby(ordered, _host_of)]
-    # Along a ring where the wires of TPUs make one.
+    # JAX orders TPUs by how they are wired.
     return [mesh_utils.create_device_mesh((len(x),), x) for x in groups]
 
 
 def _divided(devices: Sequence[Any], hosts: int) -> list[np.ndarray]:
-    if hosts < 1 or len(devices) % hosts:
+    if len(devices) % hosts:
         raise ValueError(f"`hosts` must divide {len(devices)} devices, got {hosts}.")
     return np.split(np.array(devices, object), hosts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import (
+    _checks,
     _collectives,
     _gradients,
     _parallel,
@@ -210,8 +211,7 @@ def nnx_data_parallel(
       (0.0, 2)
     """
     nnx = _flax("nnx_data_parallel")
-    is_mesh = isinstance(mesh, jax.sharding.Mesh)
-    comm = Comm(_collectives.join(axis_name, dense_axis_name if is_mesh else None))
+    comm = Comm(_collectives.join(axis_name, dense_axis_name))
 
     def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
         *state, batch = args
@@ -290,6 +290,7 @@ def nnx_flush(
     _step_checks.objects.is_nnx_optimizer(optimizer)
 
     axes = _collectives.join(axis_name, dense_axis_name)
+    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     deliver = _delivery(mesh, axis_name, dense_axis_name)
     replicas = _placement.count_replicas(mesh, axes)
     deliver(model, optimizer, np.zeros(replicas, np.float32))

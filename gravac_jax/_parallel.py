@@ -56,7 +56,8 @@ def data_parallel(
       mesh: the mesh. If, without a fast axis, something in the state is sharded over
         another axis of it, the compiler shards the model over all other axes, as under
         `jit`, and arrays stay sharded as they lie on the mesh. All axes must be Auto.
-        Or a number of replicas, which is `gravac.simulate`.
+        Or a number of replicas, which `gravac.simulate` runs on one device, along one
+        axis.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. The batch is split over
         both axes, and state stays sharded as it lies on the mesh.
@@ -75,14 +76,15 @@ def data_parallel(
       The step, jitted, with the same arguments.
 
     Raises:
-      TypeError: if `mesh` is neither a mesh nor a number. When called: for too few
+      TypeError: if there is a `dense_axis_name` and no mesh. When called: for too few
         arguments; for a metric without a mean that is not known to be the same on all
         replicas.
-      ValueError: if the mesh does not have the axis, or `carried` is not a number of
-        arguments. When called: if the state is not placed on the mesh; if the first
-        axis of a batch or a carry does not divide over the replicas; if the step does
-        not return its state, or returns it different on different replicas; if the
-        compiler shards the model and the transform was not told how.
+      ValueError: if `mesh` is neither a mesh nor a positive number, the mesh does not
+        have the axis, or `carried` is not a number of arguments. When called: if the
+        state is not placed on the mesh; if the first axis of a batch or a carry does
+        not divide over the replicas; if the step does not return its state, or returns
+        it different on different replicas; if the compiler shards the model and the
+        transform was not told how.
 
     Example:
       See `gravac.transform`.
@@ -90,7 +92,7 @@ def data_parallel(
     axes = _collectives.join(axis_name, dense_axis_name)
     call = "gravac.data_parallel(train_step, mesh)"
     _checks.function(train_step, "train_step", call)
-    _checks.mesh_or_replicas(mesh, axes)
+    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
         return simulate(
             train_step,
@@ -215,7 +217,7 @@ def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
 def simulate(
     train_step: Step,
     replicas: int,
-    axis_name: AxisName = "data",
+    axis_name: Any = "data",
     *,
     carried: int = 0,
     donate: bool = True,

@@ -180,7 +180,7 @@ def init(
         _chain.check_momentum(state)
         return place(state, mesh, axis_name)
     axes = _collectives.join(axis_name, dense_axis_name)
-    _checks.mesh_axis(mesh, axes)
+    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     assert isinstance(mesh, jax.sharding.Mesh)
     specs = specs_of(params)
     used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}

@@ -88,9 +88,10 @@ def train_step(
       step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if `mesh` is neither a mesh nor a number, or `overlap` or `branches` is
-        no bool.
-      ValueError: if the mesh does not have the axis; for overlap=True with simulated
+      TypeError: if there is a `dense_axis_name` and no mesh, or `overlap` or `branches`
+        is no bool.
+      ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
+        the axis; for overlap=True with simulated
         replicas, a mesh that has other axes, or branches=False, and, when called,
         without a delay or with a loss that has a collective. From `init`: as
         `gravac.place`, and if `tx` holds no `gravac.transform`, or more than one. When
@@ -114,7 +115,7 @@ def train_step(
     _checks.optimizer(tx, call)
     tx = _chain.checked(tx, "gravac.train_step")
     axes = _collectives.join(axis_name, dense_axis_name)
-    _checks.mesh_or_replicas(mesh, axes)
+    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )

@@ -80,18 +80,18 @@ def transform(
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
         must then have no momentum of its own.
       clip: bounds each replica's own gradient before it is remembered, such as
-        `ClipByGlobalNorm(1.0)`. Default: nothing does.
+        `ClipByGlobalNorm(1.0)`. Default: gradients are not clipped.
       weight_decay: share of the shared params that is added to each replica's gradient
         after the clip and before momentum: coupled decay, as in Deep Gradient
         Compression. `update` then needs the params. Put decoupled decay after the
         transform.
       controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
         factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
-        entries, in turn. If the memory is such a `Steps`,
+        entries, in turn. If the memory is a `Steps` that keeps everything,
         `Fastest(gravac.geometric(4, 256))`, which goes on to a sixteenth; if the
         exchange is `Mixed`, whatever the memory, `Fastest` with its sparse factors
-        besides; for other exchanges `Fastest(gravac.geometric(10, 1000))`. It should
-        be told how long steps take; see `gravac.StepClock`. Otherwise it predicts step
+        besides; for other exchanges `Fastest(gravac.geometric(10, 1000))`. It should be
+        told how long steps take; see `gravac.StepClock`. Otherwise it predicts step
         times from `wire`, and warns if there is none.
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: all leaves if the

@@ -648,6 +648,10 @@ WRONG_TYPES = [
         lambda: gravac.init(ALONE, PARAMS, 4, dense_axis_name="ici"),
     ),
     misuse(
+        "Mesh ... got 4 ... dense_axis_name",
+        lambda: gravac.data_parallel(jnp.add, 4, dense_axis_name="ici"),
+    ),
+    misuse(
         "MaskedNode ... ['b'] ... compress=",
         lambda: optax.masked(ALONE, {"b": False, "w": True}).init(PARAMS),
     ),

@@ -31,7 +31,7 @@ LAYOUTS = {
     "a process for each machine": [
         Slice(i, i // 2, slice_index=i // 2) for i in range(4)
     ],
-    "machines in turn": [Slice(i, i, slice_index=i // 2) for i in (0, 2, 1, 3)],
+    "in another order": [Slice(i, i, slice_index=i // 2) for i in (0, 2, 1, 3)],
     "no slices told": [Process(i, i // 2) for i in range(4)],
 }
 
@@ -51,6 +51,12 @@ def test_machines_lie_along_the_first_axis(devices):
 def test_one_axis_has_the_devices_of_a_machine_beside_each_other(devices):
     mesh = gravac.make_mesh(devices=devices)
     assert [x.id for x in mesh.devices] == [0, 1, 2, 3]
+
+
+def test_devices_are_grouped_by_machine_where_their_numbers_alternate():
+    devices = [Slice(i, i, slice_index=i % 2) for i in range(4)]
+    assert ids(gravac.make_mesh(("dcn", "ici"), devices=devices)) == [[0, 2], [1, 3]]
+    assert [x.id for x in gravac.make_mesh(devices=devices).devices] == [0, 2, 1, 3]
 
 
 def test_it_is_what_a_step_runs_on():
@@ -73,13 +79,19 @@ def test_machines_that_differ_lie_along_one_axis_alone():
         gravac.make_mesh(("dcn", "ici"), devices=devices)
 
 
-@pytest.mark.parametrize("names", ["data", (), ("a", "b", "c")])
+@pytest.mark.parametrize("names", ["data", (), ("a", "b", "c"), ("a", "a")])
 def test_other_numbers_of_axes_are_refused(names):
     with pytest.raises(ValueError, match="a tuple of one or two names"):
         gravac.make_mesh(names)
 
 
-@pytest.mark.parametrize("hosts", [0, 3])
-def test_hosts_must_divide_the_devices(hosts):
-    with pytest.raises(ValueError, match=f"`hosts` must divide 8 devices, got {hosts}"):
-        gravac.make_mesh(hosts=hosts)
+def test_hosts_must_divide_the_devices():
+    with pytest.raises(ValueError, match="`hosts` must divide 8 devices, got 3"):
+        gravac.make_mesh(hosts=3)
+    with pytest.raises(ValueError, match="`hosts` must be a whole number"):
+        gravac.make_mesh(hosts=0)
+
+
+def test_no_devices_are_refused():
+    with pytest.raises(ValueError, match="`devices` is empty"):
+        gravac.make_mesh(devices=[])

@@ -133,7 +133,8 @@ def _snapshot(tree: Any, others: Mapping[str, Any], named: Named) -> Snapshot:
     names = []
     for name, x in columns.items():
         # Of what each replica has for itself, this host may hold one entry of many.
-        shape = getattr(others.get(name), "shape", x.shape)
+        (leaf,) = jax.tree.leaves(others.get(name, x))
+        shape = np.shape(leaf)
         if name == "gravac/gains":
             names += [f"{name}/{rung}" for rung in range(x.size // max(1, steps))]
         elif math.prod(shape) == steps:
@@ -141,7 +142,8 @@ def _snapshot(tree: Any, others: Mapping[str, Any], named: Named) -> Snapshot:
         else:
             raise ValueError(
                 f"`{name}` must have one entry for each step ({steps}), got an array"
-                f" of shape {shape}. Give its mean, or leave it out."
+                f" of shape {shape}. Give its mean; where all entries are the same, as"
+                f" from jax.pmap, {name}[0]; or leave it out."
             )
     arrays = list(columns.values())
     for name, (x, entries) in named.items():
