@@ -192,6 +192,7 @@ _CLOSED_LOOP = "2026-11-25_closed_loop"
 _EXCHANGES = "2026-11-21_exchanges"
 _IN_TURN = "2026-11-25_in_turn"
 _SPARSE = "2026-11-26_sparse_progress"
+_LAYERS = "2026-11-27_vgg_layers"
 _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
@@ -236,10 +237,12 @@ MADE: dict[str, Make] = {
     **_end_to_end(_TIME_TO_QUALITY, "dense"),
     **_end_to_end("2026-11-27_very_slow", "dense"),
     **_end_to_end("2026-11-27_four_hosts", "dense"),
+    **_end_to_end(_LAYERS, "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),
     **_quality("2026-11-27_two_thousand_steps", "lstm"),
+    **_quality(_LAYERS, "vgg"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),
