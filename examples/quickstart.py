@@ -142,13 +142,10 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
         return optax.apply_updates(params, updates), opt_state, loss
 
     devices = jax.devices()[:replicas]
-    if len(devices) < replicas:  # all replicas on one device
-        step = gravac.simulate(train_step, replicas)
-        state = gravac.place((params, tx.init(params)), replicas)
-    else:
-        mesh = gravac.make_mesh(devices=devices)
-        step = gravac.data_parallel(train_step, mesh)  # gravac
-        state = gravac.place((params, tx.init(params)), mesh)  # gravac
+    is_mapped = len(devices) == replicas  # otherwise one device simulates all
+    where = gravac.make_mesh(devices=devices) if is_mapped else replicas
+    step = gravac.data_parallel(train_step, where)  # gravac
+    state = gravac.place((params, tx.init(params)), where)  # gravac
 
     run = Run(name, wire, replicas, sum(x.size for x in jax.tree.leaves(params)))
     # Every process draws the same batches and takes its own rows of them.

@@ -318,10 +318,10 @@ def lengths_of_rounds(value: Any) -> None:
     """Refuse what is not 1 and then rising numbers of steps, in a tuple."""
     if not isinstance(value, tuple):
         raise TypeError(f"`rounds` must be a tuple such as (1, 4, 16), got {value!r}.")
-    for steps in listed(value, "rounds"):
+    for steps in value:
         positive_integer(steps, "rounds", "the steps of each round")
     is_rising = all(x < y for x, y in itertools.pairwise(value))
-    if value[0] != 1 or not is_rising:
+    if value[:1] != (1,) or not is_rising:
         raise ValueError(
             f"`rounds` must begin with 1 and rise, got {value!r}: rounds of one step"
             f" are what longer ones are compared with. To exchange in every eighth step"

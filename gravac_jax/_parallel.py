@@ -149,8 +149,9 @@ def data_parallel(
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
             specs = _placement.specs_if_known(state)
-            is_sharded = _placement.has_slices(state, specs, mesh, axis_name)
-            has_slices = dense_axis_name is None and is_sharded
+            has_slices = dense_axis_name is None and _placement.has_slices(
+                state, specs, mesh, axis_name
+            )
         put = functools.partial(_put, mesh, axes, has_slices)
         own, batch = jax.tree.map(put, split)
         shared = jax.tree.map(lambda x: _share(x, everywhere), shared)

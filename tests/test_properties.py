@@ -109,10 +109,7 @@ def program(name):
         return tx.update(grads, state, jax.tree.map(jnp.zeros_like, updates))
 
     where = make_mesh((case.replicas,)) if case.is_mapped else case.replicas
-    if case.is_mapped:
-        step = gravac.data_parallel(train_step, where, donate=False)
-    else:
-        step = gravac.simulate(train_step, where)
+    step = gravac.data_parallel(train_step, where, donate=not case.is_mapped)
     return step, gravac.place((params, tx.init(params)), where)
 
 

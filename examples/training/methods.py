@@ -14,9 +14,9 @@ Other families differ from `fixed`, in one part each:
   `randomk10`;
 - in their exchange: `leader10`, `random10`, `lowrank10`, `lowrankshort10` with bfloat16
   values; `quantized32` with one bit an entry, and `allreduced32` with one bit in both
-  stages of an all-reduce, `allreducedfour32` with four in the second,
-  and `allreducedlarge32` of matrices of 16,384 entries or more; `rows32` with the
-  largest 128 of each 4,096 entries in 14 bits each;
+  stages of an all-reduce, `allreducedfour32` with four in the second, and
+  `allreducedlarge32` of matrices of 16,384 entries or more; `rows32` with the largest
+  128 of each 4,096 entries in 14 bits each;
 - in their memory: `momentum10` has momentum correction and a local clip in place of an
   optimizer's momentum and a clip after the exchange, `literal10` the paper's masking
   besides, `dgc10` masking and warm-up.

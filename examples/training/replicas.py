@@ -61,8 +61,6 @@ class Replicas:
         The last `carried` parts of the state are each replica's own: see
         `gravac.data_parallel`.
         """
-        if isinstance(self.where, int):
-            return gravac.simulate(train_step, self.where, carried=carried)
         return gravac.data_parallel(train_step, self.where, carried=carried)
 
     def shard(self, batch: Any) -> Any:
