@@ -4,6 +4,7 @@ Nothing here knows about compression, replicas or optimizers.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -123,6 +124,18 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
     # A loop saves a pass over memory; a GPU's host would have to read its condition.
     return jax.lax.platform_dependent(parts, cpu=scaled_if_infinite, default=chosen)
+
+
+def together(
+    work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return what `work` makes of `arrays` that are joined by their last axes.
+
+    The last axis of its result is as long, and is cut apart again.
+    """
+    sizes = [x.shape[-1] for x in arrays]
+    done = work(jnp.concatenate(arrays, axis=-1))
+    return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def total(parts: Iterable[jax.Array]) -> jax.Array:

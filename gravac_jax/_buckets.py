@@ -5,6 +5,9 @@ selecting layer by layer at the same bytes (Tyagi and Swany, BigData 2023, table
 there is one bucket, as long as its indices fit. A larger model has several of about
 equal size; a leaf that lies across a border is cut there.
 
+In a bucket leaves lie in the order of their sizes, so that an exchange can treat the
+smallest ones alike, which are its first entries.
+
 Leaves that go dense are fused into one vector. Where entries are selected, these are
 small and one-dimensional leaves (biases, norms): their entries would wait long, which
 costs quality (Lin et al., 2018). In few bits every entry is sent, in each step or in
@@ -103,10 +106,11 @@ class Buckets:
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces in each bucket; there is at least one, maybe empty, bucket."""
+        """The pieces in each bucket, those of the smallest leaves first; maybe none."""
         sizes = [x.size for x in self._chosen(self.leaves, True)]
-        ends = list(itertools.accumulate(sizes, initial=0))
-        spans = list(enumerate(itertools.pairwise(ends)))
+        order = sorted(range(len(sizes)), key=lambda leaf: sizes[leaf])
+        ends = itertools.accumulate((sizes[leaf] for leaf in order), initial=0)
+        spans = list(zip(order, itertools.pairwise(ends), strict=True))
         return tuple(
             tuple(
                 Piece(leaf, max(low, start) - start, min(high, end) - start)

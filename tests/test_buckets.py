@@ -68,10 +68,11 @@ def test_a_plan_can_be_made_from_shapes_alone():
     assert _buckets.plan(shapes, True) == _buckets.plan(PARAMS, True)
 
 
-def test_compressed_leaves_are_one_bucket_in_the_order_of_the_tree():
-    bucket, dense = _buckets.plan(PARAMS, True).pack(PARAMS)
+def test_compressed_leaves_are_one_bucket_of_the_smallest_first():
+    tree = PARAMS | {"a": np.full((2, 3), 3.0, np.float32)}  # as large as the kernel
+    bucket, dense = _buckets.plan(tree, True).pack(tree)
     assert dense.tolist() == [0.0]
-    assert bucket.tolist() == [2.0] * 4 + [1.0] * 6
+    assert bucket.tolist() == [2.0] * 4 + [3.0] * 6 + [1.0] * 6
 
 
 HUGE = {

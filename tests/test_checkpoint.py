@@ -229,7 +229,7 @@ def test_every_kind_of_leaf_is_restored(tmp_path):
 # The format.
 
 
-def test_version_6_stores_these_names_and_shapes(tmp_path):
+def test_version_7_stores_these_names_and_shapes(tmp_path):
     """Checkpoints of earlier releases have them: a new name needs a new version."""
     state = filled(Run(**ADAM).begin())
     with saving(tmp_path) as checkpointer:
@@ -240,7 +240,7 @@ def test_version_6_stores_these_names_and_shapes(tmp_path):
         *("version", "replicas", "steps", "ladder", "rung", "ahead", "past_rungs"),
         *("controller", "info", "replica", "memory", "exchange"),
     }
-    assert (stored["version"], stored["replicas"]) == (6, N)
+    assert (stored["version"], stored["replicas"]) == (7, N)
     assert _state.Round._fields == ("length", "next_length", "exchanges")
     assert jax.tree.map(np.shape, stored["exchange"]) == {
         "0": {"reached": (N,), "threshold": (N,)}

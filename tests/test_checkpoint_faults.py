@@ -126,10 +126,10 @@ def test_what_orbax_saved_by_itself_is_refused_with_a_way_on(tmp_path):
 
 
 def test_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("gravac_jax.checkpoint._format.VERSION", 7)
+    monkeypatch.setattr("gravac_jax.checkpoint._format.VERSION", 8)
     save(tmp_path, begin())
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"version 7, and this gravac_jax reads"):
+    with pytest.raises(ValueError, match=r"version 8, and this gravac_jax reads"):
         restore(tmp_path, begin())
 
 

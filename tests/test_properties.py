@@ -177,7 +177,7 @@ def compressed(case, tree, replicas=True):
     is_sent = dict(case.recipe).get("compress", True)
     parts = [
         np.asarray(x, np.float64).reshape(*lead, -1)
-        for _, x in sorted(tree.items())
+        for _, x in sorted(tree.items(), key=lambda leaf: (size(leaf[1]), leaf[0]))
         if is_sent and size(x) > 3
     ]
     return np.concatenate(parts, axis=-1) if parts else np.zeros((*lead, 0))
@@ -221,9 +221,10 @@ def holds(name, rung, size, batches):
 
 def narrow(case):
     """Return the rounding error and the smallest number of each entry's dtype."""
+    by_size = lambda leaf: (np.prod(leaf[1][0]), leaf[0])
     parts = [
         np.full((int(np.prod(shape)), 2), (float(info.eps), float(info.tiny)))
-        for _, (shape, dtype) in sorted(LEAVES[case.leaves].items())
+        for _, (shape, dtype) in sorted(LEAVES[case.leaves].items(), key=by_size)
         for info in [ml_dtypes.finfo(dtype)]
         if np.prod(shape) > 3 and dict(case.recipe).get("compress", True)
     ]

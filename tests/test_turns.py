@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import _harness
+import _oracles
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +30,13 @@ by_few_exchanges = pytest.mark.parametrize(
     "name", _harness.choices([*QUICK, *RARER], lambda x: x in QUICK)
 )
 RNG = np.random.default_rng(3)
-# No multiple of the turns: the last part overlaps the one before.
 BUCKETS = RNG.standard_normal((N, 1000)).astype(np.float32)
+# No multiple of the turns: the last part overlaps the one before.
 PARTS = [slice(start, start + 352) for start in (0, 352, 1000 - 352)]
+# The small leaves are within the first row of 32 entries, which goes in every step.
+WIDE = RNG.standard_normal((N, 3000)).astype(np.float32)
+SMALL, SHAPES = 32, ((20,), (5, 2), (2970,))
+STARTS_BESIDE_SMALL = 32, 32 + 992, 3000 - 992
 GRADIENTS = _harness.gaussian_gradients(2 * TURNS)
 
 
@@ -78,6 +83,33 @@ def test_a_part_is_exchanged_as_if_alone(name):
         is_other[own] = False
         assert not found.mean[:, is_other].any()
         assert_same(found.residual[:, is_other], BUCKETS[:, is_other])
+
+
+@by_few_exchanges
+@pytest.mark.parametrize("turns", [1, TURNS])
+def test_small_leaves_go_in_every_step_in_four_bits(name, turns):
+    exchange, kind = EXCHANGES[name], type(EXCHANGES[name])
+    run, bits = on_all_replicas(exchange.shaped(SHAPES)), exchange.least_bits
+    oracle = _oracles.EXCHANGES[kind]
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    is_spared = bits < 2 * turns
+    for step in range(turns + 1):
+        rung, spared = 1 + (turns > 1), np.arange(SMALL if is_spared else 0)
+        part = np.arange(spared.size, 3000)
+        if turns > 1:
+            part = STARTS_BESIDE_SMALL[step % turns] + np.arange(992)
+        found = run(WIDE, np.int32(rung), np.int32(step))
+        energies, is_other = 0, np.ones(3000, bool)
+        for alone, own, factor in (kind(32), spared, 8), (exchange, part, 32 / bits):
+            if not own.size:
+                continue
+            expected = oracle(alone, WIDE[:, own], factor)
+            near(found.mean[0, own], expected.mean)
+            near(found.residual[:, own], expected.residuals)
+            energies, is_other[own] = energies + expected.energies, False
+        near(found.energies[:, rung], energies)
+        assert not found.mean[:, is_other].any()
+        assert_same(found.residual[:, is_other], WIDE[:, is_other])
 
 
 @by_few_exchanges
@@ -135,6 +167,43 @@ def test_each_entry_goes_once_in_as_many_steps_as_there_are_turns():
     halves = updates.reshape(4, 2, n // 2)
     assert_same(halves, halves[:, :, :1].repeat(n // 2, axis=2))
     assert halves[:, :, 0].tolist() == [[1, 0], [0, 2], [2, 0], [0, 2]]
+
+
+def test_small_leaves_take_no_turns():
+    transform = gravac.transform(
+        compress=True, exchange=gravac.Quantized(32), controller=gravac.Fixed(32)
+    )
+    params = {
+        "kernel": np.zeros((31, 64), np.float32),
+        "bias": np.zeros(32, np.float32),
+    }
+    gradients = jax.tree.map(lambda x: np.ones((4, N, *x.shape), np.float32), params)
+    updates, _ = _harness.trajectory(transform, params, "shard_map")(gradients)
+    assert (updates["bias"] == 1).all()
+    halves = updates["kernel"].reshape(4, 2, -1)
+    assert_same(halves, halves[:, :, :1].repeat(31 * 32, axis=2))
+    assert halves[:, :, 0].tolist() == [[1, 0], [0, 2], [2, 0], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "factor", "rows"),
+    [
+        ((), 64, 0),
+        ((100,), 64, 1),
+        ((100, 4000), 64, 2),  # of 4,096 entries
+        ((100, 16_384), 64, 1),  # the second is not small
+        ((8000, 8000, 16_000), 64, 8),
+        ((8000, 8000, 16_000), 65, 4),  # all of them are more than a quarter of a part
+        ((100,), 16, 0),  # takes no turns
+    ],
+)
+def test_small_leaves_are_a_small_part_of_a_message(sizes, factor, rows):
+    exchange, n = gravac.Quantized(), 2**20
+    shaped = exchange.shaped(tuple((size,) for size in (*sizes, n - sum(sizes))))
+    bytes_of = lambda exchange: exchange.traffic(n, factor, 2).wire_bytes
+    spared = exchange.traffic(4096 * rows, 8, 2).wire_bytes
+    part = -(-(256 - rows) // exchange.turns(factor)) * (2 * 4096 // 8 + 8)
+    assert bytes_of(shaped) == spared + part
 
 
 def test_a_bad_gradient_is_left_out_and_nothing_is_lost():

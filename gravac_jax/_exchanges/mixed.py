@@ -99,6 +99,10 @@ class Mixed(ByRung):
         """Whether entries are either sent or kept: no, in few bits all are rounded."""
         return False
 
+    def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Mixed":
+        """Return this exchange with few bits of arrays of these `shapes`."""
+        return dataclasses.replace(self, few_bits=self.few_bits.shaped(shapes))
+
     def padded_size(self, n: int) -> int:
         """Return the size of a bucket that suits few bits."""
         return self.few_bits.padded_size(n)

@@ -3,22 +3,44 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
-from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
-from gravac_jax._exchanges import quantizer
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._exchanges import message, quantizer
 from gravac_jax._exchanges.base import Exchanged, dense_if_cheaper
-from gravac_jax._exchanges.quantizer import SCALES, WIDTHS, Levels
+from gravac_jax._exchanges.message import Message, Section
+from gravac_jax._exchanges.quantizer import WIDTHS, Levels, row_bytes
 from gravac_jax._exchanges.rounding import Energies, RoundingExchange
 from gravac_jax._selection.entries import WORD_BITS
 from gravac_jax._selection.waiting import share_by_chance, waiting_steps
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
+SPARED_BITS = 4  # of an entry of a spared leaf
+SPARED_SHARE = 4  # a part in turn has at least so many times the bits of spared leaves
+
+
+class Rounded(NamedTuple):
+    """Entries of this replica, rounded row by row.
+
+    Attributes:
+      words: `[rows, ...]` uint32.
+      levels: of the rows.
+      kept: `[entries]` float32, what rounding drops.
+    """
+
+    words: jax.Array
+    levels: Levels
+    kept: jax.Array
+
+    def joined(self, rows: int, parts: int = 1) -> jax.Array:
+        """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`."""
+        return quantizer.join(self.words, self.levels.scales, rows, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +59,11 @@ class Quantized(RoundingExchange):
     memory, so take gradients at own params, as `gravac.train_step` does; a memory that
     forgets loses it. With `least_bits=1`, factor 32 sends one bit of all entries, and
     parts take turns above.
+
+    Where fewer than two bits an entry are sent, in turns or in one bit, small leaves
+    are spared: they go in every step, in four bits. These are leaves of fewer than
+    16,384 entries, the smallest first, as long as they add at most a quarter to what a
+    step sends. A convolutional net loses far less with them.
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
@@ -61,6 +88,8 @@ class Quantized(RoundingExchange):
         bits of half of the entries lost as much as one bit of all for a GPT, far less
         for LSTMs, whose steps have a few large entries, and far more for gradients of
         convolutional nets.
+      shapes: shapes of the arrays of a bucket, one after the other. `gravac.transform`
+        fills in those of the params, of which the smallest come first.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` is
@@ -82,6 +111,9 @@ class Quantized(RoundingExchange):
 
     row_entries: int = 4096
     least_bits: int = 2
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(
+        default=(), kw_only=True, repr=False
+    )
 
     def __post_init__(self) -> None:
         _checks.positive_integer(
@@ -104,18 +136,22 @@ class Quantized(RoundingExchange):
         """Whether small leaves are compressed if `compress` does not say: yes."""
         return True
 
-    def _lengths(self, n: int) -> Sequence[int]:
+    def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Quantized":
+        """Return this exchange with these `shapes`."""
+        return dataclasses.replace(self, shapes=shapes)
+
+    def _lengths(self, n: int, rows: int = SMALL_BUCKET_ROWS) -> Sequence[int]:
         """Return the entries that a row may have, the most first.
 
-        A small bucket has shorter rows, so that a few replicas can own equal parts.
+        Few entries have shorter rows, so that a few replicas can own equal parts.
         """
-        part = -(-n // (SMALL_BUCKET_ROWS * WORD_BITS)) * WORD_BITS
+        part = -(-n // (rows * WORD_BITS)) * WORD_BITS
         longest = min(self.row_entries, max(part, WORD_BITS))
         return range(longest, max(longest // 4, WORD_BITS) - 1, -WORD_BITS)
 
-    def _row(self, n: int) -> int:
+    def _row(self, n: int, rows: int = SMALL_BUCKET_ROWS) -> int:
         """Return the entries of a row: at best as many as divide `n` without a rest."""
-        lengths = self._lengths(n)
+        lengths = self._lengths(n, rows)
         return next((x for x in lengths if n % x == 0), lengths[0])
 
     def padded_size(self, n: int) -> int:
@@ -146,10 +182,24 @@ class Quantized(RoundingExchange):
         del replicas
         return 1
 
-    def _due_entries(self, n: int, factor: float, replicas: int) -> int:
-        """Return the entries that go in one step: all, or those of some whole rows."""
-        rows = -(-self._rows(n) // self.turns(factor))
-        return min(n, max(rows, self._least_rows(replicas)) * self._row(n))
+    def _bits_back(self, bits: int) -> int:
+        """Return the bits of the mean of entries that were sent in some bits."""
+        return bits
+
+    def _message(self, n: int, factor: float, replicas: int) -> Message:
+        """Return what goes in one step: all entries, or those of some whole rows."""
+        row, rows, turns = self._row(n), self._rows(n), self.turns(factor)
+        spared, bits = 0, self.bits(factor)
+        if bits < 2 * turns:
+            most = -(-rows // turns) * bits // (SPARED_SHARE * SPARED_BITS)
+            spared = -(-message.spared_entries(self.shapes, most * row) // row)
+        part = max(-(-(rows - spared) // turns), self._least_rows(replicas))
+        due = min(part * row, n - spared * row)
+        sections = [Section(due, self._row(due), bits, self._bits_back(bits))]
+        if spared:
+            length = self._row(spared * row, max(SMALL_BUCKET_ROWS, replicas))
+            sections += [Section(spared * row, length, SPARED_BITS, SPARED_BITS)]
+        return Message(n, tuple(sections))
 
     def _plane_words(self, n: int) -> int:
         """Return the words that one bit of every entry takes, with padding."""
@@ -159,18 +209,17 @@ class Quantized(RoundingExchange):
         """Return the cost of the packed words, or of a dense mean if that is less."""
         if factor == 1:
             return _collectives.mean_traffic(n, replicas)
-        due = self._due_entries(n, factor, replicas)
-        traffic = self._traffic(due, self.bits(factor), replicas)
-        if due < n:  # without padding, so that `send` can tell how many are due
-            words = self.bits(factor) * due // WORD_BITS
-            traffic = traffic._replace(entries=words)
+        sent = self._message(n, factor, replicas)
+        is_all = sent.entries == n
+        plane_words = self._plane_words(n) if is_all else sent.entries // WORD_BITS
+        traffic = self._traffic(sent.sections, replicas)
+        traffic = traffic._replace(entries=self.bits(factor) * plane_words)
         return dense_if_cheaper(traffic, n, replicas)
 
-    def _traffic(self, n: int, bits: int, replicas: int) -> Traffic:
-        """Return the cost of `n` entries in some bits."""
-        words = bits * self._plane_words(n)
-        payload_bytes = FLOAT32_BYTES * (words + SCALES * self._rows(n))
-        return _collectives.all_gather_traffic(words, payload_bytes, replicas)
+    def _traffic(self, sections: Sequence[Section], replicas: int) -> Traffic:
+        """Return the cost of a message, without its entries."""
+        payload_bytes = sum(x.rows * row_bytes(x.length, x.bits) for x in sections)
+        return _collectives.all_gather_traffic(0, payload_bytes, replicas)
 
     def _energies(
         self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
@@ -205,51 +254,74 @@ class Quantized(RoundingExchange):
         for factor in ladder:
             is_dense = self.is_dense(n, factor, replicas)
             words = self.bits(factor) * self._plane_words(n)
-            due = self._due_entries(n, factor, replicas)
             counts.append(n if is_dense else words)
-            turns.append(1.0 if is_dense else float(-(-n // due)))
+            turns.append(1 if is_dense else self._message(n, factor, replicas).parts)
         share = super()._shares(gradient, counts, key)
         return share_by_chance(waiting_steps(share, jnp.asarray(turns, jnp.float32)))
 
-    def _round(
-        self, bucket: jax.Array, bits: int
-    ) -> tuple[jax.Array, Levels, jax.Array]:
-        """Return the bucket's words, their levels, and what rounding drops."""
-        words, levels, kept = quantizer.round_rows(*self._in_rows(bucket), bits)
-        return words, levels, kept.reshape(-1)[: bucket.size]
-
     def _send(
-        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+        self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm
     ) -> Exchanged:
         """Send all entries in some bits, or in the fewest those whose turn it is."""
-        n, plane_words = bucket.size, self._plane_words(bucket.size)
-        energy = _arrays.energy(bucket)
-        if k >= self.least_bits * plane_words:
-            return self._send_all(bucket, energy, k // plane_words, comm)
-        due = WORD_BITS * k // self.least_bits
-        start = jnp.minimum(step % -(-n // due) * due, n - due)
+        n, energy = bucket.size, _arrays.energy(bucket)
+        sent = self._message(n, factor, comm.replicas)
+        if sent.part == n:
+            [(mean, kept)], comm = self._send_sections([bucket], sent, energy, comm)
+            return comm.exchanged(mean, kept)
         # Else XLA would make the bucket twice, for what is due and for the rest.
         bucket = jax.lax.optimization_barrier(bucket)
-        part = jax.lax.dynamic_slice(bucket, (start,), (due,))
-        sent = self._send_all(part, energy, self.least_bits, comm)
-        put = lambda x, part: jax.lax.dynamic_update_slice(x, part, (start,))
-        whole = put(jnp.zeros_like(sent.mean, shape=(n,)), sent.mean)
-        return sent._replace(mean=whole, residual=put(bucket, sent.residual))
-
-    def _send_all(
-        self, bucket: jax.Array, energy: jax.Array, bits: int, comm: Comm
-    ) -> Exchanged:
-        """Gather all words and scales; the energies travel with them."""
-        rows, k = self._rows(bucket.size), bits * self._plane_words(bucket.size)
-        words, levels, kept = self._round(bucket, bits)
-        comm = Energies.on(comm, (jnp.sum(levels.sent), energy))
-        scales = _arrays.to_words(levels.scales.reshape(-1))
-        gathered = comm.gather(jnp.concatenate([words.reshape(-1), scales]))
-        scales = _arrays.from_words(gathered[:, k:]).reshape(-1, rows, SCALES)
-
-        def add_up() -> jax.Array:
-            sent = gathered[:, :k].reshape(-1, *words.shape)
-            return quantizer.mean(sent, scales, bits)
-
-        mean = _arrays.kernel(add_up, scales).reshape(-1)[: bucket.size]
+        starts = sent.starts(step)
+        parts = [
+            jax.lax.dynamic_slice(bucket, (start,), (section.entries,))
+            for start, section in zip(starts, sent.sections, strict=True)
+        ]
+        # Else XLA would read them from the bucket again, and could not overwrite it.
+        parts[1:] = map(jax.lax.optimization_barrier, parts[1:])
+        averaged, comm = self._send_sections(parts, sent, energy, comm)
+        mean, kept = jnp.zeros_like(averaged[0][0], shape=(n,)), bucket
+        put = jax.lax.dynamic_update_slice
+        for start, (own_mean, own_kept) in zip(starts, averaged, strict=True):
+            mean, kept = put(mean, own_mean, (start,)), put(kept, own_kept, (start,))
         return comm.exchanged(mean, kept)
+
+    def _send_sections(
+        self,
+        parts: Sequence[jax.Array],
+        sent: Message,
+        energy: jax.Array,
+        comm: Comm,
+    ) -> tuple[list[tuple[jax.Array, jax.Array]], Energies]:
+        """Average the sections of a message over replicas.
+
+        Returns:
+          The mean of each, and what is kept of it; and the energies that travelled.
+        """
+        rounded = list(map(self._round, parts, sent.sections))
+        energies = _arrays.total(jnp.sum(x.levels.sent) for x in rounded), energy
+        comm = Energies.on(comm, energies)
+        return self._average(rounded, sent.sections, comm), comm
+
+    def _round(self, part: jax.Array, section: Section) -> Rounded:
+        """Round the entries of a section."""
+        rows = self._in_rows(part, section.length)
+        words, levels, kept = quantizer.round_rows(*rows, section.bits)
+        return Rounded(words, levels, kept.reshape(-1)[: part.size])
+
+    def _average(
+        self, rounded: Sequence[Rounded], sections: Sequence[Section], comm: Comm
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Gather all words and scales in one message.
+
+        Returns:
+          The mean of each section, and what this replica keeps of it.
+        """
+        own = [x.joined(len(x.words))[0] for x in rounded]
+        theirs = _arrays.together(comm.gather, own)
+
+        def decoded(words: jax.Array, section: Section) -> jax.Array:
+            parts = quantizer.split(words, section.rows, section.bits)
+            add_up = lambda: quantizer.mean(*parts, section.bits)
+            return _arrays.kernel(add_up, parts[1]).reshape(-1)[: section.entries]
+
+        means = map(decoded, theirs, sections)
+        return [(mean, x.kept) for mean, x in zip(means, rounded, strict=True)]

@@ -1,17 +1,17 @@
 """Every replica averages a part of all entries, and both ways go in a few bits each."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _checks
-from gravac_jax._collectives import FLOAT32_BYTES, Comm, Traffic
+from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.base import Exchanged
-from gravac_jax._exchanges.quantized import Quantized
-from gravac_jax._exchanges.quantizer import SCALES, WIDTHS
-from gravac_jax._exchanges.rounding import Energies
+from gravac_jax._exchanges.message import Section
+from gravac_jax._exchanges.quantized import Quantized, Rounded
+from gravac_jax._exchanges.quantizer import WIDTHS, row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ class QuantizedAllReduce(Quantized):
     Args:
       row_entries: as for `Quantized`.
       least_bits: as for `Quantized`.
+      shapes: as for `Quantized`.
       mean_bits: bits of an entry in the second stage; None for those of the first.
 
     Raises:
@@ -76,83 +77,82 @@ class QuantizedAllReduce(Quantized):
     def _least_rows(self, replicas: int) -> int:
         return replicas if self._stages(self.least_bits, replicas) == 2 else 1
 
-    def _part_rows(self, n: int, replicas: int) -> int:
-        return -(-self._rows(n) // replicas)
-
-    def _row_bytes(self, n: int, bits: int) -> int:
-        return self._row(n) * bits // 8 + FLOAT32_BYTES * SCALES
-
-    def _traffic(self, n: int, bits: int, replicas: int) -> Traffic:
-        """Return the cost of both stages, or of the only one."""
-        if self._stages(bits, replicas) == 1:
-            return super()._traffic(n, bits, replicas)
-        part = self._part_rows(n, replicas)
-        first = self._row_bytes(n, bits) * part
-        second = self._row_bytes(n, self.mean_bits or bits) * part
+    def _traffic(self, sections: Sequence[Section], replicas: int) -> Traffic:
+        """Return the cost of both stages, or of the only one, without entries."""
+        if self._stages(sections[0].bits, replicas) == 1:
+            return super()._traffic(sections, replicas)
+        owned = [(x, _owned_rows(x, replicas)) for x in sections]
+        first = sum(rows * row_bytes(x.length, x.bits) for x, rows in owned)
+        second = sum(rows * row_bytes(x.length, x.bits_back) for x, rows in owned)
         return Traffic(
-            entries=bits * self._plane_words(n),
+            entries=0,
             payload_bytes=replicas * first + second,
             wire_bytes=float((replicas - 1) * (first + second)),
             messages=2 * (replicas - 1),
         )
 
-    def _send_all(
-        self, bucket: jax.Array, energy: jax.Array, bits: int, comm: Comm
-    ) -> Exchanged:
-        """Average this replica's part, and gather the rounded means of all parts."""
-        if self._stages(bits, comm.replicas) == 1:
-            return super()._send_all(bucket, energy, bits, comm)
-        n, length = bucket.size, self._row(bucket.size)
-        rows = self._part_rows(n, comm.replicas)
-        words, levels, kept = self._round(bucket, bits)
-        comm = Energies.on(comm, (jnp.sum(levels.sent), energy))
-        mine = _join(words, levels.scales, rows, comm.replicas)
-        mean = _mean(*_split(comm.swap(mine), rows, bits), bits).reshape(rows, length)
-        start = comm.replica() * rows * length
-        entries = jnp.full_like(mean, length, shape=(rows,))
-        if n % length:
-            mean, entries = _cut(mean, n - start)
+    def _bits_back(self, bits: int) -> int:
+        """Return the bits of the mean of entries that were sent in some bits."""
+        return self.mean_bits or bits
 
-        mean_bits = self.mean_bits or bits
-        words, again, lost = quantizer.round_rows(mean, entries, mean_bits)
-        parts = comm.gather(_join(words, again.scales, rows, 1).reshape(-1))
-        whole = _whole(parts, rows, mean_bits).reshape(-1)[:n]
-        kept = _added_at(kept, comm.replicas * lost.reshape(-1), start)
-        return comm.exchanged(whole, kept)
+    def _average(
+        self, rounded: Sequence[Rounded], sections: Sequence[Section], comm: Comm
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Average the rows that this replica owns, and gather the rounded means."""
+        if self._stages(sections[0].bits, comm.replicas) == 1:
+            return super()._average(rounded, sections, comm)
+        replicas = comm.replicas
+        mine = [
+            x.joined(_owned_rows(section, replicas), replicas)
+            for x, section in zip(rounded, sections, strict=True)
+        ]
+        received = _arrays.together(comm.swap, mine)
+        owned = [
+            _round_mean(x, y, comm) for x, y in zip(received, sections, strict=True)
+        ]
+        back = _arrays.together(comm.gather, [x.joined(len(x.words))[0] for x in owned])
+        means = map(_decoded_back, back, sections)
+        kept = [
+            _added_at(x.kept, replicas * y.kept, comm.replica() * y.kept.size)
+            for x, y in zip(rounded, owned, strict=True)
+        ]
+        return list(zip(means, kept, strict=True))
 
 
-def _join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Array:
-    """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`.
+def _owned_rows(section: Section, replicas: int) -> int:
+    """Return how many rows of a section each replica owns."""
+    return -(-section.rows // replicas)
 
-    Rows that are missing in the last parts become 0.
+
+def _round_mean(words: jax.Array, section: Section, comm: Comm) -> Rounded:
+    """Round the mean over replicas of the rows that this replica owns.
+
+    Args:
+      words: `[replicas, words]` uint32, what each has sent of these rows.
+      section: to which they belong.
+      comm: the other replicas.
     """
+    n, length, bits = section.entries, section.length, section.bits
+    rows = _owned_rows(section, comm.replicas)
+    mean = _mean(*quantizer.split(words, rows, bits), bits).reshape(rows, length)
+    entries = jnp.full_like(mean, length, shape=(rows,))
+    if n % length:
+        mean, entries = _cut(mean, n - comm.replica() * rows * length)
+    words, levels, lost = quantizer.round_rows(mean, entries, section.bits_back)
+    return Rounded(words, levels, lost.reshape(-1))
 
-    def cut(x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1)
-        whole = rows * parts * (flat.size // len(x))
-        return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
 
-    return jnp.concatenate([cut(words), cut(_arrays.to_words(scales))], axis=1)
-
-
-def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Undo `_join`: return words `[parts, rows, bits, ...]` and scales."""
-    parts = len(joined)
-    words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
-    scales = _arrays.from_words(scales).reshape(parts, rows, SCALES)
-    return words.reshape(parts, rows, bits, -1), scales
+def _decoded_back(words: jax.Array, section: Section) -> jax.Array:
+    """Return the mean of a section from all of its owners, `[entries]`."""
+    rows, bits = _owned_rows(section, len(words)), section.bits_back
+    in_order = lambda x: x.reshape(1, -1, *x.shape[2:])
+    words, scales = map(in_order, quantizer.split(words, rows, bits))
+    return _mean(words, scales, bits).reshape(-1)[: section.entries]
 
 
 def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """Return the mean over replicas of the part that each has sent."""
     return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
-
-
-def _whole(joined: jax.Array, rows: int, bits: int) -> jax.Array:
-    """Return what all parts stand for, `[parts * rows, ...]`."""
-    parts = _split(joined, rows, bits)
-    words, scales = (x.reshape(1, -1, *x.shape[2:]) for x in parts)
-    return _mean(words, scales, bits)
 
 
 def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -102,11 +102,12 @@ class QuantizedTopK(RoundingExchange):
         return [jnp.sum(levels(m).sent) for m in each]
 
     def _send(
-        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+        self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm
     ) -> Exchanged:
         """Gather all codes and magnitudes; the energies travel with them."""
         del step
         n, row, rows = bucket.size, self._row(bucket.size), self._rows(bucket.size)
+        k = self.traffic(n, factor, comm.replicas).entries
         width = self._width(n)
         top = row_top_k(bucket, row, k // rows)
         levels = row_codes.fit(top.values, self.bits)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays
+from gravac_jax._collectives import FLOAT32_BYTES
 from gravac_jax._selection.entries import WORD_BITS
 
 WIDTHS = (8, 4, 2, 1)
@@ -196,6 +197,33 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """Undo `pack`: return codes, `[rows, bits, 32 / bits, entries / 32]` uint32."""
     return (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
+
+
+def row_bytes(length: int, bits: int) -> int:
+    """Return the bytes of the words and scales of a row."""
+    return length * bits // 8 + FLOAT32_BYTES * SCALES
+
+
+def join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Array:
+    """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`.
+
+    Rows that are missing in the last parts become 0.
+    """
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1)
+        whole = rows * parts * (flat.size // len(x))
+        return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
+
+    return jnp.concatenate([cut(words), cut(_arrays.to_words(scales))], axis=1)
+
+
+def split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Undo `join`: return words `[parts, rows, bits, ...]` and scales."""
+    parts = len(joined)
+    words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
+    scales = _arrays.from_words(scales).reshape(parts, rows, SCALES)
+    return words.reshape(parts, rows, bits, -1), scales
 
 
 def mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

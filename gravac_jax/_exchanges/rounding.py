@@ -61,13 +61,13 @@ class RoundingExchange(ByRung):
 
     @abc.abstractmethod
     def _send(
-        self, bucket: jax.Array, k: int, step: jax.Array | int, comm: Comm
+        self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm
     ) -> Exchanged:
         """Exchange what a rung sends that is not dense.
 
         Args:
           bucket: `[n]` float32.
-          k: static, the entries of its `traffic`.
+          factor: static.
           step: as for `exchange`.
           comm: the other replicas.
         """
@@ -83,13 +83,12 @@ class RoundingExchange(ByRung):
         step: jax.Array | int,
     ) -> tuple[Exchanged, Any]:
         """Average a bucket over replicas at a factor that is not dense."""
-        k = self.traffic(bucket.size, factor, comm.replicas).entries
-        return self._send(bucket, k, step, comm), state
+        return self._send(bucket, factor, step, comm), state
 
-    def _in_rows(self, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the bucket in rows, padded by zeros, and the entries of each row."""
-        n, rows, length = bucket.size, self._rows(bucket.size), self._row(bucket.size)
-        padded = jnp.pad(bucket, (0, rows * length - n)).reshape(rows, length)
+    def _in_rows(self, part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        """Return entries in rows, padded by zeros, and the entries of each row."""
+        n, rows = part.size, -(-part.size // length)
+        padded = jnp.pad(part, (0, rows * length - n)).reshape(rows, length)
         # XLA would move the reshape into a sum, which its CPU backend then does slowly.
         padded = jax.lax.platform_dependent(
             padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
@@ -105,7 +104,7 @@ class RoundingExchange(ByRung):
         whole = bucket.size // length
         apart = whole // LOOKED_AT_ROWS
         if apart < 2:
-            return self._in_rows(bucket)
+            return self._in_rows(bucket, length)
         rows = whole // apart
         groups = bucket[: rows * apart * length].reshape(rows, apart, length)
         first = (_arrays.draws(key)[0] % apart).astype(jnp.int32)

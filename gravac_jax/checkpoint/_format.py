@@ -25,7 +25,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 6
+VERSION = 7
 
 
 def to_named(tree: Any, params: Any) -> Named:
