@@ -129,9 +129,9 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 def together(
     work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return what `work` makes of `arrays` that are joined by their last axes.
+    """Call `work` once, on all `arrays` joined along their last axes.
 
-    The last axis of its result is as long, and is cut apart again.
+    The last axis of its result is as long, and is cut as the arrays were.
     """
     sizes = [x.shape[-1] for x in arrays]
     done = work(jnp.concatenate(arrays, axis=-1))

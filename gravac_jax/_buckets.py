@@ -5,8 +5,8 @@ selecting layer by layer at the same bytes (Tyagi and Swany, BigData 2023, table
 there is one bucket, as long as its indices fit. A larger model has several of about
 equal size; a leaf that lies across a border is cut there.
 
-In a bucket leaves lie in the order of their sizes, so that an exchange can treat the
-smallest ones alike, which are its first entries.
+Leaves lie in a bucket in ascending order of size. So the small ones are its first
+entries, and an exchange can treat them alike.
 
 Leaves that go dense are fused into one vector. Where entries are selected, these are
 small and one-dimensional leaves (biases, norms): their entries would wait long, which
@@ -106,7 +106,7 @@ class Buckets:
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces in each bucket, those of the smallest leaves first; maybe none."""
+        """The pieces in each bucket, of small leaves first; one bucket may be empty."""
         sizes = [x.size for x in self._chosen(self.leaves, True)]
         order = sorted(range(len(sizes)), key=lambda leaf: sizes[leaf])
         ends = itertools.accumulate((sizes[leaf] for leaf in order), initial=0)

@@ -186,24 +186,56 @@ def test_small_leaves_take_no_turns():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "factor", "rows"),
+    ("sizes", "factor", "kilo"),
     [
         ((), 64, 0),
         ((100,), 64, 1),
-        ((100, 4000), 64, 2),  # of 4,096 entries
+        ((100, 4000), 64, 5),  # in quarters of rows of 4,096 entries
         ((100, 16_384), 64, 1),  # the second is not small
-        ((8000, 8000, 16_000), 64, 8),
-        ((8000, 8000, 16_000), 65, 4),  # all of them are more than a quarter of a part
+        ((8000, 8000, 16_000), 64, 32),
+        ((8000, 8000, 16_000), 65, 16),  # all of them are more than a quarter of a part
         ((100,), 16, 0),  # takes no turns
     ],
 )
-def test_small_leaves_are_a_small_part_of_a_message(sizes, factor, rows):
+def test_small_leaves_are_a_small_part_of_a_message(sizes, factor, kilo):
     exchange, n = gravac.Quantized(), 2**20
     shaped = exchange.shaped(tuple((size,) for size in (*sizes, n - sum(sizes))))
     bytes_of = lambda exchange: exchange.traffic(n, factor, 2).wire_bytes
-    spared = exchange.traffic(4096 * rows, 8, 2).wire_bytes
-    part = -(-(256 - rows) // exchange.turns(factor)) * (2 * 4096 // 8 + 8)
+    spared = exchange.traffic(1024 * kilo, 8, 2).wire_bytes
+    rows = -(-(n - 1024 * kilo) // 4096)
+    part = -(-rows // exchange.turns(factor)) * (2 * 4096 // 8 + 8)
     assert bytes_of(shaped) == spared + part
+
+
+@pytest.mark.parametrize("replicas", [2, 16, 64])
+@pytest.mark.parametrize("n", [2**16, 2**18])
+def test_with_small_leaves_more_turns_never_send_more(n, replicas):
+    exchange = gravac.QuantizedAllReduce(shapes=((1000,), (n - 1000,)))
+    factors = [16, *(16 * turns for turns in (2, 3, 4, 8, 16, 32))]
+    sent = [exchange.traffic(n, factor, replicas).wire_bytes for factor in factors]
+    assert sent == sorted(sent, reverse=True)
+    assert (sent[-1] < sent[0]) == (n // 4096 > replicas)
+
+
+def test_what_is_spared_counts_as_sent_at_once():
+    """Small leaves with half of the energy let a step in turn send half and more."""
+    exchange = gravac.Quantized(32, shapes=SHAPES)
+    bucket = np.ones(3000, np.float32)
+    bucket[:SMALL] = np.sqrt((3000 - SMALL) / SMALL)
+    given = jnp.asarray(bucket), ladder(exchange), jax.random.key(0), Comm(None)
+    _, whole, in_turn = exchange.bucket_shares(*given)
+    assert whole == pytest.approx(1, rel=1e-5)
+    assert in_turn == pytest.approx(0.5 + 0.5 * 992 / (3000 - SMALL), rel=1e-5)
+    _, whole, in_turn = exchange.shares(*given)
+    assert whole == pytest.approx(1, rel=1e-5)
+    assert in_turn == pytest.approx(1 / (1 + 0.5 * (TURNS - 1) / 2), rel=1e-5)
+
+
+def test_a_mix_spares_small_leaves_of_few_bits():
+    few_bits, shapes = gravac.Quantized(), ((100,), (2**20 - 100,))
+    mixed = gravac.Mixed(few_bits=few_bits).shaped(shapes)
+    of = lambda exchange: exchange.traffic(2**20, 64, N)
+    assert of(mixed) == of(few_bits.shaped(shapes)) != of(few_bits)
 
 
 def test_a_bad_gradient_is_left_out_and_nothing_is_lost():

@@ -128,7 +128,10 @@ class Exchange(abc.ABC):
         return False
 
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
-        """Return this exchange for buckets that hold arrays of these `shapes`."""
+        """Return this exchange for buckets that hold arrays of these `shapes`.
+
+        They come in ascending order of size.
+        """
         del shapes
         return self
 

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-SMALL_LEAF = 16_384  # entries; from PaddlePaddle's DGC, which sends such leaves whole
+from gravac_jax._buckets import MIN_ENTRIES
 
 
 class Section(NamedTuple):
     """A section of a message.
 
     Attributes:
-      entries: how many it holds.
-      length: entries of a row, which share scales; a multiple of 32.
-      bits: of an entry that a replica sends.
-      bits_back: of an entry of the mean, if that is rounded as well.
+      entries: the number of its entries.
+      length: the entries of a row, which share scales; a multiple of 32.
+      bits: the bits of an entry, as a replica sends it.
+      bits_back: the bits of an entry of the mean, where that is rounded as well.
     """
 
     entries: int
@@ -59,21 +59,27 @@ class Message(NamedTuple):
         return self.sections[0].entries
 
     @property
+    def spared(self) -> int:
+        """The entries of leaves that go in every step."""
+        return self.entries - self.part
+
+    @property
     def parts(self) -> int:
         """How many parts take turns. The last may overlap the one before."""
-        spared = self.entries - self.part
-        return -(-(self.n - spared) // max(self.part, 1))
+        return max(1, -(-(self.n - self.spared) // max(self.part, 1)))
 
     def starts(self, step: jax.Array | int) -> list[jax.Array | int]:
         """Return the first entry of each section, `[]` int32."""
-        spared = self.entries - self.part
-        turn = spared + step % self.parts * self.part
+        turn = self.spared + step % self.parts * self.part
         due = jnp.minimum(turn, self.n - self.part)
-        return [due, 0] if spared else [due]
+        return [due, 0][: len(self.sections)]
 
 
-def spared_entries(shapes: Sequence[tuple[int, ...]], most: int) -> int:
-    """Return the entries of the first leaves, as long as they are small, and few."""
-    sizes = itertools.takewhile(lambda size: size < SMALL_LEAF, map(math.prod, shapes))
+def small_entries(shapes: Sequence[tuple[int, ...]], most: int) -> int:
+    """Return how many entries the first leaves have that are small: `most` at most.
+
+    Leaves are spared whole or not at all.
+    """
+    sizes = itertools.takewhile(lambda size: size < MIN_ENTRIES, map(math.prod, shapes))
     ends = itertools.takewhile(lambda end: end <= most, itertools.accumulate(sizes))
     return max(ends, default=0)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import Comm, Traffic
@@ -22,7 +21,7 @@ from gravac_jax._selection.waiting import share_by_chance, waiting_steps
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
 SPARED_BITS = 4  # of an entry of a spared leaf
-SPARED_SHARE = 4  # a part in turn has at least so many times the bits of spared leaves
+SPARED_SHARE = 4  # the bits of a part, over those of spared leaves, at least
 
 
 class Rounded(NamedTuple):
@@ -38,9 +37,9 @@ class Rounded(NamedTuple):
     levels: Levels
     kept: jax.Array
 
-    def joined(self, rows: int, parts: int = 1) -> jax.Array:
-        """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`."""
-        return quantizer.join(self.words, self.levels.scales, rows, parts)
+    def joined(self, parts: int = 1) -> jax.Array:
+        """Return words and scales, cut into parts of rows: `[parts, ...]` uint32."""
+        return quantizer.join(self.words, self.levels.scales, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +60,25 @@ class Quantized(RoundingExchange):
     parts take turns above.
 
     Where fewer than two bits an entry are sent, in turns or in one bit, small leaves
-    are spared: they go in every step, in four bits. These are leaves of fewer than
-    16,384 entries, the smallest first, as long as they add at most a quarter to what a
-    step sends. A convolutional net loses far less with them.
+    are spared: they go in every step, in four bits at least. These are leaves of fewer
+    than 16,384 entries, the smallest first, as long as they add about a quarter at most
+    to what a step sends. In turns, a convolutional net loses less than half as much
+    with it (record 2026-11-27_spared_leaves).
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
       the squared cosine between both: at least 1 / `row_entries`, and 0.64, 0.87, 0.96
       of a Gaussian at 1, 2 and 4 bits. Products round, so sent + kept is the bucket
       within one unit in the last place of the larger. In turns, the part that is due
-      obeys this law, and the rest of the bucket is kept. What is due in a step that
-      `gravac.guard` skips waits for its next turn. `Traffic.entries` counts words of 32
-      bits.
+      and spared leaves obey this law, and the rest of the bucket is kept. What is due
+      in a step that `gravac.guard` skips waits for its next turn. `Traffic.entries`
+      counts words of 32 bits; an entry that is spared counts as one of the part.
 
     Cost:
       (N - 1) alpha + (N - 1) b n / 8 beta with b bits an entry, and 8 bytes a row.
       A dense ring costs 2 (N - 1) / N 4 n beta: 64 / (N b) times as much. Widths for
       which that is below 1 are dense. In turns, n is the entries of a part, which has
-      whole rows.
+      whole rows. Spared leaves come on top, with an n and a b of their own.
 
     Args:
       row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
@@ -186,19 +186,36 @@ class Quantized(RoundingExchange):
         """Return the bits of the mean of entries that were sent in some bits."""
         return bits
 
+    def _part_rows(self, rows: int, factor: float, replicas: int) -> int:
+        """Return how many of some rows have their turn in one step."""
+        turns = self.turns(factor)
+        return min(rows, max(-(-rows // turns), self._least_rows(replicas)))
+
+    def _spared_entries(self, n: int, factor: float, replicas: int) -> int:
+        """Return how many entries go in every step: the first ones, of small leaves."""
+        row, rows, bits = self._row(n), self._rows(n), self.bits(factor)
+        part = self._part_rows(rows, factor, replicas)
+        if bits * part >= 2 * rows:
+            return 0
+        most = part * row * bits // (SPARED_SHARE * SPARED_BITS)
+        small = message.small_entries(self.shapes, most)
+        # What is left has whole rows of this length.
+        unit = row // 4 if row % (4 * WORD_BITS) == 0 else row
+        return -(-small // unit) * unit
+
     def _message(self, n: int, factor: float, replicas: int) -> Message:
         """Return what goes in one step: all entries, or those of some whole rows."""
-        row, rows, turns = self._row(n), self._rows(n), self.turns(factor)
-        spared, bits = 0, self.bits(factor)
-        if bits < 2 * turns:
-            most = -(-rows // turns) * bits // (SPARED_SHARE * SPARED_BITS)
-            spared = -(-message.spared_entries(self.shapes, most * row) // row)
-        part = max(-(-(rows - spared) // turns), self._least_rows(replicas))
-        due = min(part * row, n - spared * row)
-        sections = [Section(due, self._row(due), bits, self._bits_back(bits))]
+        row, bits = self._row(n), self.bits(factor)
+        back = self._bits_back(bits)
+        spared = self._spared_entries(n, factor, replicas)
+        left = n - spared
+        rows = self._part_rows(-(-left // row), factor, replicas)
+        part = min(left, rows * row)
+        sections = [Section(part, self._row(part), bits, back)]
         if spared:
-            length = self._row(spared * row, max(SMALL_BUCKET_ROWS, replicas))
-            sections += [Section(spared * row, length, SPARED_BITS, SPARED_BITS)]
+            rows = max(SMALL_BUCKET_ROWS, self._least_rows(replicas))
+            both = (max(x, SPARED_BITS) for x in (bits, back))
+            sections.append(Section(spared, self._row(spared, rows), *both))
         return Message(n, tuple(sections))
 
     def _plane_words(self, n: int) -> int:
@@ -232,32 +249,47 @@ class Quantized(RoundingExchange):
 
         return quantizer.by_blocks(look, rows)
 
-    def _shares(
-        self, bucket: jax.Array, counts: Sequence[int], key: jax.Array
-    ) -> jax.Array:
-        """Return the share of a bucket's energy that rungs would send, `[rungs]`.
-
-        What is due in turn is taken for as large as the rest.
-        """
-        n = bucket.size
-        least = min(n, self.least_bits * self._plane_words(n))  # words, or all is dense
-        shares = super()._shares(bucket, [max(k, least) for k in counts], key)
-        due = WORD_BITS / self.least_bits * np.asarray(counts, np.float32)
-        return shares * np.minimum(1, due / max(n, 1))
-
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
         """Return shares; of parts in turn, those that let entries wait as long."""
-        n, replicas = gradient.size, comm.replicas
-        counts, turns = [], []
+        share, spared, sent = self._looked(gradient, ladder, key, comm)
+        turns = jnp.asarray([x.parts for x in sent], jnp.float32)
+        at_once, in_turn = waiting_steps(share), waiting_steps(share, turns)
+        return share_by_chance(spared * at_once + (1 - spared) * in_turn)
+
+    def bucket_shares(
+        self, bucket: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> jax.Array:
+        """Return the share of a bucket's energy that each rung would send.
+
+        The part that is due is taken for as large as all others.
+        """
+        share, spared, sent = self._looked(bucket, ladder, key, comm)
+        due = [x.part / max(x.n - x.spared, 1) for x in sent]
+        return share * (spared + (1 - spared) * jnp.asarray(due, jnp.float32))
+
+    def _looked(
+        self, x: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
+    ) -> tuple[jax.Array, jax.Array, list[Message]]:
+        """Look at what each rung would send.
+
+        Returns:
+          The share of the energy that it would send of all entries, and that of the
+          leaves that it spares, `[rungs]`; and what goes in one step.
+        """
+        n, replicas = x.size, comm.replicas
+        counts, sent = [], []
         for factor in ladder:
             is_dense = self.is_dense(n, factor, replicas)
             words = self.bits(factor) * self._plane_words(n)
             counts.append(n if is_dense else words)
-            turns.append(1 if is_dense else self._message(n, factor, replicas).parts)
-        share = super()._shares(gradient, counts, key)
-        return share_by_chance(waiting_steps(share, jnp.asarray(turns, jnp.float32)))
+            # A dense step has all entries in one part.
+            sent.append(self._message(n, 1 if is_dense else factor, replicas))
+        energy = jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
+        spared = {y.spared: _arrays.energy(x[: y.spared]) / energy for y in sent}
+        share = self._shares(x, counts, key)
+        return share, jnp.stack([spared[y.spared] for y in sent]), sent
 
     def _send(
         self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm
@@ -268,14 +300,19 @@ class Quantized(RoundingExchange):
         if sent.part == n:
             [(mean, kept)], comm = self._send_sections([bucket], sent, energy, comm)
             return comm.exchanged(mean, kept)
-        # Else XLA would make the bucket twice, for what is due and for the rest.
+        if sent.entries == n:
+            parts = [bucket[sent.spared :], bucket[: sent.spared]]
+            averaged, comm = self._send_sections(parts, sent, energy, comm)
+            mean, kept = (jnp.concatenate(x[::-1]) for x in zip(*averaged, strict=True))
+            return comm.exchanged(mean, kept)
+        # The bucket is made once, for what is due and for the rest.
         bucket = jax.lax.optimization_barrier(bucket)
         starts = sent.starts(step)
         parts = [
             jax.lax.dynamic_slice(bucket, (start,), (section.entries,))
             for start, section in zip(starts, sent.sections, strict=True)
         ]
-        # Else XLA would read them from the bucket again, and could not overwrite it.
+        # Spared leaves are not read again, so that the bucket can be overwritten.
         parts[1:] = map(jax.lax.optimization_barrier, parts[1:])
         averaged, comm = self._send_sections(parts, sent, energy, comm)
         mean, kept = jnp.zeros_like(averaged[0][0], shape=(n,)), bucket
@@ -315,7 +352,7 @@ class Quantized(RoundingExchange):
         Returns:
           The mean of each section, and what this replica keeps of it.
         """
-        own = [x.joined(len(x.words))[0] for x in rounded]
+        own = [x.joined()[0] for x in rounded]
         theirs = _arrays.together(comm.gather, own)
 
         def decoded(words: jax.Array, section: Section) -> jax.Array:

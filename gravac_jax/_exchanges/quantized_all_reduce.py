@@ -45,6 +45,7 @@ class QuantizedAllReduce(Quantized):
       least_bits: as for `Quantized`.
       shapes: as for `Quantized`.
       mean_bits: bits of an entry in the second stage; None for those of the first.
+        Entries of spared leaves have four at least.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` or
@@ -102,15 +103,11 @@ class QuantizedAllReduce(Quantized):
         if self._stages(sections[0].bits, comm.replicas) == 1:
             return super()._average(rounded, sections, comm)
         replicas = comm.replicas
-        mine = [
-            x.joined(_owned_rows(section, replicas), replicas)
-            for x, section in zip(rounded, sections, strict=True)
-        ]
-        received = _arrays.together(comm.swap, mine)
+        received = _arrays.together(comm.swap, [x.joined(replicas) for x in rounded])
         owned = [
             _round_mean(x, y, comm) for x, y in zip(received, sections, strict=True)
         ]
-        back = _arrays.together(comm.gather, [x.joined(len(x.words))[0] for x in owned])
+        back = _arrays.together(comm.gather, [x.joined()[0] for x in owned])
         means = map(_decoded_back, back, sections)
         kept = [
             _added_at(x.kept, replicas * y.kept, comm.replica() * y.kept.size)

@@ -204,11 +204,12 @@ def row_bytes(length: int, bits: int) -> int:
     return length * bits // 8 + FLOAT32_BYTES * SCALES
 
 
-def join(words: jax.Array, scales: jax.Array, rows: int, parts: int) -> jax.Array:
-    """Return the words and scales of parts of `rows`, uint32: `[parts, ...]`.
+def join(words: jax.Array, scales: jax.Array, parts: int) -> jax.Array:
+    """Return the words and scales of some parts of the rows, uint32: `[parts, ...]`.
 
-    Rows that are missing in the last parts become 0.
+    Parts have the same number of rows, with rows of 0 in the last ones.
     """
+    rows = -(-len(words) // parts)
 
     def cut(x: jax.Array) -> jax.Array:
         flat = x.reshape(-1)

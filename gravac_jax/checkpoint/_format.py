@@ -1,4 +1,4 @@
-"""The format of checkpoints, version 6: training state as named arrays.
+"""The format of checkpoints, version 7: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
