@@ -199,8 +199,10 @@ class Quantized(RoundingExchange):
             return 0
         most = part * row * bits // (SPARED_SHARE * SPARED_BITS)
         small = message.small_entries(self.shapes, most)
-        # What is left has whole rows of this length.
-        unit = row // 4 if row % (4 * WORD_BITS) == 0 else row
+        # If all the rest goes as well, it has whole rows of full length then: TPUs lay
+        # out shorter ones with padding.
+        is_fine = part < rows and row % (4 * WORD_BITS) == 0
+        unit = row // 4 if is_fine else row
         return -(-small // unit) * unit
 
     def _message(self, n: int, factor: float, replicas: int) -> Message:
@@ -300,13 +302,13 @@ class Quantized(RoundingExchange):
         if sent.part == n:
             [(mean, kept)], comm = self._send_sections([bucket], sent, energy, comm)
             return comm.exchanged(mean, kept)
+        # The bucket is made once, for all sections and for what is not due.
+        bucket = jax.lax.optimization_barrier(bucket)
         if sent.entries == n:
             parts = [bucket[sent.spared :], bucket[: sent.spared]]
             averaged, comm = self._send_sections(parts, sent, energy, comm)
             mean, kept = (jnp.concatenate(x[::-1]) for x in zip(*averaged, strict=True))
             return comm.exchanged(mean, kept)
-        # The bucket is made once, for what is due and for the rest.
-        bucket = jax.lax.optimization_barrier(bucket)
         starts = sent.starts(step)
         parts = [
             jax.lax.dynamic_slice(bucket, (start,), (section.entries,))
