@@ -193,6 +193,7 @@ _EXCHANGES = "2026-11-21_exchanges"
 _IN_TURN = "2026-11-25_in_turn"
 _SPARSE = "2026-11-26_sparse_progress"
 _LAYERS = "2026-11-27_vgg_layers"
+_SPARED = "2026-11-27_spared_leaves"
 _LIVE = "2026-11-25_live"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
@@ -238,11 +239,13 @@ MADE: dict[str, Make] = {
     **_end_to_end("2026-11-27_very_slow", "dense"),
     **_end_to_end("2026-11-27_four_hosts", "dense"),
     **_end_to_end(_LAYERS, "dense"),
+    **_end_to_end(_SPARED, "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),
     **_quality("2026-11-27_two_thousand_steps", "lstm"),
     **_quality(_LAYERS, "vgg"),
+    **_quality(_SPARED, "vgg"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),
