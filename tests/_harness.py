@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,11 @@ def gaussian_gradients(steps):
     rng = np.random.default_rng(0)
     draw = lambda x: rng.standard_normal((steps, N, *x.shape)).astype(np.float32)
     return {name: draw(x) for name, x in PARAMS.items()}
+
+
+def in_bucket_order(leaves: Sequence[Any]) -> np.ndarray:
+    """Return the entries of all leaves in one vector, those of small leaves first."""
+    return np.concatenate(sorted(map(np.ravel, leaves), key=np.size))
 
 
 def residual(tree):

@@ -230,7 +230,7 @@ def slices(mesh, tree, lead=()):
                 held -= set(along)
             # The first of the devices that hold it owns what could not be cut.
             parts.append(np.ravel(x) * all(index[n] == 0 for n in held))
-        own[at_device] = np.concatenate(sorted(parts, key=np.size))
+        own[at_device] = _harness.in_bucket_order(parts)
     return np.array(own.tolist())
 
 

@@ -543,8 +543,9 @@ TREE = {
 
 
 def flat(tree):
-    """Return the entries of all leaves, as float32."""
-    return np.concatenate([np.ravel(x).astype("f") for x in jax.tree.leaves(tree)])
+    """Return the entries of all leaves, as a bucket has them."""
+    leaves = [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+    return _harness.in_bucket_order(leaves)
 
 
 def test_any_pytree_of_floats_is_averaged():

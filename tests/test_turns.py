@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import _harness
+import _laws
 import _oracles
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,14 @@ PARTS = [slice(start, start + 352) for start in (0, 352, 1000 - 352)]
 WIDE = RNG.standard_normal((N, 3000)).astype(np.float32)
 SMALL, SHAPES = 32, ((20,), (5, 2), (2970,))
 STARTS_BESIDE_SMALL = 32, 32 + 992, 3000 - 992
+AXIS = Comm("data")
+SPARING = (
+    gravac.Quantized(),
+    gravac.Quantized(least_bits=8),
+    gravac.QuantizedAllReduce(),
+    gravac.QuantizedAllReduce(least_bits=1, mean_bits=4),
+    gravac.QuantizedAllReduce(least_bits=1, mean_bits=1),
+)
 GRADIENTS = _harness.gaussian_gradients(2 * TURNS)
 
 
@@ -193,7 +202,7 @@ def test_small_leaves_take_no_turns():
         ((100, 4000), 64, 5),  # in quarters of rows of 4,096 entries
         ((100, 16_384), 64, 1),  # the second is not small
         ((8000, 8000, 16_000), 64, 32),
-        ((8000, 8000, 16_000), 65, 16),  # all of them are more than a quarter of a part
+        ((8000, 8000, 16_000), 160, 16),  # all of them would add more than a third
         ((100,), 16, 0),  # takes no turns
     ],
 )
@@ -217,18 +226,60 @@ def test_with_small_leaves_more_turns_never_send_more(n, replicas):
     assert (sent[-1] < sent[0]) == (n // 4096 > replicas)
 
 
-def test_what_is_spared_counts_as_sent_at_once():
+@pytest.mark.parametrize("replicas", [1, 2, 3, 12, 64])
+@pytest.mark.parametrize("n", [1, 33, 5000, 101_376, 779_264])
+@pytest.mark.parametrize("exchange", SPARING, ids=str)
+def test_small_leaves_add_a_third_at_most(exchange, n, replicas):
+    leaves = [x for x in (1, 30, 64, 1000, 10_000) if x < n // 2]
+    shaped = exchange.shaped(tuple((x,) for x in (*leaves, n - sum(leaves))))
+    for factor in (16, 32, 33, 64, 256, 1024):
+        alike, spared = (x.traffic(n, factor, replicas) for x in (exchange, shaped))
+        assert spared.payload_bytes <= 4 / 3 * alike.payload_bytes
+        assert spared.messages == alike.messages
+
+
+@by_few_exchanges
+def test_the_bytes_of_small_leaves_are_counted(name):
+    exchange, factors = EXCHANGES[name].shaped(SHAPES), ladder(EXCHANGES[name])
+    step = lambda bucket: exchange.exchange(
+        bucket, (), np.int32(0), ladder=factors[2:], key=jax.random.key(0), comm=AXIS
+    )[0]
+    jaxpr = jax.make_jaxpr(step, axis_env=[("data", N)])(WIDE[0]).jaxpr
+    traffic = exchange.traffic(3000, factors[2], N)
+    energies = exchange.energies_traffic(3000, factors[2], 1, N)
+    size, messages = _laws.put_in(jaxpr, 0, 1, N)
+    assert size == traffic.payload_bytes + energies.payload_bytes
+    assert messages == traffic.messages + energies.messages
+    alike = EXCHANGES[name].traffic(3000, factors[2], N)
+    assert traffic.payload_bytes != alike.payload_bytes
+
+
+@by_few_exchanges
+def test_what_is_spared_counts_as_sent_at_once(name):
     """Small leaves with half of the energy let a step in turn send half and more."""
-    exchange = gravac.Quantized(32, shapes=SHAPES)
-    bucket = np.ones(3000, np.float32)
-    bucket[:SMALL] = np.sqrt((3000 - SMALL) / SMALL)
-    given = jnp.asarray(bucket), ladder(exchange), jax.random.key(0), Comm(None)
-    _, whole, in_turn = exchange.bucket_shares(*given)
-    assert whole == pytest.approx(1, rel=1e-5)
-    assert in_turn == pytest.approx(0.5 + 0.5 * 992 / (3000 - SMALL), rel=1e-5)
-    _, whole, in_turn = exchange.shares(*given)
-    assert whole == pytest.approx(1, rel=1e-5)
-    assert in_turn == pytest.approx(1 / (1 + 0.5 * (TURNS - 1) / 2), rel=1e-5)
+    exchange = EXCHANGES[name].shaped(SHAPES)
+    bucket = WIDE.copy()
+    bucket[:, :SMALL] *= np.sqrt((3000 - SMALL) / SMALL)
+    rung, step = np.int32(2), np.int32(0)
+    found = on_all_replicas(exchange)(bucket, rung, step)
+    given = ladder(exchange), jax.random.key(0), Comm(None)
+    for x, sent, energy in zip(bucket, found.energies, found.energy, strict=True):
+        looked = exchange.bucket_shares(jnp.asarray(x), *given)[2]
+        assert looked == pytest.approx(sent[2] / energy, rel=0.1)
+        assert looked > 0.5
+        all_alike = EXCHANGES[name].shares(jnp.asarray(x), *given)[2]
+        assert exchange.shares(jnp.asarray(x), *given)[2] > all_alike
+
+
+def test_a_leaf_is_not_spared_where_nothing_would_be_left():
+    params = {"a": np.ones(1, np.float32), "b": np.ones(31, np.float32)}
+    exchange = gravac.Quantized(least_bits=1)
+    for factor in (32, 64):
+        tx = gravac.transform(
+            None, compress=True, exchange=exchange, controller=gravac.Fixed(factor)
+        )
+        updates, _ = jax.jit(tx.update)(params, tx.init(params))
+        assert_same(updates, params)
 
 
 def test_a_mix_spares_small_leaves_of_few_bits():

@@ -130,7 +130,7 @@ class Exchange(abc.ABC):
     def shaped(self, shapes: tuple[tuple[int, ...], ...]) -> "Exchange":
         """Return this exchange for buckets that hold arrays of these `shapes`.
 
-        They come in ascending order of size.
+        Leaves come in ascending order of size; the first and the last may be cut.
         """
         del shapes
         return self

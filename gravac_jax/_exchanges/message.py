@@ -1,8 +1,8 @@
 """What goes in one step in few bits: all entries, or some of them in sections.
 
-Where parts of a bucket take turns, the first section of a message is the part that is
-due. Some leaves may be spared: they go in every step, in a second section, with more
-bits. They are the first of the bucket.
+The first section of a message is the part whose turn it is, or all entries. Some leaves
+may be spared: they go in every step, in a second section, with more bits. They are the
+first of the bucket.
 """
 
 import itertools
@@ -23,7 +23,7 @@ class Section(NamedTuple):
       entries: the number of its entries.
       length: the entries of a row, which share scales; a multiple of 32.
       bits: the bits of an entry, as a replica sends it.
-      bits_back: the bits of an entry of the mean, where that is rounded as well.
+      bits_back: the bits of an entry of the mean, if there is a second stage.
     """
 
     entries: int
@@ -64,22 +64,18 @@ class Message(NamedTuple):
         return self.entries - self.part
 
     @property
-    def parts(self) -> int:
+    def turns(self) -> int:
         """How many parts take turns. The last may overlap the one before."""
-        return max(1, -(-(self.n - self.spared) // max(self.part, 1)))
+        return -(-(self.n - self.spared) // self.part) if self.n else 1
 
     def starts(self, step: jax.Array | int) -> list[jax.Array | int]:
-        """Return the first entry of each section, `[]` int32."""
-        turn = self.spared + step % self.parts * self.part
+        """Return the first entry of each section."""
+        turn = self.spared + step % self.turns * self.part
         due = jnp.minimum(turn, self.n - self.part)
         return [due, 0][: len(self.sections)]
 
 
-def small_entries(shapes: Sequence[tuple[int, ...]], most: int) -> int:
-    """Return how many entries the first leaves have that are small: `most` at most.
-
-    Leaves are spared whole or not at all.
-    """
+def small_ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the entries up to each small leaf's end, as long as leaves are small."""
     sizes = itertools.takewhile(lambda size: size < MIN_ENTRIES, map(math.prod, shapes))
-    ends = itertools.takewhile(lambda end: end <= most, itertools.accumulate(sizes))
-    return max(ends, default=0)
+    return list(itertools.accumulate(sizes))

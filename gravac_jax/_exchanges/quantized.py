@@ -1,5 +1,6 @@
 """Every replica sends every entry in a few bits, or a part of them in turn."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -20,17 +21,17 @@ from gravac_jax._selection.waiting import share_by_chance, waiting_steps
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
-SPARED_BITS = 4  # of an entry of a spared leaf
-SPARED_SHARE = 4  # the bits of a part, over those of spared leaves, at least
+SPARED_BITS = 4  # of an entry of a spared leaf, at least
+SPARED_BYTES = 1 / 3  # the most that spared leaves add to a message
 
 
 class Rounded(NamedTuple):
-    """Entries of this replica, rounded row by row.
+    """Entries, rounded row by row.
 
     Attributes:
       words: `[rows, ...]` uint32.
-      levels: of the rows.
-      kept: `[entries]` float32, what rounding drops.
+      levels: those of the rows.
+      kept: `[n]` float32, what rounding drops.
     """
 
     words: jax.Array
@@ -59,11 +60,11 @@ class Quantized(RoundingExchange):
     forgets loses it. With `least_bits=1`, factor 32 sends one bit of all entries, and
     parts take turns above.
 
-    Where fewer than two bits an entry are sent, in turns or in one bit, small leaves
-    are spared: they go in every step, in four bits at least. These are leaves of fewer
-    than 16,384 entries, the smallest first, as long as they add about a quarter at most
-    to what a step sends. In turns, a convolutional net loses less than half as much
-    with it (record 2026-11-27_spared_leaves).
+    In turns, and in one bit, small leaves are spared: they go in every step, in four
+    bits at least. These are leaves of fewer than 16,384 entries, the smallest first, as
+    long as they add a third at most to what a step sends. In turns, a VGG lost less
+    than half as much with it, in the mean of three seeds (record
+    2026-11-27_spared_leaves).
 
     Law:
       What is sent of a row is orthogonal to what is kept of it, so the gain of a row is
@@ -191,31 +192,35 @@ class Quantized(RoundingExchange):
         turns = self.turns(factor)
         return min(rows, max(-(-rows // turns), self._least_rows(replicas)))
 
-    def _spared_entries(self, n: int, factor: float, replicas: int) -> int:
-        """Return how many entries go in every step: the first ones, of small leaves."""
-        row, rows, bits = self._row(n), self._rows(n), self.bits(factor)
-        part = self._part_rows(rows, factor, replicas)
-        if bits * part >= 2 * rows:
-            return 0
-        most = part * row * bits // (SPARED_SHARE * SPARED_BITS)
-        small = message.small_entries(self.shapes, most)
-        # If all the rest goes as well, it has whole rows of full length then: TPUs lay
-        # out shorter ones with padding.
-        is_fine = part < rows and row % (4 * WORD_BITS) == 0
-        unit = row // 4 if is_fine else row
-        return -(-small // unit) * unit
-
     def _message(self, n: int, factor: float, replicas: int) -> Message:
         """Return what goes in one step: all entries, or those of some whole rows."""
-        row, bits = self._row(n), self.bits(factor)
-        back = self._bits_back(bits)
-        spared = self._spared_entries(n, factor, replicas)
-        left = n - spared
-        rows = self._part_rows(-(-left // row), factor, replicas)
-        part = min(left, rows * row)
+        sent = lambda spared: self._sections(n, spared, factor, replicas)
+        plain, row = sent(0), self._row(n)
+        if plain.part == n and self.bits(factor) > 1:
+            return plain
+        # Where nothing waits, whole rows are spared. The rest then keeps rows of full
+        # length, which TPUs lay out without padding.
+        is_fine = plain.part < n and row % (4 * WORD_BITS) == 0
+        unit = row // 4 if is_fine else row
+        ends = {-(-end // unit) * unit for end in message.small_ends(self.shapes)}
+        spared = sorted(end for end in ends if end < n)
+        traffic = lambda x: self._traffic(x.sections, replicas)
+        size = lambda end: traffic(sent(end)).payload_bytes
+        fitting = bisect.bisect_right(spared, (1 + SPARED_BYTES) * size(0), key=size)
+        chosen = sent(spared[fitting - 1]) if fitting else plain
+        # Else a few leaves would make the step a dense one.
+        dense = _collectives.mean_traffic(n, replicas).wire_bytes
+        return chosen if traffic(chosen).wire_bytes <= dense else plain
+
+    def _sections(self, n: int, spared: int, factor: float, replicas: int) -> Message:
+        """Return what goes in one step if so many entries are spared."""
+        row, bits, left = self._row(n), self.bits(factor), n - spared
+        back, least = self._bits_back(bits), self._least_rows(replicas)
+        rows = -(-left // row)
+        part = min(left, max(-(-rows // self.turns(factor)), least) * row)
         sections = [Section(part, self._row(part), bits, back)]
         if spared:
-            rows = max(SMALL_BUCKET_ROWS, self._least_rows(replicas))
+            rows = -(-SMALL_BUCKET_ROWS // least) * least
             both = (max(x, SPARED_BITS) for x in (bits, back))
             sections.append(Section(spared, self._row(spared, rows), *both))
         return Message(n, tuple(sections))
@@ -255,9 +260,11 @@ class Quantized(RoundingExchange):
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
         """Return shares; of parts in turn, those that let entries wait as long."""
-        share, spared, sent = self._looked(gradient, ladder, key, comm)
-        turns = jnp.asarray([x.parts for x in sent], jnp.float32)
-        at_once, in_turn = waiting_steps(share), waiting_steps(share, turns)
+        share, spared, sent, messages = self._look(gradient, ladder, key, comm)
+        turns = jnp.asarray([x.turns for x in messages], jnp.float32)
+        kept = jnp.maximum(spared, _arrays.SMALLEST_NORMAL)
+        at_once = waiting_steps(jnp.where(spared > 0, sent / kept, 1))
+        in_turn = waiting_steps(share, turns)
         return share_by_chance(spared * at_once + (1 - spared) * in_turn)
 
     def bucket_shares(
@@ -267,31 +274,42 @@ class Quantized(RoundingExchange):
 
         The part that is due is taken for as large as all others.
         """
-        share, spared, sent = self._looked(bucket, ladder, key, comm)
-        due = [x.part / max(x.n - x.spared, 1) for x in sent]
-        return share * (spared + (1 - spared) * jnp.asarray(due, jnp.float32))
+        share, spared, sent, messages = self._look(bucket, ladder, key, comm)
+        due = [x.part / max(x.n - x.spared, 1) for x in messages]
+        return sent + (1 - spared) * share * jnp.asarray(due, jnp.float32)
 
-    def _looked(
+    def _look(
         self, x: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
-    ) -> tuple[jax.Array, jax.Array, list[Message]]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, list[Message]]:
         """Look at what each rung would send.
 
         Returns:
-          The share of the energy that it would send of all entries, and that of the
-          leaves that it spares, `[rungs]`; and what goes in one step.
+          The share of an entry's energy that it would send; the shares of the energy of
+          `x` that spared leaves have, and that is sent of them; `[rungs]` each. And
+          what goes in one step.
         """
         n, replicas = x.size, comm.replicas
-        counts, sent = [], []
+        counts, messages = [], []
         for factor in ladder:
             is_dense = self.is_dense(n, factor, replicas)
             words = self.bits(factor) * self._plane_words(n)
             counts.append(n if is_dense else words)
             # A dense step has all entries in one part.
-            sent.append(self._message(n, 1 if is_dense else factor, replicas))
+            messages.append(self._message(n, 1 if is_dense else factor, replicas))
         energy = jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
-        spared = {y.spared: _arrays.energy(x[: y.spared]) / energy for y in sent}
+        own, sent = zip(*(self._of_spared(x, y) for y in messages), strict=True)
         share = self._shares(x, counts, key)
-        return share, jnp.stack([spared[y.spared] for y in sent]), sent
+        return share, jnp.stack(own) / energy, jnp.stack(sent) / energy, messages
+
+    def _of_spared(self, x: jax.Array, sent: Message) -> tuple[jax.Array, jax.Array]:
+        """Return the energy of spared leaves, and that of what is sent of them."""
+        if not sent.spared:
+            nothing = jnp.zeros_like(x, shape=())
+            return nothing, nothing
+        section, leaves = sent.sections[-1], x[: sent.spared]
+        words = section.bits * section.length // WORD_BITS
+        rows = self._in_rows(leaves, section.length)
+        return _arrays.energy(leaves), self._energies(*rows, [words])[0]
 
     def _send(
         self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm

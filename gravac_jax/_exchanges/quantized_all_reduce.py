@@ -45,7 +45,7 @@ class QuantizedAllReduce(Quantized):
       least_bits: as for `Quantized`.
       shapes: as for `Quantized`.
       mean_bits: bits of an entry in the second stage; None for those of the first.
-        Entries of spared leaves have four at least.
+        Entries of spared leaves have four at least, both ways.
 
     Raises:
       ValueError: if `row_entries` is not a positive multiple of 32, or `least_bits` or

@@ -169,7 +169,7 @@ class Trainer:
         """Return the messages of the entries, their energies, and the figures."""
         shapes = [x.shape for x in jax.tree.leaves(self._params) if x.ndim > 1]
         n, replicas = sum(map(math.prod, shapes)), self._replicas
-        exchange = exchange.shaped(tuple(shapes))
+        exchange = exchange.shaped(tuple(sorted(shapes, key=math.prod)))
         # Over a fast axis, the figures have an all-reduce of their own.
         carrier = gravac.DenseMean() if self._fast_axes else exchange
         parts = (
