@@ -187,11 +187,6 @@ class Quantized(RoundingExchange):
         """Return the bits of the mean of entries that were sent in some bits."""
         return bits
 
-    def _part_rows(self, rows: int, factor: float, replicas: int) -> int:
-        """Return how many of some rows have their turn in one step."""
-        turns = self.turns(factor)
-        return min(rows, max(-(-rows // turns), self._least_rows(replicas)))
-
     def _message(self, n: int, factor: float, replicas: int) -> Message:
         """Return what goes in one step: all entries, or those of some whole rows."""
         sent = lambda spared: self._sections(n, spared, factor, replicas)
@@ -262,8 +257,8 @@ class Quantized(RoundingExchange):
         """Return shares; of parts in turn, those that let entries wait as long."""
         share, spared, sent, messages = self._look(gradient, ladder, key, comm)
         turns = jnp.asarray([x.turns for x in messages], jnp.float32)
-        kept = jnp.maximum(spared, _arrays.SMALLEST_NORMAL)
-        at_once = waiting_steps(jnp.where(spared > 0, sent / kept, 1))
+        some = jnp.maximum(spared, _arrays.SMALLEST_NORMAL)
+        at_once = waiting_steps(jnp.where(spared > 0, sent / some, 1))
         in_turn = waiting_steps(share, turns)
         return share_by_chance(spared * at_once + (1 - spared) * in_turn)
 
@@ -377,8 +372,8 @@ class Quantized(RoundingExchange):
 
         def decoded(words: jax.Array, section: Section) -> jax.Array:
             parts = quantizer.split(words, section.rows, section.bits)
-            add_up = lambda: quantizer.mean(*parts, section.bits)
-            return _arrays.kernel(add_up, parts[1]).reshape(-1)[: section.entries]
+            mean = quantizer.mean(*parts, section.bits)
+            return mean.reshape(-1)[: section.entries]
 
         means = map(decoded, theirs, sections)
         return [(mean, x.kept) for mean, x in zip(means, rounded, strict=True)]

@@ -131,7 +131,8 @@ def _round_mean(words: jax.Array, section: Section, comm: Comm) -> Rounded:
     """
     n, length, bits = section.entries, section.length, section.bits
     rows = _owned_rows(section, comm.replicas)
-    mean = _mean(*quantizer.split(words, rows, bits), bits).reshape(rows, length)
+    parts = quantizer.split(words, rows, bits)
+    mean = quantizer.mean(*parts, bits).reshape(rows, length)
     entries = jnp.full_like(mean, length, shape=(rows,))
     if n % length:
         mean, entries = _cut(mean, n - comm.replica() * rows * length)
@@ -144,12 +145,7 @@ def _decoded_back(words: jax.Array, section: Section) -> jax.Array:
     rows, bits = _owned_rows(section, len(words)), section.bits_back
     in_order = lambda x: x.reshape(1, -1, *x.shape[2:])
     words, scales = map(in_order, quantizer.split(words, rows, bits))
-    return _mean(words, scales, bits).reshape(-1)[: section.entries]
-
-
-def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """Return the mean over replicas of the part that each has sent."""
-    return _arrays.kernel(lambda: quantizer.mean(words, scales, bits), scales)
+    return quantizer.mean(words, scales, bits).reshape(-1)[: section.entries]
 
 
 def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:

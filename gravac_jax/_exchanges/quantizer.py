@@ -242,11 +242,15 @@ def mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
       `[rows, bits, 32 / bits, entries / 32]` float32: the rows in their order.
     """
     decoded = lambda words, scales: decode(unpack(words, bits), scales, bits)
-    if len(words) > MAX_UNROLLED:
-        return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
-    # One kernel reads all words and writes the mean.
-    mean = _arrays.total(map(decoded, words, scales)) / len(words)
-    return _arrays.as_computed(mean)
+
+    def add_up() -> jax.Array:
+        if len(words) > MAX_UNROLLED:
+            return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
+        # One kernel reads all words and writes the mean.
+        mean = _arrays.total(map(decoded, words, scales)) / len(words)
+        return _arrays.as_computed(mean)
+
+    return _arrays.kernel(add_up, scales)
 
 
 def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:
