@@ -1,9 +1,9 @@
 """The methods that programs compare, by name: the arguments of `gravac.transform`.
 
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
-it comes, which chooses among widths; `defaultadam`, `defaultsgd` and `defaultmuon`
-choose widths for steps of these optimizers, and `mixed` among widths and sparse
-factors. The steps of `fastest0.9` must each be worth 0.9 dense steps. `sparse` has the
+it comes, which chooses among widths and 2 turns, and `default256` among up to 16 turns;
+so do `defaultadam`, `defaultsgd` and `defaultmuon` for steps of these optimizers.
+`mixed` chooses among widths and sparse factors. The steps of `fastest0.9` must each be worth 0.9 dense steps. `sparse` has the
 same controller over sparse factors, which was the default in records before 2026-11-24.
 `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other controllers.
 `fixed10` sends a tenth of the entries; any factor will do.
@@ -73,6 +73,7 @@ PLAIN = {
     "dense16": "dense, bfloat16",
     "densehalf": "dense, float16",
     "default": "the default",
+    "default256": "the default, up to 16 turns",
     "defaultadam": "the default, AdamW's steps",
     "defaultsgd": "the default, SGD's steps",
     "defaultmuon": "the default, Muon's steps",
@@ -118,6 +119,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "dense": {"controller": DENSE},
     "dense16": {"controller": DENSE, "exchange": gravac.DenseMean("bfloat16")},
     "default": {"controller": gravac.Fastest()},
+    "default256": {
+        "exchange": gravac.QuantizedAllReduce(),
+        "controller": gravac.Fastest(gravac.geometric(4, 256)),
+    },
     "mixed": {
         "exchange": gravac.Mixed(),
         "controller": gravac.Fastest((1.0, 4.0, 8.0, 16.0, 32.0, 100.0, 1000.0)),

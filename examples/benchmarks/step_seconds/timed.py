@@ -37,7 +37,8 @@ def _kind_of_rung(name: str, factor: float) -> str:
     if "mixed" in name:
         is_sparse = factor in arguments(name)["exchange"].sparse_factors
         return name.replace("mixed", "fixed" if is_sparse else "allreduced")
-    return name.replace("default", "allreduced") if "default" in name else "fixed"
+    kind, found = re.subn("default(256)?", "allreduced", name)
+    return kind if found else "fixed"
 
 
 def _kind(static: str) -> str:
