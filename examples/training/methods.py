@@ -3,8 +3,9 @@
 `dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
 it comes, which chooses among widths and 2 turns, and `default256` among up to 16 turns;
 so do `defaultadam`, `defaultsgd` and `defaultmuon` for steps of these optimizers.
-`mixed` chooses among widths and sparse factors. The steps of `fastest0.9` must each be worth 0.9 dense steps. `sparse` has the
-same controller over sparse factors, which was the default in records before 2026-11-24.
+`mixed` chooses among widths and sparse factors. The steps of `fastest0.9` must each be
+worth 0.9 dense steps. `sparse` has the same controller over sparse factors, which was
+the default in records before 2026-11-24.
 `gravac` (and `gravac0.9`, at that epsilon) and `accordion` are the other controllers.
 `fixed10` sends a tenth of the entries; any factor will do.
 

@@ -2,7 +2,8 @@
 
 The first section of a message is the part whose turn it is, or all entries. Some leaves
 may be spared: they go in every step, in a second section, with more bits. They are the
-first of the bucket.
+first of the bucket. If the first section is all entries, it has them, too, and what the
+second one says of them counts.
 """
 
 import itertools
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax._buckets import MIN_ENTRIES
+from gravac_jax._selection.entries import WORD_BITS
 
 
 class Section(NamedTuple):
@@ -49,19 +51,34 @@ class Message(NamedTuple):
     sections: tuple[Section, ...]
 
     @property
-    def entries(self) -> int:
-        """The entries that go."""
-        return sum(x.entries for x in self.sections)
-
-    @property
     def part(self) -> int:
         """The entries of the part that is due."""
         return self.sections[0].entries
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this part is all entries."""
+        return self.part == self.n
+
+    @property
     def spared(self) -> int:
         """The entries of leaves that go in every step."""
-        return self.entries - self.part
+        return sum(x.entries for x in self.sections[1:])
+
+    @property
+    def overridden_rows(self) -> int:
+        """Rows of the first section that spared leaves have, too."""
+        return self.spared // self.sections[0].length if self.is_whole else 0
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits, with padding, if spared entries had the bits of the part.
+
+        Those that it has, too, count once.
+        """
+        due = self.sections[0]
+        entries = due.rows * due.length + (0 if self.is_whole else self.spared)
+        return due.bits * (entries // WORD_BITS)
 
     @property
     def turns(self) -> int:

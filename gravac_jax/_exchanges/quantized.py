@@ -191,15 +191,14 @@ class Quantized(RoundingExchange):
         """Return what goes in one step: all entries, or those of some whole rows."""
         sent = lambda spared: self._sections(n, spared, factor, replicas)
         plain, row = sent(0), self._row(n)
-        if plain.part == n and self.bits(factor) > 1:
+        if plain.is_whole and self.bits(factor) > 1:
             return plain
-        # Where nothing waits, whole rows are spared. The rest then keeps rows of full
-        # length, which TPUs lay out without padding.
-        is_fine = plain.part < n and row % (4 * WORD_BITS) == 0
+        # Where nothing waits, whole rows are spared, of which energies are left out.
+        is_fine = not plain.is_whole and row % (4 * WORD_BITS) == 0
         unit = row // 4 if is_fine else row
         ends = {-(-end // unit) * unit for end in message.small_ends(self.shapes)}
         spared = sorted(end for end in ends if end < n)
-        traffic = lambda x: self._traffic(x.sections, replicas)
+        traffic = lambda x: self._traffic(x, replicas)
         size = lambda end: traffic(sent(end)).payload_bytes
         fitting = bisect.bisect_right(spared, (1 + SPARED_BYTES) * size(0), key=size)
         chosen = sent(spared[fitting - 1]) if fitting else plain
@@ -209,10 +208,11 @@ class Quantized(RoundingExchange):
 
     def _sections(self, n: int, spared: int, factor: float, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""
-        row, bits, left = self._row(n), self.bits(factor), n - spared
+        row, bits, turns = self._row(n), self.bits(factor), self.turns(factor)
         back, least = self._bits_back(bits), self._least_rows(replicas)
+        left = n - spared if turns > 1 else n
         rows = -(-left // row)
-        part = min(left, max(-(-rows // self.turns(factor)), least) * row)
+        part = min(left, max(-(-rows // turns), least) * row)
         sections = [Section(part, self._row(part), bits, back)]
         if spared:
             rows = -(-SMALL_BUCKET_ROWS // least) * least
@@ -228,17 +228,13 @@ class Quantized(RoundingExchange):
         """Return the cost of the packed words, or of a dense mean if that is less."""
         if factor == 1:
             return _collectives.mean_traffic(n, replicas)
-        sent = self._message(n, factor, replicas)
-        is_all = sent.entries == n
-        plane_words = self._plane_words(n) if is_all else sent.entries // WORD_BITS
-        traffic = self._traffic(sent.sections, replicas)
-        traffic = traffic._replace(entries=self.bits(factor) * plane_words)
+        traffic = self._traffic(self._message(n, factor, replicas), replicas)
         return dense_if_cheaper(traffic, n, replicas)
 
-    def _traffic(self, sections: Sequence[Section], replicas: int) -> Traffic:
-        """Return the cost of a message, without its entries."""
-        payload_bytes = sum(x.rows * row_bytes(x.length, x.bits) for x in sections)
-        return _collectives.all_gather_traffic(0, payload_bytes, replicas)
+    def _traffic(self, sent: Message, replicas: int) -> Traffic:
+        """Return the cost of a message."""
+        sizes = [x.rows * row_bytes(x.length, x.bits) for x in sent.sections]
+        return _collectives.all_gather_traffic(sent.words, sum(sizes), replicas)
 
     def _energies(
         self, rows: jax.Array, entries: jax.Array, each: Sequence[int]
@@ -270,7 +266,7 @@ class Quantized(RoundingExchange):
         The part that is due is taken for as large as all others.
         """
         share, spared, sent, messages = self._look(bucket, ladder, key, comm)
-        due = [x.part / max(x.n - x.spared, 1) for x in messages]
+        due = [min(1, x.part / max(x.n - x.spared, 1)) for x in messages]
         return sent + (1 - spared) * share * jnp.asarray(due, jnp.float32)
 
     def _look(
@@ -310,19 +306,11 @@ class Quantized(RoundingExchange):
         self, bucket: jax.Array, factor: float, step: jax.Array | int, comm: Comm
     ) -> Exchanged:
         """Send all entries in some bits, or in the fewest those whose turn it is."""
-        n, energy = bucket.size, _arrays.energy(bucket)
-        sent = self._message(n, factor, comm.replicas)
-        if sent.part == n:
-            [(mean, kept)], comm = self._send_sections([bucket], sent, energy, comm)
-            return comm.exchanged(mean, kept)
-        # The bucket is made once, for all sections and for what is not due.
-        bucket = jax.lax.optimization_barrier(bucket)
-        if sent.entries == n:
-            parts = [bucket[sent.spared :], bucket[: sent.spared]]
-            averaged, comm = self._send_sections(parts, sent, energy, comm)
-            mean, kept = (jnp.concatenate(x[::-1]) for x in zip(*averaged, strict=True))
-            return comm.exchanged(mean, kept)
-        starts = sent.starts(step)
+        sent = self._message(bucket.size, factor, comm.replicas)
+        starts, energy = sent.starts(step), _arrays.energy(bucket)
+        if sent.spared or not sent.is_whole:
+            # The bucket is made once, for all sections and for what is not due.
+            bucket = jax.lax.optimization_barrier(bucket)
         parts = [
             jax.lax.dynamic_slice(bucket, (start,), (section.entries,))
             for start, section in zip(starts, sent.sections, strict=True)
@@ -330,7 +318,7 @@ class Quantized(RoundingExchange):
         # Spared leaves are not read again, so that the bucket can be overwritten.
         parts[1:] = map(jax.lax.optimization_barrier, parts[1:])
         averaged, comm = self._send_sections(parts, sent, energy, comm)
-        mean, kept = jnp.zeros_like(averaged[0][0], shape=(n,)), bucket
+        mean, kept = jnp.zeros_like(averaged[0][0], shape=bucket.shape), bucket
         put = jax.lax.dynamic_update_slice
         for start, (own_mean, own_kept) in zip(starts, averaged, strict=True):
             mean, kept = put(mean, own_mean, (start,)), put(kept, own_kept, (start,))
@@ -349,8 +337,9 @@ class Quantized(RoundingExchange):
           The mean of each, and what is kept of it; and the energies that travelled.
         """
         rounded = list(map(self._round, parts, sent.sections))
-        energies = _arrays.total(jnp.sum(x.levels.sent) for x in rounded), energy
-        comm = Energies.on(comm, energies)
+        first, *others = [x.levels.sent for x in rounded]
+        counted = [first[sent.overridden_rows :], *others]
+        comm = Energies.on(comm, (_arrays.total(map(jnp.sum, counted)), energy))
         return self._average(rounded, sent.sections, comm), comm
 
     def _round(self, part: jax.Array, section: Section) -> Rounded:

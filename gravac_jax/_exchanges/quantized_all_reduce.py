@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _checks
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._exchanges import quantizer
-from gravac_jax._exchanges.message import Section
+from gravac_jax._exchanges.message import Message, Section
 from gravac_jax._exchanges.quantized import Quantized, Rounded
 from gravac_jax._exchanges.quantizer import WIDTHS, row_bytes
 
@@ -78,15 +78,15 @@ class QuantizedAllReduce(Quantized):
     def _least_rows(self, replicas: int) -> int:
         return replicas if self._stages(self.least_bits, replicas) == 2 else 1
 
-    def _traffic(self, sections: Sequence[Section], replicas: int) -> Traffic:
-        """Return the cost of both stages, or of the only one, without entries."""
-        if self._stages(sections[0].bits, replicas) == 1:
-            return super()._traffic(sections, replicas)
-        owned = [(x, _owned_rows(x, replicas)) for x in sections]
+    def _traffic(self, sent: Message, replicas: int) -> Traffic:
+        """Return the cost of both stages, or of the only one."""
+        if self._stages(sent.sections[0].bits, replicas) == 1:
+            return super()._traffic(sent, replicas)
+        owned = [(x, _owned_rows(x, replicas)) for x in sent.sections]
         first = sum(rows * row_bytes(x.length, x.bits) for x, rows in owned)
         second = sum(rows * row_bytes(x.length, x.bits_back) for x, rows in owned)
         return Traffic(
-            entries=0,
+            entries=sent.words,
             payload_bytes=replicas * first + second,
             wire_bytes=float((replicas - 1) * (first + second)),
             messages=2 * (replicas - 1),
