@@ -125,12 +125,15 @@ VALUES = {
 
 
 def shapes(n: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of two matrices and a vector that fill a bucket of `n`."""
+    """Return the shapes of a vector and two matrices that fill a bucket of `n`.
+
+    The smallest come first, as in the buckets of `gravac.transform`.
+    """
     side = math.isqrt(n // 2)
     if side < 3:
         return ((n,),)
     left = n - side * (side + 1)
-    return (side + 1, side), (left // 4 // 2, 2, 4), (left - left // 4 // 2 * 8,)
+    return (left - left // 4 // 2 * 8,), (left // 4 // 2, 2, 4), (side + 1, side)
 
 
 class Exchanged(NamedTuple):
