@@ -25,7 +25,7 @@ EXCHANGES = {
     "all-reduced, another way back": gravac.QuantizedAllReduce(32, mean_bits=4),
 }
 QUICK = ("all-reduced, one bit",)
-RARER = "gathered", "all-reduced, another way back"
+RARER = "gathered", "one bit", "all-reduced, another way back"
 by_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 by_few_exchanges = pytest.mark.parametrize(
     "name", _harness.choices([*QUICK, *RARER], lambda x: x in QUICK)
@@ -243,19 +243,30 @@ def test_small_leaves_add_a_third_at_most(exchange, n, replicas):
 
 
 @by_few_exchanges
-def test_the_bytes_of_small_leaves_are_counted(name):
-    exchange, factors = EXCHANGES[name].shaped(SHAPES), ladder(EXCHANGES[name])
+@pytest.mark.parametrize("rung", [1, 2])
+def test_the_bytes_of_small_leaves_are_counted(name, rung):
+    exchange, factor = EXCHANGES[name].shaped(SHAPES), ladder(EXCHANGES[name])[rung]
     step = lambda bucket: exchange.exchange(
-        bucket, (), np.int32(0), ladder=factors[2:], key=jax.random.key(0), comm=AXIS
+        bucket, (), np.int32(0), ladder=[factor], key=jax.random.key(0), comm=AXIS
     )[0]
     jaxpr = jax.make_jaxpr(step, axis_env=[("data", N)])(WIDE[0]).jaxpr
-    traffic = exchange.traffic(3000, factors[2], N)
-    energies = exchange.energies_traffic(3000, factors[2], 1, N)
+    traffic = exchange.traffic(3000, factor, N)
+    energies = exchange.energies_traffic(3000, factor, 1, N)
     size, messages = _laws.put_in(jaxpr, 0, 1, N)
     assert size == traffic.payload_bytes + energies.payload_bytes
     assert messages == traffic.messages + energies.messages
-    alike = EXCHANGES[name].traffic(3000, factors[2], N)
-    assert traffic.payload_bytes != alike.payload_bytes
+    alike = EXCHANGES[name].traffic(3000, factor, N)
+    are_spared = exchange.least_bits < rung * 2
+    assert (traffic.payload_bytes != alike.payload_bytes) == are_spared
+    assert traffic.entries == alike.entries or rung == 2
+
+
+@pytest.mark.parametrize("replicas", [2, 16])
+def test_more_turns_than_owners_allow_send_what_one_bit_does(replicas):
+    """Sixteen replicas own a row each of these sixteen, in every step."""
+    exchange = gravac.QuantizedAllReduce(least_bits=1, shapes=((20,), (16_364,)))
+    sent = [exchange.traffic(16_384, factor, replicas) for factor in (32, 64, 1024)]
+    assert (sent[0] == sent[1] == sent[2]) == (replicas == 16)
 
 
 @by_few_exchanges

@@ -67,15 +67,15 @@ class Message(NamedTuple):
 
     @property
     def overridden_rows(self) -> int:
-        """Rows of the first section that spared leaves have, too."""
+        """Rows of the first section that spared leaves have, too, up to a row's end.
+
+        What is sent of them counts once: the energy of these rows is left out.
+        """
         return self.spared // self.sections[0].length if self.is_whole else 0
 
     @property
     def words(self) -> int:
-        """Words of 32 bits, with padding, if spared entries had the bits of the part.
-
-        Those that it has, too, count once.
-        """
+        """What `Traffic.entries` counts: entries once each, in the bits of the part."""
         due = self.sections[0]
         entries = due.rows * due.length + (0 if self.is_whole else self.spared)
         return due.bits * (entries // WORD_BITS)
@@ -86,7 +86,7 @@ class Message(NamedTuple):
         return -(-(self.n - self.spared) // self.part) if self.n else 1
 
     def starts(self, step: jax.Array | int) -> list[jax.Array | int]:
-        """Return the first entry of each section."""
+        """Return the first entry of each section: 0, if the part is all entries."""
         turn = self.spared + step % self.turns * self.part
         due = jnp.minimum(turn, self.n - self.part)
         return [due, 0][: len(self.sections)]

@@ -193,7 +193,7 @@ class Quantized(RoundingExchange):
         plain, row = sent(0), self._row(n)
         if plain.is_whole and self.bits(factor) > 1:
             return plain
-        # Where nothing waits, whole rows are spared, of which energies are left out.
+        # If the part is all entries, spared leaves end where one of its rows does.
         is_fine = not plain.is_whole and row % (4 * WORD_BITS) == 0
         unit = row // 4 if is_fine else row
         ends = {-(-end // unit) * unit for end in message.small_ends(self.shapes)}
@@ -210,19 +210,18 @@ class Quantized(RoundingExchange):
         """Return what goes in one step if so many entries are spared."""
         row, bits, turns = self._row(n), self.bits(factor), self.turns(factor)
         back, least = self._bits_back(bits), self._least_rows(replicas)
-        left = n - spared if turns > 1 else n
-        rows = -(-left // row)
-        part = min(left, max(-(-rows // turns), least) * row)
+
+        def part_of(entries: int) -> int:
+            rows = -(-entries // row)
+            return min(entries, max(-(-rows // turns), least) * row)
+
+        part = n if part_of(n) == n else part_of(n - spared)
         sections = [Section(part, self._row(part), bits, back)]
         if spared:
             rows = -(-SMALL_BUCKET_ROWS // least) * least
             both = (max(x, SPARED_BITS) for x in (bits, back))
             sections.append(Section(spared, self._row(spared, rows), *both))
         return Message(n, tuple(sections))
-
-    def _plane_words(self, n: int) -> int:
-        """Return the words that one bit of every entry takes, with padding."""
-        return self._rows(n) * self._row(n) // WORD_BITS
 
     def traffic(self, n: int, factor: float, replicas: int) -> Traffic:
         """Return the cost of the packed words, or of a dense mean if that is less."""
@@ -266,6 +265,7 @@ class Quantized(RoundingExchange):
         The part that is due is taken for as large as all others.
         """
         share, spared, sent, messages = self._look(bucket, ladder, key, comm)
+        # A part of all entries has spared ones, too.
         due = [min(1, x.part / max(x.n - x.spared, 1)) for x in messages]
         return sent + (1 - spared) * share * jnp.asarray(due, jnp.float32)
 
@@ -273,6 +273,8 @@ class Quantized(RoundingExchange):
         self, x: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> tuple[jax.Array, jax.Array, jax.Array, list[Message]]:
         """Look at what each rung would send.
+
+        Rows of spared leaves are looked at like others.
 
         Returns:
           The share of an entry's energy that it would send; the shares of the energy of
@@ -283,8 +285,8 @@ class Quantized(RoundingExchange):
         counts, messages = [], []
         for factor in ladder:
             is_dense = self.is_dense(n, factor, replicas)
-            words = self.bits(factor) * self._plane_words(n)
-            counts.append(n if is_dense else words)
+            plane_words = self._rows(n) * self._row(n) // WORD_BITS
+            counts.append(n if is_dense else self.bits(factor) * plane_words)
             # A dense step has all entries in one part.
             messages.append(self._message(n, 1 if is_dense else factor, replicas))
         energy = jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
