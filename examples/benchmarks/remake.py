@@ -240,6 +240,7 @@ MADE: dict[str, Make] = {
     **_end_to_end("2026-11-27_four_hosts", "dense"),
     **_end_to_end(_LAYERS, "dense"),
     **_end_to_end(_SPARED, "dense"),
+    **_end_to_end("2026-11-27_spared_in_time", "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),
