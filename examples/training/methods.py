@@ -116,13 +116,14 @@ CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
 DENSE = gravac.Fixed(factor=1)
+UP_TO_16_TURNS = gravac.Fastest(gravac.geometric(4, 256))
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"controller": DENSE},
     "dense16": {"controller": DENSE, "exchange": gravac.DenseMean("bfloat16")},
     "default": {"controller": gravac.Fastest()},
     "default256": {
         "exchange": gravac.QuantizedAllReduce(),
-        "controller": gravac.Fastest(gravac.geometric(4, 256)),
+        "controller": UP_TO_16_TURNS,
     },
     "mixed": {
         "exchange": gravac.Mixed(),
@@ -154,7 +155,7 @@ METHODS |= {
     f"default{name}": {
         "memory": memory,
         "clip": CLIP,
-        "controller": gravac.Fastest(gravac.geometric(4, 256)),
+        "controller": UP_TO_16_TURNS,
     }
     for name, memory in MEMORIES.items()
 }

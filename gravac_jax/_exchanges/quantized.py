@@ -199,8 +199,9 @@ class Quantized(RoundingExchange):
         ends = {-(-end // unit) * unit for end in message.small_ends(self.shapes)}
         spared = sorted(end for end in ends if end < n)
         traffic = lambda x: self._traffic(x, replicas)
+        most = (1 + SPARED_BYTES) * traffic(plain).payload_bytes
         size = lambda end: traffic(sent(end)).payload_bytes
-        fitting = bisect.bisect_right(spared, (1 + SPARED_BYTES) * size(0), key=size)
+        fitting = bisect.bisect_right(spared, most, key=size)
         chosen = sent(spared[fitting - 1]) if fitting else plain
         # Else a few leaves would make the step a dense one.
         dense = _collectives.mean_traffic(n, replicas).wire_bytes

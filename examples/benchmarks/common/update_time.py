@@ -17,9 +17,8 @@ UPDATES = 40
 def milliseconds(tx: optax.GradientTransformation, sizes: Sequence[int]) -> float:
     """Return the CPU time of an update: the mean of the last 20 of 40.
 
-    In turns it is up to four times as long for the last part as for the first.
-
-    `XLA_FLAGS` makes the devices, of one thread each.
+    In turns, some parts may take several times as long as others. `XLA_FLAGS` makes the
+    devices, of one thread each.
 
     Args:
       tx: a transform over an axis "data".
