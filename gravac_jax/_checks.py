@@ -362,6 +362,12 @@ def listed(values: Any, name: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def flag_or_none(value: Any, name: str) -> None:
+    """Refuse a value that is neither True, False nor None."""
+    if value is not None:
+        flag(value, name)
+
+
 def flag(value: Any, name: str) -> None:
     """Refuse a value that is neither True nor False."""
     if not isinstance(value, bool):

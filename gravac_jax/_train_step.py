@@ -88,8 +88,8 @@ def train_step(
       step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if there is a `dense_axis_name` and no mesh, or `overlap` or `branches`
-        is no bool.
+      TypeError: if there is a `dense_axis_name` and no mesh, or `own_params`, `overlap`
+        or `branches` is no bool.
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
         the axis; for overlap=True with simulated
         replicas, a mesh that has other axes, or branches=False, and, when called,
@@ -114,21 +114,23 @@ def train_step(
     _checks.function(loss_fn, "loss_fn", call)
     _checks.optimizer(tx, call)
     tx = _chain.checked(tx, "gravac.train_step")
+    _checks.flag_or_none(own_params, "own_params")
     axes = _collectives.join(axis_name, dense_axis_name)
     _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
 
+    is_own = functools.partial(_takes_own_params, own_params)
+
     def taken_at(params: Any, opt_state: Any) -> Any:
-        # What waits needs own params, and says so where they cannot be.
-        is_right = _chain.is_linear(opt_state) or _chain.waits(opt_state)
-        is_own = is_right if own_params is None else own_params
-        return _residuals.local_params(tx, params, opt_state) if is_own else params
+        takes_own = is_own(opt_state)
+        return _residuals.local_params(tx, params, opt_state) if takes_own else params
 
     def finish(kind: Kind, params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
         value, grads = made
         known = {name: x for name, x in kind._asdict().items() if x is not None}
+        known["at_own_params"] = is_own(opt_state)
         updates, opt_state = tx.update(grads, opt_state, params, **known, **extra)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
@@ -171,6 +173,13 @@ def train_step(
     init = _initializer(tx, mesh, axis_name, dense_axis_name)
     deliver_all = run(deliver)
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
+
+
+def _takes_own_params(asked: bool | None, opt_state: Any) -> bool:
+    """Return whether gradients are taken at own params."""
+    # What waits needs own params, and says so where they cannot be.
+    is_right = _chain.is_linear(opt_state) or _chain.waits(opt_state)
+    return is_right if asked is None else asked
 
 
 def _has_branches(branches: bool | None, overlap: bool, mesh: Any) -> bool:

@@ -6,7 +6,7 @@ A recipe is a clip, a memory, an exchange (with its compressor) and a controller
   top-k SGD                 Residual + AllGather(TopK()) + Fixed(100)
   DGC                       Momentum + AllGather(SampledTopK()) + Scheduled(...)
   GraVAC                    Residual + AllGather(Threshold()) + GraVAC()
-  the default               Residual + QuantizedAllReduce() + Fastest()
+  the default               Residual + QuantizedAllReduce(least_bits=1) + Fastest(...)
 """
 
 import functools
@@ -57,13 +57,15 @@ def transform(
     At the shared params the loss ends higher.
 
     `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
-    is_due=None, rung=None, deliver=None)` ignores every other argument. `step_seconds`
-    is how long a step took, `[]` float32, NaN if unknown. `measured_step`, `[]` int32,
-    says which step that was, counted from 0; by default the previous one. `is_due`,
-    static, is for who knows whether this step exchanges (`gravac.Every`) and compiles
-    two programs without a branch. `rung`, static, is the rung of this step, for callers
-    who compile one program for each; all replicas must pass the same. `deliver` is for
-    `gravac.flush` and `gravac.local_params`.
+    at_own_params=False, is_due=None, rung=None, deliver=None)` ignores every other
+    argument. `step_seconds` is how long a step took, `[]` float32, NaN if unknown.
+    `measured_step`, `[]` int32, says which step that was, counted from 0; by default
+    the previous one. `at_own_params`, static, says that the gradients were taken at
+    `gravac.local_params`, so that the default controller may let entries wait for some
+    steps. `is_due`, static, is for who knows whether this step exchanges
+    (`gravac.Every`) and compiles two programs without a branch. `rung`, static, is the
+    rung of this step, for callers who compile one program for each; all replicas must
+    pass the same. `deliver` is for `gravac.flush` and `gravac.local_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
@@ -71,10 +73,12 @@ def transform(
       dense_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are compressed: the devices of a host or a slice. All of them take
         the same rung.
-      exchange: how replicas average. Default: `QuantizedAllReduce()`, few bits an
-        entry. `AllGather(Threshold())`, which selects entries, if the memory masks what
-        was sent, or if a factor of the controller is above 32 and the memory is no
-        `Steps` that keeps everything (`residual_decay=1`, `begin_at_shared=False`).
+      exchange: how replicas average. Default: few bits an entry, with the default
+        memory and controller `QuantizedAllReduce(least_bits=1)`, with others
+        `QuantizedAllReduce()`. `AllGather(Threshold())`, which selects entries, if the
+        memory masks what was sent, or if a factor of a given controller is above 32 and
+        the memory is no `Steps` that keeps everything (`residual_decay=1`,
+        `begin_at_shared=False`).
       compressor: short for `exchange=AllGather(compressor)`.
       memory: what happens to entries that were not sent. Default: `Residual()`.
       momentum: short for `memory=Momentum(momentum)`. The optimizer after the transform
@@ -85,14 +89,17 @@ def transform(
         after the clip and before momentum: coupled decay, as in Deep Gradient
         Compression. `update` then needs the params. Put decoupled decay after the
         transform.
-      controller: decides how many bits or entries are sent. Default: `Fastest()`, whose
-        factors 4, 8 and 16 are 8, 4 and 2 bits, and 32 is 2 bits of half of the
-        entries, in turn. If the memory is a `Steps` that keeps everything,
-        `Fastest(gravac.geometric(4, 256))`, which goes on to a sixteenth; if the
-        exchange is `Mixed`, whatever the memory, `Fastest` with its sparse factors
-        besides; for other exchanges `Fastest(gravac.geometric(10, 1000))`. It should be
-        told how long steps take; see `gravac.StepClock`. Otherwise it predicts step
-        times from `wire`, and warns if there is none.
+      controller: decides how many bits or entries are sent. Default:
+        `Fastest(gravac.geometric(4, 256), largest_at_shared=16)`. Its factors 4, 8 and
+        16 are 8, 4 and 2 bits. At own params it goes on to factor 32, one bit, and to
+        256, one bit of an eighth of the entries, in turn. If the memory is a `Steps`
+        that keeps everything, `Fastest(gravac.geometric(4, 256))`, whose factors above
+        16 are two bits in 2 to 16 turns; for other memories but `Residual` `Fastest()`,
+        which ends at 32; if the exchange is `Mixed`, whatever the memory, `Fastest()`
+        with its sparse factors besides; for other exchanges
+        `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take
+        (see `gravac.StepClock`), or it predicts that from `wire`, and warns if there is
+        none; and where gradients are taken (`at_own_params`).
       compress: which leaves are compressed; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: all leaves if the
         exchange is `QuantizedAllReduce` or `Quantized`; for all others, matrices of at
@@ -197,12 +204,12 @@ def transform(
     memory = Residual() if memory is None else memory
     memories = "gravac.Residual(), or gravac.Steps(optax.adam(1e-3))"
     _checks.component(memory, Memory, "memory", memories)
-    if controller is None:
-        controller = _controller_for(exchange, memory)
-    _checks.component(controller, Controller, "controller", "gravac.Fixed(16)")
     if exchange is None:
         exchange = _exchange_for(controller, memory)
     _checks.component(exchange, Exchange, "exchange", "gravac.AllGather()")
+    if controller is None:
+        controller = _controller_for(exchange, memory)
+    _checks.component(controller, Controller, "controller", "gravac.Fixed(16)")
     if compress is None and exchange.suits_small_leaves:
         compress = True
     components = Components(
@@ -226,21 +233,28 @@ def transform(
     )
 
 
-def _controller_for(exchange: Exchange | None, memory: Memory) -> Controller:
+def _exchange_for(controller: Any, memory: Memory) -> Exchange:
+    """Return the default exchange: few bits, or few entries if less must be sent."""
+    is_given = isinstance(controller, Controller)  # others are refused later
+    is_high = is_given and max(controller.ladder) > max(Fastest.ladder)
+    if memory.masks or (is_high and not _may_wait(memory)):
+        return AllGather(Threshold())
+    if controller is None and isinstance(memory, Residual):
+        return QuantizedAllReduce(least_bits=1)
+    return QuantizedAllReduce()
+
+
+def _controller_for(exchange: Exchange, memory: Memory) -> Controller:
     """Return the default controller, with factors that the exchange has."""
     if isinstance(exchange, Mixed):
         return Fastest(tuple(sorted({*Fastest.ladder, *exchange.sparse_factors})))
-    if isinstance(exchange, Quantized) or (exchange is None and not memory.masks):
-        return Fastest(geometric(4, 256)) if _may_wait(memory) else Fastest()
-    return Fastest(geometric(10, 1000))
-
-
-def _exchange_for(controller: Controller, memory: Memory) -> Exchange:
-    """Return the default exchange: few bits, or few entries if less must be sent."""
-    is_high = max(controller.ladder) > max(Fastest.ladder)
-    if memory.masks or (is_high and not _may_wait(memory)):
-        return AllGather(Threshold())
-    return QuantizedAllReduce()
+    if not isinstance(exchange, Quantized):
+        return Fastest(geometric(10, 1000))
+    if _may_wait(memory):
+        return Fastest(geometric(4, 256))
+    if isinstance(memory, Residual):
+        return Fastest(geometric(4, 256), largest_at_shared=16)
+    return Fastest()
 
 
 def _may_wait(memory: Memory) -> bool:

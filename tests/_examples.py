@@ -94,7 +94,12 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.Fastest: [
         {"ladder": (1, 4, 16, 64)},
-        {"ladder": (1, 4, 16, 64), "least_progress": 0.8, "most_bytes": 1.0},
+        {
+            "ladder": (1, 4, 16, 64),
+            "least_progress": 0.8,
+            "most_bytes": 1.0,
+            "largest_at_shared": 16,
+        },
         {"ladder": (1, 4, 16, 64), "rounds": (1, 3), "most_bytes": 100.0},
     ],
     gravac.Fixed: [{"factor": 100}],
@@ -208,5 +213,6 @@ def evidence(
         "local_seconds": to_float32(local),
         "steps": np.ones(steps, np.int32),
         "wire_bytes": np.tile(np.float32(1024) / 4 ** np.arange(rungs), (steps, 1)),
+        "at_own_params": 3 * np.arange(steps) // steps == 1,
     }
     return Evidence(**fields)

@@ -695,22 +695,22 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     rungs = len(controller.ladder)
     choices = [(h, r) for h in controller.rounds for r in range(rungs)]
     # It has been decided before the first step that two more are like that.
-    home, now, dwelt, rested, known = rungs - 1, min(1, rungs - 1), 2, 0, 0
+    home, now, dwelt, rested, known = rungs - 1, 1, 2, 0, 0
     sent, total, filtered = np.zeros(rungs), 0.0, SecondsFilter()
     for e in evidence:
+        home = within_reach(controller, home, e)
         weight = 0.1 * bool(e.gradient_energies[0] > 0)
         sent = sent + weight * (e.gradient_energies - sent)
         total = total + weight * (e.gradient_energies[0] - total)
         shares = np.minimum(sent / total, 1)
         progress = within_bytes(controller, choices, e) * progress_of_choices(
-            controller, choices, shares, home
+            controller, choices, shares, home, e
         )
-        local = np.array([e.predicted_parts[0][0], 0, 0, 0])
-        kinds = np.array([*e.predicted_parts, local], np.float64)
+        kinds = kinds_of(e)
         has_changed = learned(filtered, kinds, e)
         seconds = rounds_of(choices, [filtered.seconds(x) for x in kinds])
-        cost = seconds / progress
-        cost, guess = cost / cost[home], rounds_of(choices, kinds)
+        cost, guess = seconds / progress, rounds_of(choices, kinds)
+        cost /= cost[home]
         dwelt, rested = dwelt + 1, rested + int(e.steps)
         known = 0 if has_changed else min(known + int(e.steps), 400)
 
@@ -738,11 +738,29 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         yield Decision(now % rungs, (home, now), float(min(margins)))
 
 
+def kinds_of(e: Any) -> np.ndarray:
+    """Return the predicted parts of a step at each rung, and of a local one."""
+    return np.array([*e.predicted_parts, [e.predicted_parts[0][0], 0, 0, 0]], float)
+
+
+def within_reach(controller: Any, choice: int, e: Any) -> int:
+    """Return a choice, or that of the largest factor at which entries may wait."""
+    rungs = range(len(controller.ladder))
+    last = max(r for r in rungs if may_wait(controller, r, e.at_own_params))
+    return choice - max(choice % len(rungs) - last, 0)
+
+
+def may_wait(controller: Any, rung: int, is_own: bool) -> bool:
+    """Return whether entries may wait for as long as they do at a rung."""
+    return is_own or controller.ladder[rung] <= controller.largest_at_shared
+
+
 def within_bytes(controller: Any, choices: list[tuple[int, int]], e: Any) -> Any:
     """Return 1 for choices that send few enough bytes, else next to nothing."""
     mean = np.array([e.wire_bytes[r] / h for h, r in choices])
+    takes = [may_wait(controller, r, e.at_own_params) for _, r in choices]
     most = controller.most_bytes or math.inf
-    return np.where(mean <= max(most, mean.min()), 1, 1e-12)
+    return np.where(mean <= max(most, mean[takes].min()), 1, 1e-12)
 
 
 def worth_of_visits(
@@ -766,7 +784,7 @@ def safest(cost: Any, progress: Any, home: int) -> tuple[int, list[float]]:
 
 
 def progress_of_choices(
-    controller: Any, choices: list[tuple[int, int]], shares: Any, home: int
+    controller: Any, choices: list[tuple[int, int]], shares: Any, home: int, e: Any
 ) -> np.ndarray:
     """Return what a step of each choice is worth, and next to nothing if too little."""
     progress = []
@@ -774,7 +792,9 @@ def progress_of_choices(
         waiting = (steps - 1) / 2 + steps * (1 - shares[rung]) / shares[rung]
         worth = 1 / (1 + 0.15 * math.sqrt(waiting))
         least = controller.least_progress * (0.97 if i == home else 1)
-        progress.append(worth if worth >= least or i == 0 else 1e-6)
+        is_enough = worth >= least or i == 0
+        waits = may_wait(controller, rung, e.at_own_params)
+        progress.append(worth if is_enough and waits else 1e-6)
     return np.array(progress)
 
 
@@ -869,6 +889,8 @@ def visit_gain(
     gains = [0.0]
     for c, other in enumerate(per_progress):
         if c == home:
+            continue
+        if progress[c] <= 1e-6:  # it may not be taken
             continue
         moved = (other - per_progress[home]) @ filtered.covariance @ visited
         spread = max(abs(moved) / math.sqrt(max(seen, 1e-24)), 1e-12)

@@ -75,6 +75,15 @@ def test_a_ladder_of_turns_has_the_seconds_of_two_bits_in_turn():
     assert found == pytest.approx([0.22, 0.06, 0.04, 0.03, 0.03])
 
 
+def test_rungs_of_one_bit_have_the_seconds_of_one_bit():
+    seconds = {"dense": 0.22, "localallreduced16": 0.06, "turns4allreduced16": 0.01}
+    seconds |= {"localallreduced32": 0.04, "turns4allreduced32": 0.025}
+    timed = Timed([line(100.0, *x) for x in seconds.items()], 2)
+    step = lambda factor: timed.step(100.0, "localdefaultgradients", factor)
+    found = [step(factor) for factor in (1, 16, 32, 64, 128, 256)]
+    assert found == pytest.approx([0.22, 0.06, 0.04, 0.03, 0.025, 0.025])
+
+
 @pytest.mark.parametrize("own_seconds", [0.0, 0.003, -0.001])
 def test_a_controller_costs_what_its_steps_take_beside_static_ones(own_seconds):
     timed = Timed(record(own_seconds), 2)

@@ -45,6 +45,7 @@ ARGUMENTS = [
     (TypeError, gravac.GraVAC, {"ladder": 10}, "gravac.exponential"),
     (TypeError, gravac.GraVAC, {"ladder": [1, 10]}, "tuple"),
     (TypeError, gravac.Fastest, {"rounds": [1]}, "(1, 4, 16)"),
+    (ValueError, gravac.Fastest, {"largest_at_shared": 2}, "between 4 and inf"),
     (ValueError, gravac.GraVAC, {"epsilon": 1.5}, "between 0 and 1"),
     (ValueError, gravac.GraVAC, {"epsilon": (1, 10, 100)}, "ladder=(1, 10, 100)"),
     (
@@ -701,6 +702,10 @@ WRONG_TYPES = [
     *[
         misuse("has_aux=True ... (loss, aux)", partial(aux, out))
         for out in [0.0, (0.0, 1, 2)]
+    ],
+    *[
+        misuse(f"`at_own_params` ... {x!r}", partial(timed, at_own_params=x))
+        for x in (1, "data")
     ],
 ]
 

@@ -386,6 +386,63 @@ def test_it_begins_at_two_rungs_whatever_the_cost_model_says(bytes_per_second):
     assert taken == [1] * 3 + [rungs - 1] * 5
 
 
+def on_a_slow_network(controller, at_own_params=False, shares=None):
+    """Return the rungs of 400 steps where bytes take nearly all of the time."""
+    factors = np.array(controller.ladder)
+    noises = 1 + 0.05 * np.random.default_rng(0).standard_normal(400)
+    parts = lambda *x: np.stack(np.broadcast_arrays(*x), -1).astype(np.float32)
+    true = parts(1e-4, 1e-4, 1e-4, 1 / factors).sum(-1)
+    shares = np.float32(1 / (1 + factors / 100)) if shares is None else shares
+
+    def step(carry, now):
+        state, ahead, last = carry
+        i, noise = now
+        is_last = jnp.arange(len(factors)) == last
+        evidence = gravac.Evidence(
+            step=i,
+            replicas=2,
+            first_sparse=jnp.int32(1),
+            energies=shares,
+            energy=shares[0],
+            gradient_energy=shares[0],
+            gradient_energies=shares,
+            predicted_parts=parts(1e-2, 1e-3, 1e-3, 0.1 / factors),
+            measured_seconds=jnp.where(is_last, true * noise, jnp.nan),
+            wire_bytes=np.float32(1e6 / factors),
+            at_own_params=at_own_params,
+        )
+        decided, state = controller.decide(evidence, state)
+        return (state, jnp.append(ahead[1:], decided), ahead[0]), ahead[0]
+
+    rung, state = controller.init()
+    first = state, jnp.full(3, rung), jnp.int32(-1)
+    each = jnp.arange(400), jnp.float32(noises)
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, first, each)[1])())
+
+
+LIMITED = gravac.Fastest(gravac.geometric(4, 256), largest_at_shared=16)
+
+
+def test_at_the_shared_params_it_is_as_if_larger_factors_were_not_there():
+    visits = lambda controller: (on_a_slow_network(controller) < 3).sum()
+    assert on_a_slow_network(LIMITED).max() == 3
+    assert visits(LIMITED) <= visits(gravac.Fastest((1, 4, 8, 16))) + 3
+    assert on_a_slow_network(LIMITED, at_own_params=True)[-1] > 3
+
+
+def test_it_visits_no_rung_to_learn_of_one_that_it_may_not_take():
+    picky = lambda ladder: gravac.Fastest(ladder, least_progress=0.93)
+    visits = lambda ladder: (on_a_slow_network(picky(ladder)) < 3).sum()
+    assert visits(gravac.geometric(4, 256)) <= visits((1.0, 4.0, 8.0, 16.0)) + 3
+
+
+def test_a_budget_of_bytes_holds_before_any_gradient_was_seen():
+    nothing = np.zeros(8, np.float32)
+    controller = gravac.Fastest(gravac.geometric(4, 256), most_bytes=2e4)
+    rungs = on_a_slow_network(controller, at_own_params=True, shares=nothing)
+    assert controller.ladder[rungs[8:].min()] >= 1e6 / 2e4
+
+
 @functools.cache
 def _deciding(controller):
     """Return a run of decisions on random evidence, with what each predicted."""

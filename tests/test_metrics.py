@@ -232,6 +232,20 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
     assert verdicts["dense"] == []
 
 
+def test_what_waits_too_long_at_the_shared_params_is_said():
+    controller = gravac.Fastest((1, 4, 16), largest_at_shared=4)
+    slow = gravac.WireCost(bytes_per_second=1e5)
+    tx = gravac.transform(None, controller=controller, compress=True, wire=slow)
+    verdicts = {}
+    for is_own in (False, True):
+        step = jax.jit(functools.partial(tx.update, at_own_params=is_own))
+        _, state = step(jnp.ones(4096), tx.init(jnp.ones(4096)))
+        last = metrics.explain(state, controller).splitlines()[3]
+        verdicts[is_own] = last.split("  ")[-1]
+    assert verdicts[False] == "only at own params"
+    assert verdicts[True] != "only at own params"
+
+
 @pytest.mark.parametrize("wrong", [gravac.Fixed(4), "fastest"], ids=repr)
 def test_what_predicts_nothing_cannot_be_explained(wrong):
     with pytest.raises(TypeError, match=r"gravac\.Fastest\(\)"):

@@ -158,6 +158,8 @@ def test_three_programs_need_a_delay_and_a_loss_that_talks_to_nobody():
         step(*step.init(PARAMS), BATCHES[0])
     with pytest.raises(ValueError, match="overlap=True needs a mesh"):
         gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=True)
+    with pytest.raises(TypeError, match="`own_params` must be True or False"):
+        gravac.train_step(loss_fn, RECIPES["delayed"], N, own_params=1)
     with pytest.raises(TypeError, match="`overlap` must be True or False"):
         gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=1)
     talks = lambda params, x: jax.lax.pmean(loss_fn(params, x), "data")

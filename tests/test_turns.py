@@ -397,29 +397,6 @@ def test_in_rounds_parts_take_turns_as_well(delay):
     assert halves.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("memory", "highest"),
-    [
-        (gravac.Steps(optax.sgd(0.1)), 256),
-        (gravac.Steps(optax.sgd(0.1), residual_decay=0.9), 32),
-        (gravac.Residual(), 32),
-    ],
-)
-def test_a_memory_of_steps_has_turns_by_default(memory, highest):
-    tx = gravac.transform(None, memory=memory, compress=True)
-    state = tx.init(np.zeros(4096, np.float32))
-    assert state.ladder.tolist()[-1] == highest
-    assert state.local.exchange == ((),)
-
-
-def test_above_factor_32_only_steps_go_in_turn_by_default():
-    state_of = lambda memory: gravac.transform(
-        None, memory=memory, compress=True, controller=gravac.Fixed(64)
-    ).init(np.zeros(4096, np.float32))
-    assert state_of(gravac.Steps(optax.sgd(0.1))).local.exchange == ((),)
-    assert state_of(gravac.Residual()).local.exchange != ((),)
-
-
 @pytest.mark.parametrize("replicas", [2, 16, 64, 256])
 def test_a_part_is_no_smaller_than_what_saves_bytes(replicas):
     exchange, n = gravac.QuantizedAllReduce(), 10**6

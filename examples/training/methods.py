@@ -1,8 +1,10 @@
 """The methods that programs compare, by name: the arguments of `gravac.transform`.
 
-`dense` and `dense16` are means in float32 and bfloat16, `default` is `transform()` as
-it comes, which chooses among widths and 2 turns, and `default256` among up to 16 turns;
-so do `defaultadam`, `defaultsgd` and `defaultmuon` for steps of these optimizers.
+`dense` and `dense16` are means in float32 and bfloat16. `defaultgradients` is
+`transform()` as it comes, which chooses among 8, 4 and 2 bits and, at own params, one
+bit in up to 8 turns; `defaultadam`, `defaultsgd` and `defaultmuon` choose for steps of
+these optimizers among widths and up to 16 turns of two bits, and `default256` does so
+for gradients. `default` ends at 2 turns, as `transform()` did until 2026-11-27.
 `mixed` chooses among widths and sparse factors. The steps of `fastest0.9` must each be
 worth 0.9 dense steps. `sparse` has the same controller over sparse factors, which was
 the default in records before 2026-11-24.
@@ -75,6 +77,7 @@ PLAIN = {
     "densehalf": "dense, float16",
     "default": "the default",
     "default256": "the default, up to 16 turns",
+    "defaultgradients": "the default, up to one bit in 8 turns",
     "defaultadam": "the default, AdamW's steps",
     "defaultsgd": "the default, SGD's steps",
     "defaultmuon": "the default, Muon's steps",
@@ -116,14 +119,18 @@ CLIP = gravac.ClipByGlobalNorm(1.0)
 SHORT_LOW_RANK = gravac.LowRank(values="bfloat16")
 WARM_UP_STEPS = 200
 DENSE = gravac.Fixed(factor=1)
-UP_TO_16_TURNS = gravac.Fastest(gravac.geometric(4, 256))
+UP_TO_256 = gravac.geometric(4, 256)
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"controller": DENSE},
     "dense16": {"controller": DENSE, "exchange": gravac.DenseMean("bfloat16")},
     "default": {"controller": gravac.Fastest()},
     "default256": {
         "exchange": gravac.QuantizedAllReduce(),
-        "controller": UP_TO_16_TURNS,
+        "controller": gravac.Fastest(UP_TO_256),
+    },
+    "defaultgradients": {
+        "exchange": ONE_BIT,
+        "controller": gravac.Fastest(UP_TO_256, largest_at_shared=16),
     },
     "mixed": {
         "exchange": gravac.Mixed(),
@@ -155,7 +162,7 @@ METHODS |= {
     f"default{name}": {
         "memory": memory,
         "clip": CLIP,
-        "controller": UP_TO_16_TURNS,
+        "controller": gravac.Fastest(UP_TO_256),
     }
     for name, memory in MEMORIES.items()
 }

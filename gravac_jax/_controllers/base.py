@@ -46,6 +46,8 @@ class Evidence(NamedTuple):
       steps: steps since the last decision: 1, unless some are local.
       wire_bytes: `[rungs]` float32, the bytes that one replica sends in a step at each
         rung; None if unknown.
+      at_own_params: `[]` bool or static, whether gradients are known to be taken at
+        own params.
 
     Example:
       See `gravac.Controller`.
@@ -63,6 +65,7 @@ class Evidence(NamedTuple):
     local_seconds: jax.Array | None = None
     steps: Any = 1
     wire_bytes: jax.Array | None = None
+    at_own_params: jax.Array | bool = False
 
     @property
     def effective_step(self) -> jax.Array:
@@ -90,6 +93,8 @@ class Predictions(NamedTuple):
       progress: `[choices]` float32, what a step is worth, in dense steps; zeros before
         the first decision.
       is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
+      waits_too_long: `[choices]` bool, whether its entries wait for longer than they
+        may at the shared params.
       fits: `[choices]` bool, whether its bytes are within the budget.
       home: `[]` int32, the choice believed to be fastest.
       current: `[]` int32, the choice that was decided on; another one than home is
@@ -106,6 +111,7 @@ class Predictions(NamedTuple):
     seconds: jax.Array
     progress: jax.Array
     is_allowed: jax.Array
+    waits_too_long: jax.Array
     fits: jax.Array
     home: jax.Array
     current: jax.Array

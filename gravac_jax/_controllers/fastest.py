@@ -108,8 +108,8 @@ class Fastest(Controller):
       at a static factor, in an earlier version with twice as many kernels.
 
     Args:
-      ladder: factor 1, then larger ones. The default has 8, 4 and 2 bits of all entries
-        and 2 bits of half of them, as `gravac.Quantized` sends them.
+      ladder: factor 1, then larger ones. By default they are 8, 4 and 2 bits of all
+        entries and 2 bits of half of them, as `gravac.Quantized` sends them.
         `gravac.geometric(4, 256)` goes on to a sixteenth.
       least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
         step makes 1. A choice in use is left when it is 3% below. If none makes as
@@ -125,11 +125,15 @@ class Fastest(Controller):
         round; None for any number. Dense leaves count. If every choice sends more, the
         one that sends least is taken, and `metrics.explain` says so. The first
         exchanges are not bound by it either.
+      largest_at_shared: the largest factor that is taken at the shared params, where
+        gradients ask again for what waits. Larger ones are predicted to make no
+        progress, unless `update` is told `at_own_params`, as `gravac.train_step` does.
 
     Raises:
       TypeError: if `ladder` or `rounds` is not a tuple of numbers.
       ValueError: if one of the two is out of order or does not begin with 1, or
-        `least_progress` is outside its bounds, or `most_bytes` is not above 0.
+        `least_progress` is outside its bounds, or `most_bytes` is not above 0, or
+        `largest_at_shared` is below the second factor of the ladder.
 
     Example:
       >>> import gravac_jax as gravac
@@ -148,6 +152,7 @@ class Fastest(Controller):
     least_progress: float = 0.0
     rounds: tuple[int, ...] = (1,)
     most_bytes: float | None = None
+    largest_at_shared: float = math.inf
 
     def __post_init__(self) -> None:
         _checks.ladder(self.ladder)
@@ -158,6 +163,9 @@ class Fastest(Controller):
         if self.most_bytes is not None:
             why = "It is the most bytes that a replica may send in a step."
             _checks.above_zero(self.most_bytes, "most_bytes", why)
+        why = "The second factor of the ladder must be taken everywhere."
+        least, largest = self.ladder[1], self.largest_at_shared
+        _checks.within(largest, "largest_at_shared", least, math.inf, why)
 
     @property
     def has_rounds(self) -> bool:
@@ -193,7 +201,7 @@ class Fastest(Controller):
         decision leaves it.
         """
         last = len(self.ladder) - 1
-        start = lambda: jnp.full((), min(1, last), jnp.int32)
+        start = lambda: jnp.full((), 1, jnp.int32)
         choices = len(self.ladder) * len(self.rounds)
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
@@ -212,7 +220,8 @@ class Fastest(Controller):
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
-        state = _learned(evidence, state)
+        home = self._within_reach(state.home, evidence.at_own_params)
+        state = _learned(evidence, state._replace(home=home))
         costs = self._costs(evidence, state)
         home, may_leave = _home(costs, state)
         # To take another choice that costs alike stands in place of a visit, so that
@@ -236,20 +245,31 @@ class Fastest(Controller):
     def _costs(self, evidence: Evidence, state: FastestState) -> "_Costs":
         """Return what is believed of all choices."""
         lengths = self._lengths(evidence)
-        expected = self._progress(state.averages, lengths)
-        # A choice without progress is never the fastest.
-        progress = jnp.where(self._is_allowed(expected, state.home), expected, 0)
+        may_wait = self._may_wait(evidence.at_own_params)
+        expected = jnp.where(may_wait, self._progress(state.averages, lengths), 0)
+        is_allowed = may_wait & self._is_allowed(expected, state.home)
         mean_bytes = self._mean_bytes(evidence, lengths)
         fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
-        is_within = fits | (mean_bytes <= jnp.min(mean_bytes))
-        progress = jnp.maximum(progress, 1e-6) * jnp.where(is_within, 1, 1e-12)
+        least_bytes = jnp.min(jnp.where(may_wait, mean_bytes, jnp.inf))
+        is_within = fits | (mean_bytes <= least_bytes)
+        # A choice without progress is never the fastest.
+        progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
+        progress = progress * jnp.where(is_within, 1, 1e-12)
         kinds = step_time_filter.predict(state.timing, _kinds(evidence))
         rounds = step_time_filter.in_rounds(kinds, lengths)
         cost = rounds.seconds / progress
         unit = cost[state.home]
         scale = 1 / (progress * unit)
         return _Costs(
-            cost / unit, scale, progress, expected, fits, kinds, rounds, lengths
+            cost=cost / unit,
+            scale=scale,
+            progress=progress,
+            expected=expected,
+            fits=fits,
+            may_take=is_allowed & is_within,
+            kinds=kinds,
+            rounds=rounds,
+            lengths=lengths,
         )
 
     def predictions(self, state: FastestState) -> Predictions:
@@ -260,6 +280,7 @@ class Fastest(Controller):
             seconds=state.seconds,
             progress=state.progress,
             is_allowed=self._is_allowed(state.progress, state.home),
+            waits_too_long=~self._may_wait(False) & (state.progress == 0),
             fits=state.fits,
             home=state.home,
             current=state.current,
@@ -293,6 +314,19 @@ class Fastest(Controller):
         share = jnp.where(jnp.arange(share.size) == 0, 1, share)  # dense
         return progress_of(share[None], lengths[:, None]).ravel()
 
+    def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
+        """Return at which choices entries do not wait too long, `[choices]` bool."""
+        factors = jnp.asarray(self.ladder * len(self.rounds), jnp.float32)
+        return (factors <= self.largest_at_shared) | at_own_params
+
+    def _within_reach(
+        self, choice: jax.Array, at_own_params: jax.Array | bool
+    ) -> jax.Array:
+        """Return a choice, or the one of the largest factor that may be taken."""
+        rungs = len(self.ladder)
+        last = jnp.sum(self._may_wait(at_own_params)[:rungs], dtype=jnp.int32) - 1
+        return choice - jnp.maximum(choice % rungs - last, 0)
+
 
 class _Costs(NamedTuple):
     """What is believed of all choices.
@@ -304,6 +338,7 @@ class _Costs(NamedTuple):
         is not allowed.
       expected: `[choices]` float32, what a step is worth.
       fits: `[choices]` bool, as in `FastestState`.
+      may_take: `[choices]` bool, whether a choice may be taken now.
       kinds: the seconds of each kind of step.
       rounds: those of each choice.
       lengths: `[rounds]` float32, steps of each round.
@@ -314,6 +349,7 @@ class _Costs(NamedTuple):
     progress: jax.Array
     expected: jax.Array
     fits: jax.Array
+    may_take: jax.Array
     kinds: step_time_filter.Predicted
     rounds: step_time_filter.Predicted
     lengths: jax.Array
@@ -395,11 +431,12 @@ def _visit(
     A visit is to another rung, in rounds as long as those of home.
     """
     rungs = costs.cost.size // costs.lengths.size
+    least = step_time_filter.least_compute(state.timing) * costs.scale
     told = _told_by_a_visit(costs.kinds, costs.rounds, state.timing.noise)[:, :rungs]
     worth = value_of_visits(
         costs.cost,
         told * costs.scale[:, None],
-        step_time_filter.least_compute(state.timing) * costs.scale,
+        jnp.where(costs.may_take, least, jnp.inf),
         home,
         costs.lengths[home // rungs],
     )
@@ -445,7 +482,8 @@ def value_of_visits(
       cost: `[choices]` float32, in units of the cost of home.
       moved: `[choices, rungs]` float32, how far a visit to a rung is likely to move
         `cost`, with its sign.
-      least: `[choices]` float32, the cost of a choice if only its compute took time.
+      least: `[choices]` float32, the cost of a choice if only its compute took time;
+        infinite if it may not be taken, so that nothing is gained from it.
       home: `[]` int32, the choice believed to be fastest.
       steps: `[]` float32, the steps of a round at home.
 

@@ -311,6 +311,7 @@ def decide(arrived: Arrived, setting: Setting) -> Decision:
         local_seconds=times[-1] if controller.has_rounds else None,
         steps=state.info.local_steps + 1,
         wire_bytes=jnp.asarray(tables.wire_bytes[: len(controller.ladder)]),
+        at_own_params=setting.at_own_params,
     )
     rung, decided = controller.decide(evidence, state.controller)
     rung = jnp.clip(rung, 0, len(controller.ladder) - 1)  # more would mean a local step

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _collectives, _state, _step_checks
+from gravac_jax import _checks, _collectives, _state, _step_checks
 from gravac_jax._buckets import Buckets
 from gravac_jax._residuals import Delivery
 from gravac_jax._state import LocalState, Told, TransformState
@@ -62,6 +62,7 @@ def _update(
     receives: bool = False,
     arrived: Arrived | None = None,
     own_params: Any = None,
+    at_own_params: bool = False,
     **ignored: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step with what a device owns.
@@ -73,6 +74,7 @@ def _update(
     del ignored
     if rung is not None:
         _step_checks.update.known_rung(rung, len(components.controller.ladder))
+    _checks.flag(at_own_params, "at_own_params")
     if receives and not components.delay:
         _step_checks.update.needs_delay()
     is_asked = deliver is not None or receives
@@ -88,6 +90,7 @@ def _update(
         own_params=None if own_params is None else buckets.pack(own_params),
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
+        at_own_params=at_own_params,
     )
     if components.waits and arrived is None:
         local = phases.add_times(local, setting.times)

@@ -36,6 +36,7 @@ class Setting(NamedTuple):
       times: the measured time of each kind of step, and whether it is known:
         `[kinds]` float32 both.
       is_due: with rounds, whether this step exchanges, if the caller knows: static.
+      at_own_params: whether gradients are known to be taken at own params, static.
     """
 
     components: Components
@@ -52,6 +53,7 @@ class Setting(NamedTuple):
     own_params: Any = None
     times: Any = ()
     is_due: bool | None = None
+    at_own_params: bool = False
 
     @property
     def sends(self) -> jax.Array | bool:

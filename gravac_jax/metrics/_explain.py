@@ -125,6 +125,8 @@ def _verdict(found: Predictions, choice: int) -> str:
         return "taken" if found.fits[choice] else "taken, more than most_bytes"
     if choice == found.current:
         return "visited, to measure it"
+    if found.waits_too_long[choice]:
+        return "only at own params"
     if not found.fits[choice]:
         return "too many bytes"
     return "" if found.is_allowed[choice] else "too little progress"

@@ -31,7 +31,8 @@ def train_step(
     def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         where = gravac.local_params(tx, params, opt_state) if is_local else params
         value, grads = gravac.value_and_grad(loss)(where, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        told = {"at_own_params": is_local, **times}
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, value
 
     return step

@@ -71,7 +71,8 @@ def step(
         if is_local(method):
             where = gravac.local_params(tx, params, opt_state)
         loss, grads = gravac.value_and_grad(loss_fn, axis_name)(where, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params, **(known or {}))
+        told = {"at_own_params": is_local(method), **(known or {})}
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, loss
 
     return Step(module, tx, take)

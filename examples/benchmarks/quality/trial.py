@@ -127,7 +127,8 @@ class Bench:
                     lambda p, x: p - learning_rate * (x - p), params, own
                 )
             loss, grads = gravac.value_and_grad(self.task.loss)(where, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
+            told = {"at_own_params": is_local(method)}
+            updates, opt_state = tx.update(grads, opt_state, params, **told)
             params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
             return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")
 

@@ -2,8 +2,7 @@
 
 `dense` (float32) and `densehalf` (float16) are plain all-reduces, the baselines that a
 compressed step must beat. All others are methods of `training.methods`: `dense16` is
-`gravac.DenseMean("bfloat16")`, `default` is `gravac.transform()` as it comes, `fixed10`
-the static factor 10.
+`gravac.DenseMean("bfloat16")`, `fixed10` the static factor 10.
 """
 
 import dataclasses

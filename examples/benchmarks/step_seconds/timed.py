@@ -15,6 +15,7 @@ from training.methods import (
     is_recipe,
 )
 
+import gravac_jax as gravac
 from step_seconds.methods import method
 
 Mbit = float | None  # of a network's links; None is no limit
@@ -37,14 +38,16 @@ def _kind_of_rung(name: str, factor: float) -> str:
     if "mixed" in name:
         is_sparse = factor in arguments(name)["exchange"].sparse_factors
         return name.replace("mixed", "fixed" if is_sparse else "allreduced")
-    kind, found = re.subn("default(256)?", "allreduced", name)
-    return kind if found else "fixed"
+    kind, found = re.subn("default(256|gradients)?", "allreduced", name)
+    exchange = arguments(name).get("exchange", gravac.QuantizedAllReduce())
+    one_bit = ONE_BIT if found and exchange.bits(factor) == 1 else ""
+    return kind + one_bit if found else "fixed"
 
 
 def _kind(static: str) -> str:
     """Return the kind of a static method; parts in turn are of that of all entries.
 
-    One bit is a kind of its own: no ladder of a controller has it.
+    One bit is a kind of its own.
     """
     name, _, factor = STATIC.fullmatch(static).groups()  # type: ignore[union-attr]
     one_bit = ONE_BIT if "allreduced" in name and factor == ONE_BIT else ""
