@@ -42,9 +42,10 @@ class Config:
       bandwidth_mbit: Bandwidth of the network that is modeled, between all replicas.
       least_progress: What a step must be worth to Fastest, in dense steps.
       ladder: Factors to choose from. Factors 4, 8 and 16 send all entries in 8, 4 and 2
-        bits, factor 32 half of them in 2 bits, in turn. With a factor above 32 in the
-        ladder, each sends the largest entries instead: a factor of 10 one in ten.
-        Default: 1 4 8 16 32, and for GraVAC its own.
+        bits, factor 32 half of them in 2 bits, in turn. With a factor above 32 in a
+        ladder that you give, each sends the largest entries instead: a factor of 10 one
+        in ten. Default: that of the library, from 8 bits to one bit of an eighth of the
+        entries; 1 4 8 16 32 with a least progress; and for GraVAC its own.
       epsilon: Smallest gain that GraVAC may send.
       window: Steps between two of GraVAC's moves.
       data: Any text file, the last tenth held out; default: Python's own library.
@@ -138,7 +139,8 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
         own = gravac.local_params(tx, params, opt_state)  # gravac
         loss, grads = gravac.value_and_grad(loss_of)(own, batch)  # gravac
-        updates, opt_state = tx.update(grads, opt_state, params)
+        told = {"at_own_params": True}  # gravac
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, loss
 
     devices = jax.devices()[:replicas]
@@ -190,9 +192,11 @@ def controllers(config: Config) -> dict[str, Any]:
         ladder = config.ladder or gravac.GraVAC.ladder
         gate = {"epsilon": config.epsilon, "window": config.window}
         runs["adaptive"] = gravac.GraVAC(ladder=ladder, **gate)
-    else:
+    elif config.ladder or config.least_progress:
         ladder = config.ladder or gravac.Fastest.ladder
         runs["adaptive"] = gravac.Fastest(ladder, config.least_progress)
+    else:
+        runs["adaptive"] = None  # the default
     runs["dense"] = gravac.Fixed(factor=1)
     if config.compare:
         runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (16, 100)}

@@ -96,7 +96,7 @@ def transform(
         that keeps everything, `Fastest(gravac.geometric(4, 256))`, whose factors above
         16 are two bits in 2 to 16 turns; for other memories but `Residual` `Fastest()`,
         which ends at 32; if the exchange is `Mixed`, whatever the memory, `Fastest()`
-        with its sparse factors besides; for other exchanges
+        with its sparse factors besides; for exchanges of other than few bits
         `Fastest(gravac.geometric(10, 1000))`. It should be told how long steps take
         (see `gravac.StepClock`), or it predicts that from `wire`, and warns if there is
         none; and where gradients are taken (`at_own_params`).

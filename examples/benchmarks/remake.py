@@ -241,6 +241,7 @@ MADE: dict[str, Make] = {
     **_end_to_end(_LAYERS, "dense"),
     **_end_to_end(_SPARED, "dense"),
     **_end_to_end("2026-11-27_spared_in_time", "dense"),
+    **_end_to_end("2026-11-27_one_bit_in_turns", "dense"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),

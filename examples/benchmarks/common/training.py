@@ -31,8 +31,9 @@ def train_step(
     def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         where = gravac.local_params(tx, params, opt_state) if is_local else params
         value, grads = gravac.value_and_grad(loss)(where, batch)
-        told = {"at_own_params": is_local, **times}
-        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        updates, opt_state = tx.update(
+            grads, opt_state, params, at_own_params=is_local, **times
+        )
         return optax.apply_updates(params, updates), opt_state, value
 
     return step

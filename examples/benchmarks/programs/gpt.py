@@ -71,8 +71,9 @@ def step(
         if is_local(method):
             where = gravac.local_params(tx, params, opt_state)
         loss, grads = gravac.value_and_grad(loss_fn, axis_name)(where, tokens)
-        told = {"at_own_params": is_local(method), **(known or {})}
-        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        updates, opt_state = tx.update(
+            grads, opt_state, params, at_own_params=is_local(method), **(known or {})
+        )
         return optax.apply_updates(params, updates), opt_state, loss
 
     return Step(module, tx, take)

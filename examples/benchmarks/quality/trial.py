@@ -102,12 +102,12 @@ class Bench:
 
     def transformation(
         self, method: str, learning_rate: Any = 0.0
-    ) -> optax.GradientTransformation:
+    ) -> optax.GradientTransformationExtraArgs:
         """Return a method's optimizer; whole ones know their learning rate."""
         optimizer = OPTIMIZERS[self.setting.optimizer]
         if is_recipe(method):
             scale = optax.scale_by_learning_rate(learning_rate)
-            return recipe(method, optimizer, scale)
+            return optax.with_extra_args_support(recipe(method, optimizer, scale))
         chosen = arguments(method)
         rest = after(chosen, optimizer, self.setting.clip)
         return optax.chain(gravac.transform(**chosen), *rest)
@@ -127,8 +127,9 @@ class Bench:
                     lambda p, x: p - learning_rate * (x - p), params, own
                 )
             loss, grads = gravac.value_and_grad(self.task.loss)(where, batch)
-            told = {"at_own_params": is_local(method)}
-            updates, opt_state = tx.update(grads, opt_state, params, **told)
+            updates, opt_state = tx.update(
+                grads, opt_state, params, at_own_params=is_local(method)
+            )
             params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
             return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")
 
