@@ -130,8 +130,10 @@ def train_step(
     def finish(kind: Kind, params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
         value, grads = made
         known = {name: x for name, x in kind._asdict().items() if x is not None}
-        known["at_own_params"] = is_own(opt_state)
-        updates, opt_state = tx.update(grads, opt_state, params, **known, **extra)
+        own = is_own(opt_state)
+        updates, opt_state = tx.update(
+            grads, opt_state, params, at_own_params=own, **known, **extra
+        )
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
         if kind.looks_ahead:

@@ -253,6 +253,8 @@ def _controller_for(exchange: Exchange, memory: Memory) -> Controller:
     if _may_wait(memory):
         return Fastest(geometric(4, 256))
     if isinstance(memory, Residual):
+        # At the shared params a step in two bits was worth 0.77 dense ones, in one bit
+        # 0.43 (examples/benchmarks/records/2026-11-27_second_model).
         return Fastest(geometric(4, 256), largest_at_shared=16)
     return Fastest()
 

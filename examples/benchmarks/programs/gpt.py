@@ -67,12 +67,11 @@ def step(
     loss_fn = lambda params, tokens: mean_loss(module.apply(params, tokens), tokens)
 
     def take(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        where = params
-        if is_local(method):
-            where = gravac.local_params(tx, params, opt_state)
+        is_own = is_local(method)
+        where = gravac.local_params(tx, params, opt_state) if is_own else params
         loss, grads = gravac.value_and_grad(loss_fn, axis_name)(where, tokens)
         updates, opt_state = tx.update(
-            grads, opt_state, params, at_own_params=is_local(method), **(known or {})
+            grads, opt_state, params, at_own_params=is_own, **(known or {})
         )
         return optax.apply_updates(params, updates), opt_state, loss
 

@@ -118,9 +118,10 @@ class Bench:
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
             tx, where = self.transformation(method, learning_rate), params
+            is_own = is_local(method)
             if is_recipe(method):  # its updates are params' own
                 learning_rate = jnp.float32(-1)
-            if is_local(method):
+            if is_own:
                 # What follows in the chain has no learning rate: it is applied here.
                 own = gravac.local_params(tx, params, opt_state)
                 where = jax.tree.map(
@@ -128,7 +129,7 @@ class Bench:
                 )
             loss, grads = gravac.value_and_grad(self.task.loss)(where, batch)
             updates, opt_state = tx.update(
-                grads, opt_state, params, at_own_params=is_local(method)
+                grads, opt_state, params, at_own_params=is_own
             )
             params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
             return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")

@@ -39,9 +39,10 @@ def _kind_of_rung(name: str, factor: float) -> str:
         is_sparse = factor in arguments(name)["exchange"].sparse_factors
         return name.replace("mixed", "fixed" if is_sparse else "allreduced")
     kind, found = re.subn("default(256|gradients)?", "allreduced", name)
+    if not found:
+        return "fixed"
     exchange = arguments(name).get("exchange", gravac.QuantizedAllReduce())
-    one_bit = ONE_BIT if found and exchange.bits(factor) == 1 else ""
-    return kind + one_bit if found else "fixed"
+    return kind + (ONE_BIT if exchange.bits(factor) == 1 else "")
 
 
 def _kind(static: str) -> str:
