@@ -783,6 +783,12 @@ def safest(cost: Any, progress: Any, home: int) -> tuple[int, list[float]]:
     return max(cheap, key=lambda c: progress[c], default=home), margins
 
 
+def waiting_cost(controller: Any, e: Any) -> float:
+    """Return what waiting costs: more where gradients ask again for what waits."""
+    asks_again = controller.largest_at_shared < math.inf and not e.at_own_params
+    return 1.2 if asks_again else 0.15
+
+
 def progress_of_choices(
     controller: Any, choices: list[tuple[int, int]], shares: Any, home: int, e: Any
 ) -> np.ndarray:
@@ -790,7 +796,7 @@ def progress_of_choices(
     progress = []
     for i, (steps, rung) in enumerate(choices):
         waiting = (steps - 1) / 2 + steps * (1 - shares[rung]) / shares[rung]
-        worth = 1 / (1 + 0.15 * math.sqrt(waiting))
+        worth = 1 / (1 + waiting_cost(controller, e) * math.sqrt(waiting))
         least = controller.least_progress * (0.97 if i == home else 1)
         is_enough = worth >= least or i == 0
         waits = may_wait(controller, rung, e.at_own_params)

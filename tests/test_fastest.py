@@ -386,8 +386,8 @@ def test_it_begins_at_two_rungs_whatever_the_cost_model_says(bytes_per_second):
     assert taken == [1] * 3 + [rungs - 1] * 5
 
 
-def on_a_slow_network(controller, at_own_params=False, shares=None):
-    """Return the rungs of 400 steps where bytes take nearly all of the time."""
+def slow_run(controller, at_own_params=False, shares=None):
+    """Return the rungs of 400 steps where bytes are nearly all, and the last state."""
     factors = np.array(controller.ladder)
     noises = 1 + 0.05 * np.random.default_rng(0).standard_normal(400)
     parts = lambda *x: np.stack(np.broadcast_arrays(*x), -1).astype(np.float32)
@@ -417,7 +417,13 @@ def on_a_slow_network(controller, at_own_params=False, shares=None):
     rung, state = controller.init()
     first = state, jnp.full(3, rung), jnp.int32(-1)
     each = jnp.arange(400), jnp.float32(noises)
-    return np.asarray(jax.jit(lambda: jax.lax.scan(step, first, each)[1])())
+    (state, *_), rungs = jax.jit(lambda: jax.lax.scan(step, first, each))()
+    return np.asarray(rungs), state
+
+
+def on_a_slow_network(controller, at_own_params=False, shares=None):
+    """Return the rungs of 400 steps where bytes take nearly all of the time."""
+    return slow_run(controller, at_own_params, shares)[0]
 
 
 LIMITED = gravac.Fastest(gravac.geometric(4, 256), largest_at_shared=16)
@@ -428,6 +434,18 @@ def test_at_the_shared_params_it_is_as_if_larger_factors_were_not_there():
     assert on_a_slow_network(LIMITED).max() == 3
     assert visits(LIMITED) <= visits(gravac.Fastest((1, 4, 8, 16))) + 3
     assert on_a_slow_network(LIMITED, at_own_params=True)[-1] > 3
+
+
+@pytest.mark.parametrize(
+    ("controller", "is_own", "cost"),
+    [(LIMITED, True, 0.15), (LIMITED, False, 1.2), (gravac.Fastest(), False, 0.15)],
+)
+def test_waiting_costs_more_where_gradients_ask_again(controller, is_own, cost):
+    factors = np.array(controller.ladder, np.float32)
+    shares = 1 / factors
+    _, state = slow_run(controller, at_own_params=is_own, shares=shares)
+    expected = 1 / (1 + cost * np.sqrt(factors[:4] - 1))  # steps that an entry waits
+    np.testing.assert_allclose(state.progress[:4], expected, rtol=1e-3)
 
 
 def test_it_visits_no_rung_to_learn_of_one_that_it_may_not_take():

@@ -101,7 +101,7 @@ def test_a_look_at_some_rows_tells_what_all_of_them_would_send():
     bucket = rows.astype(np.float32).ravel()
     exact = [exchanged(bucket, i, exchange).energies[i] for i in range(len(LADDER))]
     exact = np.asarray(exact) / exact[0]
-    shares = jax.jit(lambda x, key: exchange.shares(x, LADDER, key, Comm(None)))
+    shares = jax.jit(lambda x, key: exchange.bucket_shares(x, LADDER, key, Comm(None)))
     keys = jax.random.split(jax.random.key(0), 8)
     found = on_host([shares(bucket, key) for key in keys])
     assert len({float(x[-1]) for x in found}) > 1  # other rows each time
@@ -113,6 +113,31 @@ def test_a_look_at_some_rows_tells_what_all_of_them_would_send():
     means = np.abs(few).mean(1, dtype=np.float64)  # what one bit sends
     taken = 32 * np.square(means).sum() / np.square(few.astype(np.float64)).sum()
     np.testing.assert_allclose(seen[4], taken, rtol=1e-5)
+
+
+@pytest.mark.parametrize("least_bits", [1, 2])
+def test_what_rounding_keeps_waits_a_tenth_as_long(least_bits):
+    exchange = gravac.Quantized(32, least_bits=least_bits)
+    given = LADDER, jax.random.key(0), Comm(None)
+    bucket = jnp.asarray(RNG.standard_normal(2**13), jnp.float32)
+    sent = np.float64(exchange.bucket_shares(bucket, *given))
+    found = np.float64(exchange.shares(bucket, *given))
+    turns = np.array([1, 1, 1, 1, 1 if least_bits == 1 else 2])
+    kept = 1 - sent * turns  # of an entry, when it is its turn
+    waiting = (turns - 1) / 2 + turns * 0.1 * kept / (1 - kept)
+    np.testing.assert_allclose(1 / found - 1, waiting, rtol=2e-3, atol=1e-6)
+    assert waiting[-1] > waiting[-2] > 0
+
+
+def test_what_rounding_keeps_of_spared_leaves_waits_a_tenth_as_long():
+    exchange = gravac.Quantized(32, least_bits=2, shapes=((64,), (2**13 - 64,)))
+    given = (1.0, 64.0), jax.random.key(0), Comm(None)
+    bucket = np.zeros(2**13, np.float32)
+    bucket[:64] = RNG.standard_normal(64)  # all energy is in what goes in every step
+    sent = float(exchange.bucket_shares(bucket, *given)[1])
+    found = float(exchange.shares(bucket, *given)[1])
+    assert 0.9 < sent < 1
+    assert 1 / found - 1 == pytest.approx(0.1 * (1 - sent) / sent, rel=2e-3)
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])

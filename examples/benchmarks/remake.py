@@ -45,6 +45,24 @@ def _losses(*names: str) -> Make:
     return make
 
 
+def _longer(folder: str) -> dict[str, Make]:
+    """Say and draw what longer runs lose, and how well the law predicts it."""
+    cnn = ("resnet_4", "resnet_4_few_bits")
+    # Runs that were cut off are compared at the last steps of some and of all methods.
+    parts = {"vgg_4": (("vgg_4",), (2400, 2700)), "resnet_4": (cnn, (1050, 1200))}
+    made: dict[str, Make] = {}
+    for name, (files, last) in parts.items():
+        paths = [RECORDS / folder / f"{x}.jsonl" for x in files]
+        gaps = functools.partial(quality.report.draw_gaps, paths)
+        made[f"{folder}/{name}.png"] = gaps
+        for at in last:
+            made[f"{folder}/{name}_{at}.md"] = _text(quality.report.text, paths, at)
+    made[f"{folder}/law.md"] = _text(controllers.fit.text, RECORDS)
+    made[f"{folder}/rounding.md"] = _text(controllers.fit.of_rounding, RECORDS)
+    made[f"{folder}/law.png"] = _law(controllers.fit.ALL)
+    return made
+
+
 def _quality(folder: str, *names: str) -> dict[str, Make]:
     """Make a table and a figure of each workload."""
     made: dict[str, Make] = {}
@@ -87,8 +105,8 @@ def _traces(path: Path) -> None:
     controllers.traces.draw(read(out)[1], args)
 
 
-def _law(path: Path) -> None:
-    controllers.fit.draw(RECORDS, path)
+def _law(law: controllers.fit.Law) -> Make:
+    return lambda path: controllers.fit.draw(RECORDS, path, law)
 
 
 def _networks(folder: str) -> Make:
@@ -157,8 +175,8 @@ def _time_to_quality(path: Path) -> None:
     end_to_end.report.draw_beside(records, path, leave_out=crowding)
 
 
-def _text(text: Callable[[Any], str], argument: Any) -> Make:
-    return lambda path: path.write_text(text(argument) + "\n")
+def _text(text: Callable[..., str], *arguments: Any) -> Make:
+    return lambda path: path.write_text(text(*arguments) + "\n")
 
 
 def _paper(folder: str) -> dict[str, Make]:
@@ -195,6 +213,7 @@ _SPARSE = "2026-11-26_sparse_progress"
 _LAYERS = "2026-11-27_vgg_layers"
 _SPARED = "2026-11-27_spared_leaves"
 _LIVE = "2026-11-25_live"
+_LONGER = "2026-11-27_longer_runs"
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
 _SECOND_MODEL = "2026-11-27_second_model"
@@ -221,8 +240,10 @@ MADE: dict[str, Make] = {
     "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
     **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
-    "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS),
-    "2026-11-25_progress/law.png": _law,
+    "2026-11-25_progress/law.md": _text(
+        controllers.fit.text, RECORDS, controllers.fit.FIVE
+    ),
+    "2026-11-25_progress/law.png": _law(controllers.fit.FIVE),
     f"{_SPARSE}/law.md": _text(
         controllers.fit.selections, RECORDS / _SPARSE / "small.jsonl"
     ),
@@ -242,6 +263,9 @@ MADE: dict[str, Make] = {
     **_end_to_end(_SPARED, "dense"),
     **_end_to_end("2026-11-27_spared_in_time", "dense"),
     **_end_to_end("2026-11-27_one_bit_in_turns", "dense"),
+    **_end_to_end(_LONGER, "dense"),
+    **_longer(_LONGER),
+    **_closed_loop(_LONGER, "networks_images", "networks_text", "networks_one_bit"),
     f"{_TIME_TO_QUALITY}/both.png": _time_to_quality,
     **_paper("2026-11-23_results"),
     **_quality("2026-11-26_grid", "gpt", "adamw_16", "muon_16", "vgg", "resnet"),

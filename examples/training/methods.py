@@ -75,6 +75,7 @@ PLAIN = {
     "dense": "dense, float32",
     "dense16": "dense, bfloat16",
     "densehalf": "dense, float16",
+    "localfixed1": "dense, float32, clipped on each replica",
     "default": "the default",
     "default256": "the default, up to 16 turns",
     "defaultgradients": "the default, up to one bit in 8 turns",
@@ -209,6 +210,8 @@ def is_local(name: str) -> bool:
 
 def in_words(name: str) -> str:
     """Return what a reader calls a method; a name that is no method's stays."""
+    if name in PLAIN:
+        return PLAIN[name]
     if name.startswith(INSIDE):
         return f"{in_words(name.removeprefix(INSIDE))}, learning rate inside"
     if published := _published_in_words(name):

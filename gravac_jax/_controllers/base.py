@@ -31,8 +31,8 @@ class Evidence(NamedTuple):
       gradient_energy: `[]` float32, the mean energy of the gradient after clip and
         decay, without residual and momentum.
       gradient_energies: `[rungs]` float32, the energy that each rung would have sent of
-        that gradient, had nothing been held back (of a selection and of parts in turn,
-        that of an exchange by chance in which entries wait as long), plus the energy of
+        that gradient, had nothing been held back (of a selection, few bits and parts in
+        turn that of an exchange by chance in which entries wait as long), plus that of
         the leaves that go dense; with a delay, of the gradient that this exchange
         sends. Zeros if the controller does not ask (`samples_gradient`), and if the
         step of that gradient did not look.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _checks
 from gravac_jax._controllers import compression_gain, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence, Predictions
+from gravac_jax._controllers.progress import WAITING_COST, WAITING_COST_AT_SHARED
 from gravac_jax._controllers.progress import progress as progress_of
 
 # All of these are arbitrary; simulations showed that they trade well. Steps at a rung
@@ -85,7 +86,8 @@ class Fastest(Controller):
 
     How long an entry waits follows from the share that a rung would send of one
     gradient of the whole model, without the residual, and from the length of a round;
-    the small entries of a selection wait longer (`Exchange.shares`).
+    the small entries of a selection wait longer, and what rounding holds back counts a
+    tenth (`Exchange.shares`).
     So it does not depend on the rung in use, and no rung looks better than it is
     because another one let the residual grow. `progress` in `progress.py` says how well
     this predicts.
@@ -127,7 +129,8 @@ class Fastest(Controller):
         exchanges are not bound by it either.
       largest_at_shared: the largest factor that is taken at the shared params, where
         gradients ask again for what waits. Larger ones are predicted to make no
-        progress, unless `update` is told `at_own_params`, as `gravac.train_step` does.
+        progress, and those up to it 1 / (1 + 1.2 sqrt(waiting)), unless `update` is
+        told `at_own_params`, as `gravac.train_step` does.
 
     Raises:
       TypeError: if `ladder` or `rounds` is not a tuple of numbers.
@@ -246,7 +249,9 @@ class Fastest(Controller):
         """Return what is believed of all choices."""
         lengths = self._lengths(evidence)
         may_wait = self._may_wait(evidence.at_own_params)
-        expected = jnp.where(may_wait, self._progress(state.averages, lengths), 0)
+        waiting_cost = self._waiting_cost(evidence.at_own_params)
+        expected = self._progress(state.averages, lengths, waiting_cost)
+        expected = jnp.where(may_wait, expected, 0)
         is_allowed = may_wait & self._is_allowed(expected, state.home)
         mean_bytes = self._mean_bytes(evidence, lengths)
         fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
@@ -307,12 +312,21 @@ class Fastest(Controller):
         return (sent[None] / lengths[:, None]).ravel()
 
     def _progress(
-        self, averages: compression_gain.Averages, lengths: jax.Array
+        self,
+        averages: compression_gain.Averages,
+        lengths: jax.Array,
+        waiting_cost: jax.Array,
     ) -> jax.Array:
         """Return what a step of each choice is worth, `[choices]` float32."""
         share = compression_gain.gain(averages.sent, averages.total)
         share = jnp.where(jnp.arange(share.size) == 0, 1, share)  # dense
-        return progress_of(share[None], lengths[:, None]).ravel()
+        return progress_of(share[None], lengths[:, None], waiting_cost).ravel()
+
+    def _waiting_cost(self, at_own_params: jax.Array | bool) -> jax.Array:
+        """Return what it costs that entries wait: more where gradients ask again."""
+        is_bounded = self.largest_at_shared < math.inf
+        asks_again = is_bounded & ~jnp.asarray(at_own_params)
+        return jnp.where(asks_again, WAITING_COST_AT_SHARED, WAITING_COST)
 
     def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return at which choices entries do not wait too long, `[choices]` bool."""

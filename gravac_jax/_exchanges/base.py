@@ -198,7 +198,7 @@ class Exchange(abc.ABC):
           comm: the other replicas.
 
         Returns:
-          `[rungs]` float32, for a selection and for parts in turn the share of an
+          `[rungs]` float32, for a selection, few bits and parts in turn the share of an
           exchange by chance in which entries wait as long. The largest entries stand in
           for other choices, such as places that another replica chose.
         """

@@ -132,7 +132,7 @@ class Mixed(ByRung):
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Return the share of a gradient's energy that each rung would send."""
+        """Return what the exchange of each rung says of it."""
         own = lambda exchange, factors: exchange.shares(gradient, factors, key, comm)
         return self._in_order(own, ladder)
 

@@ -17,7 +17,11 @@ from gravac_jax._exchanges.message import Message, Section
 from gravac_jax._exchanges.quantizer import WIDTHS, Levels, row_bytes
 from gravac_jax._exchanges.rounding import Energies, RoundingExchange
 from gravac_jax._selection.entries import WORD_BITS
-from gravac_jax._selection.waiting import share_by_chance, waiting_steps
+from gravac_jax._selection.waiting import (
+    ROUNDING_WAITS,
+    share_by_chance,
+    waiting_steps,
+)
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
@@ -250,12 +254,16 @@ class Quantized(RoundingExchange):
     def shares(
         self, gradient: jax.Array, ladder: Sequence[float], key: jax.Array, comm: Comm
     ) -> jax.Array:
-        """Return shares; of parts in turn, those that let entries wait as long."""
+        """Return the shares of a choice by chance in which entries wait as long.
+
+        What rounding leaves to the next exchange counts a tenth (`waiting_steps`).
+        """
         share, spared, sent, messages = self._look(gradient, ladder, key, comm)
         turns = jnp.asarray([x.turns for x in messages], jnp.float32)
         some = jnp.maximum(spared, _arrays.SMALLEST_NORMAL)
-        at_once = waiting_steps(jnp.where(spared > 0, sent / some, 1))
-        in_turn = waiting_steps(share, turns)
+        of_spared = jnp.where(spared > 0, sent / some, 1)
+        at_once = waiting_steps(of_spared, counted=ROUNDING_WAITS)
+        in_turn = waiting_steps(share, turns, counted=ROUNDING_WAITS)
         return share_by_chance(spared * at_once + (1 - spared) * in_turn)
 
     def bucket_shares(

@@ -48,7 +48,7 @@ def explain(opt_state: Any, controller: Controller) -> str:
       choice     ms a step  progress  ms for a dense step's progress
       dense          164.3      1.00                           164.3
       factor 4        50.3      1.00                            50.4
-      factor 16       21.5      0.94                            22.8  taken
+      factor 16       21.5      0.98                            21.9  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
     found = _predictions(opt_state, controller)

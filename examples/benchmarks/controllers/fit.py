@@ -1,9 +1,8 @@
 """Fit the law of progress, and say how wrong it is on workloads it was not fitted on.
 
 The law: a step is worth 1 / (1 + c sqrt(waiting steps)) dense steps. c is fitted to the
-runs of all workloads but one, and tried on that one. Runs are those of
-`controllers.progress` and of the quality records that have rungs of the default ladder
-or rounds, at each replica's own params.
+runs of all workloads but one at own params, and tried on that one. Runs are those of
+`controllers.progress`, `quality` and `end_to_end` in few bits, in turns or in rounds.
 
     python examples/benchmarks controllers.fit examples/benchmarks/records
 """
@@ -11,7 +10,8 @@ or rounds, at each replica's own params.
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,95 @@ from common.figures import FAINT, legend_below, picture
 from common.journal import Line, read
 from common.report import markdown
 from common.statistics import reached
+from common.training import EVERY
+from matplotlib import colormaps
 
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
 from gravac_jax._controllers.progress import WAITING_COST, progress
-from gravac_jax._selection.waiting import shares_by_chance, waiting_steps
+from gravac_jax._selection.waiting import (
+    ROUNDING_WAITS,
+    shares_by_chance,
+    waiting_steps,
+)
 
 SMALL = "2026-11-25_progress/small.jsonl"
-LEVELS = "2026-11-24_steps/levels.jsonl"
 GPT, LSTM = "GPT, AdamW", "LSTM, momentum SGD"
-QUALITY = {
-    "2026-11-24_steps/adamw.jsonl": GPT,
-    "2026-11-25_rounds/adamw.jsonl": GPT,
-    "2026-11-24_steps/lstm.jsonl": LSTM,
-}
-TASKS = {GPT: "transformer-bytes", LSTM: "lstm-bytes"}
 NAMES = {x: f"small net, {y}" for x, y in OPTIMIZERS.items()}
-BITS = {4.0: "8 bits", 8.0: "4 bits", 16.0: "2 bits", 32.0: "1 bits"}
-METHOD = re.compile(r"(?:local|every(\d+))allreduced(?:adam)?(\d+)")
-SHARED = re.compile(r"allreduced(\d+)")
+BITS = {4.0: "8 bits", 8.0: "4 bits", 16.0: "2 bits", 32.0: "1 bit"}
+METHOD = re.compile(r"(?:(local)|(every|turns)(\d+))?allreduced(?:adam)?(\d+)")
 LEAST = 0.9  # progress, asked of Fastest
 PAST_PLATEAU = 300  # steps, before which curves of the quality records say little
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A law, and what it is compared with.
+
+    Args:
+      cost: c.
+      rounding: What rounding leaves to the next exchange, as a part of what a choice by
+        chance leaves.
+      levels: The record of what widths keep of a gradient, by task.
+      tasks: The tasks of workloads.
+      quality: Files of `quality` that are parts of one record, and its workload.
+      races: Records of `end_to_end`, and the workload of each.
+    """
+
+    cost: float
+    rounding: float
+    levels: tuple[str, ...]
+    tasks: Mapping[str, str]
+    quality: Mapping[tuple[str, ...], str]
+    races: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def waiting(self, share: Any, steps: Any) -> Any:
+        """Return the steps that an entry waits."""
+        return waiting_steps(share, steps, counted=self.rounding)
+
+    def worth(self, waiting: Any, cost: float | None = None) -> Any:
+        """Return what a step is worth, at another c if one is given."""
+        return 1 / (1 + (self.cost if cost is None else cost) * np.sqrt(waiting))
+
+
+FIVE = Law(
+    cost=0.15,
+    rounding=1.0,
+    levels=("2026-11-24_steps/levels.jsonl",),
+    tasks={GPT: "transformer-bytes", LSTM: "lstm-bytes"},
+    quality={
+        ("2026-11-24_steps/adamw.jsonl",): GPT,
+        ("2026-11-25_rounds/adamw.jsonl",): GPT,
+        ("2026-11-24_steps/lstm.jsonl",): LSTM,
+    },
+)
+_LONGER = "2026-11-27_longer_runs"
+VGG, CNN = "VGG, two hosts", "CNN, two hosts"
+VGG_4, CNN_4 = "VGG, four replicas", "CNN, four replicas"
+PTB, GPT_2 = "LSTM on PTB, two hosts", "GPT, AdamW, two hosts"
+MARKERS = "osD^v<>Php*"
+ALL = Law(
+    cost=WAITING_COST,
+    rounding=ROUNDING_WAITS,
+    levels=(*FIVE.levels, f"{_LONGER}/shares.jsonl"),
+    tasks={
+        **FIVE.tasks,
+        **dict.fromkeys((VGG, VGG_4), "vgg-cifar10"),
+        **dict.fromkeys((CNN, CNN_4), "resnet-cifar10"),
+        PTB: "lstm-ptb",
+        GPT_2: "transformer-bytes",
+    },
+    quality={
+        **FIVE.quality,
+        (f"{_LONGER}/vgg_4.jsonl",): VGG_4,
+        (f"{_LONGER}/resnet_4.jsonl", f"{_LONGER}/resnet_4_few_bits.jsonl"): CNN_4,
+    },
+    races={
+        f"{_LONGER}/vgg_2_runs.jsonl": VGG,
+        f"{_LONGER}/resnet_2_runs.jsonl": CNN,
+        f"{_LONGER}/ptb_2_runs.jsonl": PTB,
+        f"{_LONGER}/gpt_2_runs.jsonl": GPT_2,
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +120,7 @@ class Run:
       workload: The model and its optimizer.
       choice: The rung and the length of rounds, in words.
       is_own: Whether gradients are taken at each replica's own params.
-      waiting: Steps that an entry waits, by the share that a rung sends.
+      waiting: Steps that an entry waits, by the share that is sent of it.
       worth: Dense steps that a step is worth, the mean over seeds.
       spread: The least and the most of the seeds.
     """
@@ -70,14 +139,20 @@ def made(workload: str, what: tuple[str, bool], wait: float, worths: Any) -> Run
     return Run(workload, *what, wait, float(np.mean(worths)), spread)
 
 
-def words(factor: float, steps: int) -> str:
+def words(factor: float, how: str | None = None, steps: int = 1) -> str:
     """Return a choice in words."""
-    width = "whole" if factor == 1 else BITS[factor].replace("1 bits", "1 bit")
-    return width if steps == 1 else f"{width}, every {steps} steps"
+    width = "whole" if factor == 1 else BITS[factor]
+    if steps == 1:
+        return width
+    how_often = f" in {steps} turns" if how == "turns" else f", every {steps} steps"
+    return width + how_often
 
 
-def small(path: Path) -> list[Run]:
-    """Return the runs of the small network."""
+def small(path: Path, law: Law) -> list[Run]:
+    """Return the runs of the small network.
+
+    Its shares are from before rounding counted a tenth in them.
+    """
     lines = [x for x in runs_of(path) if x["params"] != DILOCO]
     runs = []
     for optimizer, name in NAMES.items():
@@ -89,32 +164,36 @@ def small(path: Path) -> list[Run]:
                 continue
             found = [x for x in ours if of(x) == kind]
             share = np.mean([x["shares"][LADDER.index(factor)] for x in found])
-            wait = float(waiting_steps(jnp.float32(share), steps))
-            what = words(factor, steps), where == "own"
-            runs.append(made(name, what, wait, worths(ours, *kind)))
+            what = words(factor, "every", steps), where == "own"
+            runs.append(
+                made(name, what, law.waiting(share, steps), worths(ours, *kind))
+            )
     return runs
 
 
-def quality(records: Path) -> list[Run]:
-    """Return the runs of the quality records."""
-    text = (records / LEVELS).read_text().splitlines()
-    shares = {x["task"]: x for x in map(json.loads, text)}
+def of_methods(records: Path, law: Law) -> list[Run]:
+    """Return the runs of methods of few bits, in records of `quality` and of races."""
+    lines = [x for y in law.levels for x in (records / y).read_text().splitlines()]
+    shares = {x["task"]: x for x in map(json.loads, lines)}
+    files = [(x, y, _along) for x, y in law.quality.items()]
+    files += [((x,), y, _in_race) for x, y in law.races.items()]
     runs = []
-    for name, workload in QUALITY.items():
-        _, lines = read(records / name)
+    for names, workload, worth in files:
+        lines = [x for name in names for x in read(records / name)[1]]
+        lines = [x for x in lines if x.get("phase") != "tune"]
         for method in dict.fromkeys(x["method"] for x in lines):
-            matched = METHOD.fullmatch(method)
-            shared = SHARED.fullmatch(method)
-            if not (matched or shared):
+            if not (matched := METHOD.fullmatch(method)):
                 continue
-            steps = int(matched[1] or 1) if matched else 1
-            factor = float(matched[2] if matched else shared[1])  # type: ignore[index]
-            share = shares[TASKS[workload]][BITS[factor]]
-            wait = float(waiting_steps(jnp.float32(share), steps))
-            worths = [_worth(lines, method, seed) for seed in _seeds(lines, method)]
+            local, how, steps, factor = matched.groups()
+            steps, factor = int(steps or 1), float(factor)
+            of_task = shares[law.tasks[workload]]
+            # The first record of levels says "1 bits".
+            share = of_task.get(BITS[factor], of_task.get("1 bits"))
             # Steps that are exchanged are taken at each replica's own params.
-            what = words(factor, steps), bool(matched)
-            runs.append(made(workload, what, wait, worths))
+            is_own = bool(local or how) or "adam" in method
+            found = [worth(lines, method, seed) for seed in _seeds(lines, method)]
+            what = words(factor, how, steps), is_own
+            runs.append(made(workload, what, law.waiting(share, steps), found))
     return runs
 
 
@@ -123,7 +202,7 @@ def _seeds(lines: list[Line], method: str) -> list[int]:
     return sorted(found & {x["seed"] for x in lines if x["method"] == "dense"})
 
 
-def _worth(lines: list[Line], method: str, seed: int) -> float:
+def _along(lines: list[Line], method: str, seed: int) -> float:
     """Return where dense steps had a run's loss over where it had it, in the mean."""
     ours = [x for x in lines if x["seed"] == seed]
     of = lambda name: [(x["step"], x["loss"]) for x in ours if x["method"] == name]
@@ -133,58 +212,68 @@ def _worth(lines: list[Line], method: str, seed: int) -> float:
     return float(np.mean(inside))
 
 
-def law(cost: float, waiting: Any) -> Any:
-    """Return what a step is worth by the law."""
-    return 1 / (1 + cost * np.sqrt(waiting))
+def _in_race(lines: list[Line], method: str, seed: int) -> float:
+    """Return the dense steps to the target over those of a run."""
+
+    def steps(name: str) -> float:
+        (line,) = (x for x in lines if (x["seed"], x["method"]) == (seed, name))
+        at = [EVERY * (i + 1) for i in range(len(line["losses"]))]
+        found = reached(line["losses"], at, line["target"])
+        if found is None:
+            raise ValueError(f"{name} of seed {seed} did not reach its target")
+        return found
+
+    return steps("dense") / steps(method)
 
 
-def fitted(runs: Iterable[Run]) -> float:
-    """Return the c with the least squared error of the worth, all workloads alike."""
+def fitted(runs: Iterable[Run], law: Law) -> float:
+    """Return the c with the least error of the worth."""
+    runs, costs = list(runs), np.linspace(0, 1, 1001)
+    return float(costs[int(np.argmin([error(runs, law, c) for c in costs]))])
+
+
+def error(runs: Iterable[Run], law: Law, cost: float) -> float:
+    """Return the root mean square error at own params, all workloads alike."""
     found = [x for x in runs if x.is_own]
-    count = {
-        y: sum(x.workload == y for x in found) for y in {x.workload for x in found}
-    }
+    count = Counter(x.workload for x in found)
     wait, worth = (
         np.array([getattr(x, k) for x in found]) for k in ("waiting", "worth")
     )
-    weight = np.array([1 / count[x.workload] for x in found])
-    costs = np.linspace(0, 1, 1001)
-    errors = [(weight * (law(c, wait) - worth) ** 2).sum() for c in costs]
-    return float(costs[int(np.argmin(errors))])
+    weight = np.array([1 / count[x.workload] for x in found]) / len(count)
+    return float(np.sqrt((weight * (law.worth(wait, cost) - worth) ** 2).sum()))
 
 
-def text(records: Path) -> str:
+def text(records: Path, law: Law = ALL) -> str:
     """Return the tables of the record."""
-    runs = all_runs(records)
+    runs = all_runs(records, law)
     workloads = list(dict.fromkeys(x.workload for x in runs))
     rows = [
-        f"c fitted to all workloads: {fitted(runs):.3f}; `Fastest` has"
-        f" {WAITING_COST:g}.",
+        f"c fitted to all workloads: {fitted(runs, law):.3f}; `Fastest` has"
+        f" {law.cost:g}.",
         "",
         "| left out | c of it alone | c of the others | its runs | error of what they"
         " predict: root mean square, mean, worst | error with"
-        f" c = {WAITING_COST:g}, the same |",
+        f" c = {law.cost:g}, the same |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name in workloads:
         own = [x for x in runs if x.workload == name and x.is_own]
-        cost = fitted(x for x in runs if x.workload != name)
-        errors = [_errors(own, c) for c in (cost, WAITING_COST)]
-        alone = fitted(own)
+        cost = fitted((x for x in runs if x.workload != name), law)
+        errors = [_errors(own, law, c) for c in (cost, law.cost)]
         rows.append(
-            f"| {name} | {alone:.3f} | {cost:.3f} | {len(own)} | {errors[0]} |"
-            f" {errors[1]} |"
+            f"| {name} | {fitted(own, law):.3f} | {cost:.3f} | {len(own)} |"
+            f" {errors[0]} | {errors[1]} |"
         )
-    rows += ["", *_least_progress(runs)]
+    rows += ["", *_least_progress(runs, law)]
     rows += [
         "",
         f"| workload | sent | params | waiting steps | worth (seeds) | law, c ="
-        f" {WAITING_COST:g} |",
+        f" {law.cost:g} |",
         "|---|---|---|--:|--:|--:|",
     ]
     for x in runs:
         low, high = x.spread
-        predicted = law(WAITING_COST, x.waiting)
+        predicted = law.worth(x.waiting)
         where = "own" if x.is_own else "shared"
         rows.append(
             f"| {x.workload} | {x.choice} | {where} | {x.waiting:.2f} |"
@@ -193,7 +282,7 @@ def text(records: Path) -> str:
     return "\n".join(rows)
 
 
-def _least_progress(runs: list[Run]) -> list[str]:
+def _least_progress(runs: list[Run], law: Law) -> list[str]:
     """Return what the narrowest allowed rung of each workload predicts and realised."""
     rows = [
         f"| workload | the narrowest rung that `least_progress={LEAST:g}` allows |"
@@ -201,8 +290,8 @@ def _least_progress(runs: list[Run]) -> list[str]:
         "|---|---|--:|--:|",
     ]
     every_step = [x for x in runs if x.is_own and "every" not in x.choice]
+    predicted = lambda x: law.worth(x.waiting)
     for name in dict.fromkeys(x.workload for x in every_step):
-        predicted = lambda x: law(WAITING_COST, x.waiting)
         allowed = [
             x for x in every_step if x.workload == name and predicted(x) >= LEAST
         ]
@@ -215,11 +304,23 @@ def _least_progress(runs: list[Run]) -> list[str]:
     return rows
 
 
-def _errors(runs: list[Run], cost: float) -> str:
-    errors = np.array([law(cost, x.waiting) - x.worth for x in runs])
+def _errors(runs: list[Run], law: Law, cost: float) -> str:
+    errors = np.array([law.worth(x.waiting, cost) - x.worth for x in runs])
     worst = errors[np.argmax(np.abs(errors))]
     square = np.sqrt(np.mean(errors**2))
     return f"{square:.3f}, {np.mean(errors):+.3f}, {worst:+.2f}"
+
+
+def of_rounding(records: Path) -> str:
+    """Return how wrong the law is, by how much of what is rounded counts as waiting."""
+    rows = [["rounding waits", "best c", "its error", f"error with c = {ALL.cost:g}"]]
+    for part in (0, 0.05, 0.1, 0.2, 0.5, 1):
+        law = dataclasses.replace(ALL, rounding=part)
+        runs = all_runs(records, law)
+        best = fitted(runs, law)
+        errors = (f"{error(runs, law, c):.3f}" for c in (best, ALL.cost))
+        rows.append([f"{part:g}", f"{best:.2f}", *errors])
+    return markdown(rows)
 
 
 def selections(path: Path) -> str:
@@ -255,19 +356,19 @@ def selections(path: Path) -> str:
     return markdown(rows)
 
 
-def all_runs(records: Path) -> list[Run]:
+def all_runs(records: Path, law: Law) -> list[Run]:
     """Return all runs, workload by workload."""
-    return [*small(records / SMALL), *quality(records)]
+    return [*small(records / SMALL, law), *of_methods(records, law)]
 
 
-def draw(records: Path, path: Path) -> None:
+def draw(records: Path, path: Path, law: Law = ALL) -> None:
     """Draw what steps are worth against the steps that entries wait, and the law."""
-    runs = all_runs(records)
+    runs = all_runs(records, law)
     workloads = list(dict.fromkeys(x.workload for x in runs))
     with picture(path, (8, 5)) as (figure, axes):
         axis = axes[0, 0]
         for i, name in enumerate(workloads):
-            for is_own, shape in ((True, "o"), (False, "x")):
+            for is_own, shape in ((True, MARKERS[i]), (False, "x")):
                 ours = [x for x in runs if (x.workload, x.is_own) == (name, is_own)]
                 wait, worth = (
                     [x.waiting for x in ours],
@@ -278,18 +379,19 @@ def draw(records: Path, path: Path) -> None:
                 )
                 label = name if is_own else f"{name}, shared params"
                 if ours:
-                    axis.errorbar(
-                        wait, worth, spread, fmt=shape, color=f"C{i}", label=label, ms=5
-                    )
-        wait = np.geomspace(1e-3, 200, 200)
-        label = f"1 / (1 + {WAITING_COST:g} sqrt(waiting))"
-        axis.plot(wait, law(WAITING_COST, wait), color="k", label=label)
+                    style = {"fmt": shape, "color": colormaps["tab20"](i), "ms": 5}
+                    axis.errorbar(wait, worth, spread, label=label, **style)
+        wait = np.geomspace(1e-5, 200, 200)
+        label = f"1 / (1 + {law.cost:g} sqrt(waiting))"
+        axis.plot(wait, law.worth(wait), color="k", label=label)
         axis.axhline(1, color=FAINT)
-        axis.set(xscale="log", xlabel="steps that an entry of the gradient waits")
-        axis.set(ylabel="what a step is worth, in dense steps", ylim=(0, 1.2))
+        counted = f"; rounding counts {law.rounding:g}" if law.rounding < 1 else ""
+        what = f"steps that an entry of the gradient waits{counted}"
+        axis.set(xscale="log", xlabel=what, xlim=(1e-3, None))
+        axis.set(ylabel="what a step is worth, in dense steps", ylim=(0, None))
         legend_below(figure, 2)
 
 
 def main(records: str = "examples/benchmarks/records") -> None:
     """Print the tables."""
-    print(text(Path(records)))
+    print(of_rounding(Path(records)), text(Path(records)), sep="\n\n")

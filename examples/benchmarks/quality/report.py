@@ -2,7 +2,8 @@
 
     python examples/benchmarks quality.report FILE.jsonl ... --figures FOLDER
 
-Several files may be parts of one record: same configuration, other methods or seeds.
+Several files may be parts of one record, with other methods, seeds or learning rates to
+try, and otherwise the same configuration.
 """
 
 import dataclasses
@@ -134,11 +135,40 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
         legend_below(figure, title=_seeds_in_words(by_method(runs).values()))
 
 
-def text(files: Iterable[Path]) -> str:
-    """Return what each method loses against dense, in Markdown."""
+def draw_gaps(files: Iterable[Path], path: Path) -> None:
+    """Draw what methods are above dense over steps: means of paired seeds."""
+    methods = by_method(results(read_all(files)[1]))
+    dense = {x.seed: x.lines for x in methods["dense"]}
+    with picture(path, (8, 5)) as (figure, axes):
+        axis = axes[0, 0]
+        for (name, own), (line, marker) in zip(
+            methods.items(), STYLES * 3, strict=False
+        ):
+            length = min(len(x.lines) for x in own + methods["dense"])
+            above = [
+                [
+                    100 * (y["loss"] / z["loss"] - 1)
+                    for y, z in zip(x.lines[:length], dense[x.seed], strict=False)
+                ]
+                for x in own
+            ]
+            steps = [x["step"] for x in own[0].lines[:length]]
+            style = {"linestyle": line, "marker": marker, "markersize": 4}
+            axis.plot(steps, np.mean(above, 0), label=in_words(name), **style)
+        axis.set(xlabel="steps", ylabel="held-out loss above dense, %")
+        legend_below(figure, title=_seeds_in_words(methods.values()))
+
+
+def text(files: Iterable[Path], at: int | None = None) -> str:
+    """Return what each method loses against dense, in Markdown.
+
+    Args:
+      files: Parts of one record.
+      at: The step after which runs are compared. Default: their last one.
+    """
     configuration, lines = read_all(files)
-    steps, outermost = configuration["steps"], edges(lines)
-    runs = ended(results(lines), steps)
+    steps, outermost = at or configuration["steps"], edges(lines)
+    runs = ended(results(x for x in lines if x["step"] <= steps), steps)
     rows = [["", "rate", "fewer bytes", "loss", "above dense: mean (each)", "bound"]]
     for name, own in by_method(runs).items():
         found, rate = gaps(own, runs), own[0].learning_rate
@@ -157,8 +187,9 @@ def text(files: Iterable[Path]) -> str:
     before = [[y for y in x if y["step"] <= 0.75 * steps][-1] for x in dense]
     pairs = zip(dense, before, strict=True)
     falls = [100 * (1 - x[-1]["loss"] / y["loss"]) for x, y in pairs]
+    until = f", after {at} of them" if at else ""
     notes = (
-        f"{_heading(configuration)}. Dense steps fall by {min(falls):.1f}% to "
+        f"{_heading(configuration)}{until}. Dense steps fall by {min(falls):.1f}% to "
         f"{max(falls):.1f}% in the last {steps - before[0]['step']}."
     )
     return f"{markdown(rows)}\n\n{notes}"
@@ -177,17 +208,21 @@ def _seeds_in_words(methods: Iterable[list[Result]]) -> str:
 
 
 def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
-    """Return the configuration and all lines.
+    """Return the configuration, without the learning rates to try, and all lines.
 
     Raises:
       SystemExit: If the files are of different configurations.
     """
     paths = list(files)
     heads, parts = zip(*map(read, paths), strict=True)
-    for path, head in zip(paths, heads, strict=True):
-        if head["configuration"] != heads[0]["configuration"]:
+    own = [
+        {k: x for k, x in head["configuration"].items() if k != "multiples"}
+        for head in heads
+    ]
+    for path, configuration in zip(paths, own, strict=True):
+        if configuration != own[0]:
             raise SystemExit(f"{path} is of another configuration than the first file")
-    return heads[0]["configuration"], [line for part in parts for line in part]
+    return own[0], [line for part in parts for line in part]
 
 
 def tables(files: Iterable[Path], figures: Path | None = None) -> list[Any]:
