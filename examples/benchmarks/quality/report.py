@@ -156,7 +156,7 @@ def draw_gaps(files: Iterable[Path], path: Path) -> None:
             style = {"linestyle": line, "marker": marker, "markersize": 4}
             axis.plot(steps, np.mean(above, 0), label=in_words(name), **style)
         axis.set(xlabel="steps", ylabel="held-out loss above dense, %")
-        legend_below(figure, title=_seeds_in_words(methods.values()))
+        legend_below(figure, title=_seeds_in_words(methods.values(), "mean"))
 
 
 def text(files: Iterable[Path], at: int | None = None) -> str:
@@ -199,12 +199,14 @@ def _heading(configuration: Line) -> str:
     return "{task}, {replicas} replicas, {steps} steps".format(**configuration)
 
 
-def _seeds_in_words(methods: Iterable[list[Result]]) -> str:
+def _seeds_in_words(
+    methods: Iterable[list[Result]], drawn: str = "mean and range"
+) -> str:
     counts = {len(x) for x in methods}
     if counts == {1}:
         return "one seed"
     up_to = "up to " if len(counts) > 1 else ""
-    return f"mean and range of {up_to}{max(counts)} seeds"
+    return f"{drawn} of {up_to}{max(counts)} seeds"
 
 
 def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
