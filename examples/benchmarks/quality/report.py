@@ -138,23 +138,23 @@ def draw(runs: list[Result], axis: str, unit: str, path: Path) -> None:
 def draw_gaps(files: Iterable[Path], path: Path) -> None:
     """Draw what methods are above dense over steps: means of paired seeds."""
     methods = by_method(results(read_all(files)[1]))
-    dense = {x.seed: x.lines for x in methods["dense"]}
+    dense = methods["dense"]
+    until = lambda runs, end: [
+        dataclasses.replace(x, lines=x.lines[:end]) for x in runs
+    ]
     with picture(path, (8, 5)) as (figure, axes):
         axis = axes[0, 0]
         for (name, own), (line, marker) in zip(
             methods.items(), STYLES * 3, strict=False
         ):
-            length = min(len(x.lines) for x in own + methods["dense"])
+            length = min(len(x.lines) for x in own + dense)
             above = [
-                [
-                    100 * (y["loss"] / z["loss"] - 1)
-                    for y, z in zip(x.lines[:length], dense[x.seed], strict=False)
-                ]
-                for x in own
+                statistics.fmean(gaps(until(own, i + 1), until(dense, i + 1)))
+                for i in range(length)
             ]
             steps = [x["step"] for x in own[0].lines[:length]]
             style = {"linestyle": line, "marker": marker, "markersize": 4}
-            axis.plot(steps, np.mean(above, 0), label=in_words(name), **style)
+            axis.plot(steps, above, label=in_words(name), **style)
         axis.set(xlabel="steps", ylabel="held-out loss above dense, %")
         legend_below(figure, title=_seeds_in_words(methods.values(), "mean"))
 
