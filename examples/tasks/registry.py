@@ -16,6 +16,7 @@ from tasks.resnet import ResNet
 from tasks.task import Batch, Params, Task
 from tasks.transformer import TransformerLanguageModel
 from tasks.vgg import VGG
+from tasks.vit import VisionTransformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,9 @@ TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rat
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
 VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
 SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
+SMALL_VIT = Size(
+    {"patch": 4, "width": 96, "layers": 3, "heads": 4}, rows=8, learning_rate=0.05
+)
 # What needs a GPU: ResNet-18, and a GPT of 10.9 million params.
 RESNET18 = Size(
     {"widths": (64, 128, 256, 512), "blocks": 2}, rows=8, learning_rate=0.05
@@ -142,4 +146,5 @@ TASKS = {
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
     "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
     "vgg-cifar10": _images(VGG, SMALL_VGG, cifar.CIFAR10),
+    "vit-cifar10": _images(VisionTransformer, SMALL_VIT, cifar.CIFAR10),
 }

@@ -1,4 +1,4 @@
-"""A causal transformer language model with norms before each part."""
+"""A transformer language model with norms before each part."""
 
 import functools
 from typing import Any
@@ -9,15 +9,17 @@ import jax.numpy as jnp
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron at each position.
+    """Self-attention, then a perceptron at each position.
 
     Attributes:
       heads: The number of attention heads.
       dtype: The dtype of all computation; params are float32.
+      is_causal: Whether a position sees none after it.
     """
 
     heads: int
     dtype: Any = jnp.float32
+    is_causal: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -28,7 +30,7 @@ class Block(nn.Module):
         qkv = dense(3 * width, name="qkv")(norm()(x))
         per_head = lambda y: y.reshape(*y.shape[:2], self.heads, -1)
         q, k, v = map(per_head, jnp.split(qkv, 3, axis=-1))
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=self.is_causal)
         x = x + dense(width, name="mix")(mixed.reshape(x.shape))
         inner = nn.gelu(dense(4 * width, name="inner")(norm()(x)))
         return x + dense(width, name="outer")(inner)
