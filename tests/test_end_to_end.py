@@ -153,10 +153,17 @@ def test_seeds_are_paired_by_their_numbers():
 
 def test_a_real_run_stands_beside_what_was_computed():
     real = {"method": "fixed10", "bandwidth_mbit": 100.0, "seconds": 6.0}
-    live = [{**real, "held_out_loss": x} for x in (1.5, 0.5)]
+    live = [{**real, "step": 50 * i, "held_out_loss": 2 - i / 2} for i in (1, 3)]
     table = report.validation(Timed(record(), 2), RUNS, live)
     # 110 steps of 0.12 s; the target of 1 lies in the middle of the second turn.
-    assert table[1] == ["100", "fixed10", "13.2", "9.0", "0.68"]
+    beside = ["110, 100", "13.2, 9.0", "120.0, 80.0", "0.68, 0.67"]
+    assert table[1] == ["100", "fixed10", *beside]
+
+
+def test_a_real_run_that_missed_the_target_is_no_number():
+    real = {"method": "fixed10", "bandwidth_mbit": 100.0, "seconds": 6.0, "step": 40}
+    table = report.validation(Timed(record(), 2), RUNS, [real | {"held_out_loss": 2}])
+    assert table[1][2:] == ["110, nan", "13.2, nan", "120.0, 150.0", "nan, 1.25"]
 
 
 def test_a_share_is_of_the_limit_of_the_better_baseline():
@@ -294,11 +301,11 @@ def test_runs_are_made_once(tmp_path, capsys, monkeypatch):
     end_to_end.main(args)
     assert args.out.read_text() == before
     assert "| accordion |" in capsys.readouterr().out
-    faster = dataclasses.replace(args, others=4.0, out=tmp_path / "faster.jsonl")
-    end_to_end.main(faster)
-    _, (dense, other, *_) = journal.read(faster.out)
+    own = {"methods": ("dense", "accordion"), "out": tmp_path / "faster.jsonl"}
+    end_to_end.main(dataclasses.replace(args, others=4.0, **own))
+    _, (dense, other) = journal.read(own["out"])
     assert dense == lines[0]
-    assert other["losses"] != lines[1]["losses"]
+    assert other["losses"] != lines[-1]["losses"]
 
 
 def test_pytorch_is_timed_on_the_networks_of_the_record():

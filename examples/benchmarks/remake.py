@@ -30,7 +30,7 @@ from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 RECORDS = Path(__file__).with_name("records")
 # What an end-to-end record may have besides steps.
-BESIDE = ("runs", "torch", "torch_runs", "live")
+BESIDE = ("runs", "torch", "torch_runs")
 Make = Callable[[Path], object]
 
 
@@ -151,7 +151,8 @@ def _end_to_end(folder: str, over: str | None = None) -> dict[str, Make]:
         hosts = int(which.rpartition("_")[2])
         beside = {kind: steps.with_name(f"{which}_{kind}.jsonl") for kind in BESIDE}
         there = {kind: path for kind, path in beside.items() if path.exists()}
-        args = end_to_end.report.Args(steps, hosts=hosts, over=over, **there)
+        live = tuple(sorted(steps.parent.glob(f"{which}_live*.jsonl")))
+        args = end_to_end.report.Args(steps, hosts=hosts, over=over, live=live, **there)
         made[f"{folder}/{which}.md"] = _text(end_to_end.report.text, args)
         if args.runs:
             make = functools.partial(end_to_end.report.draw_record, args)

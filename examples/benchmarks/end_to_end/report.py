@@ -39,7 +39,7 @@ class Args:
       hosts: The number of replicas of both.
       torch: A record of `pytorch`.
       torch_runs: A record of `pytorch.train`.
-      live: A record of `adaptivity` on one of the networks, with the same seed and
+      live: Records of `adaptivity` on some of the networks, with the same seed and
         learning rate.
       picture: The file of a figure, PNG or SVG: speed-ups over the ratio.
       over: What speed-ups in the figure are over. Default: on each network the better
@@ -51,7 +51,7 @@ class Args:
     hosts: int = 4
     torch: Path | None = None
     torch_runs: Path | None = None
-    live: Path | None = None
+    live: tuple[Path, ...] = ()
     picture: Path | None = None
     over: str | None = None
 
@@ -223,21 +223,38 @@ def of_pytorch(
 
 
 def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
-    """Return seconds to the target of the first seed, beside those of real hosts."""
-    table = [["Mbit/s", "method", "product", "live", "live / product"]]
+    """Return what the first seed needs to the target, beside real hosts.
+
+    Milliseconds of real hosts are those of all steps, also after the target.
+    """
+    pairs = (f"{x}: product, live" for x in ("steps", "seconds", "ms a step"))
+    table = [["Mbit/s", "method", *pairs, "live / product: seconds, a step"]]
     first = [x for x in runs if x["seed"] == runs[0]["seed"]]
     for link, name in dict.fromkeys((x["bandwidth_mbit"], x["method"]) for x in live):
-        key = {"bandwidth_mbit": link, "method": name}
-        lines = [x for x in live if key.items() <= x.items()]
-        clock = np.cumsum([x["seconds"] for x in lines]).tolist()
-        losses = [x["held_out_loss"] for x in lines]
-        found = outcomes(first, timed, link)
-        if name in found:
-            product = found[name].seconds[0]
-            measured = reached(losses, clock, first[0]["target"]) or math.nan
-            figures = f"{product:.1f}", f"{measured:.1f}", f"{measured / product:.2f}"
-            table.append([f"{link:g}", name, *figures])
+        if made := outcomes(first, timed, link).get(name):
+            key = {"bandwidth_mbit": link, "method": name}
+            lines = [x for x in live if key.items() <= x.items()]
+            product = made.steps[0], made.seconds[0], 1e3 * made.step_seconds
+            measured = _measured(lines, first[0]["target"])
+            table.append([f"{link:g}", name, *_beside(product, measured)])
     return table
+
+
+Figures = tuple[float, float, float]  # steps and seconds to the target, ms a step
+
+
+def _measured(lines: list[Line], target: float) -> Figures:
+    """Return figures of a real run; not numbers where it missed the target."""
+    losses, steps = ([x[key] for x in lines] for key in ("held_out_loss", "step"))
+    clock = np.cumsum([x["seconds"] for x in lines]).tolist()
+    at = lambda figures: reached(losses, figures, target) or math.nan
+    return at(steps), at(clock), 1e3 * clock[-1] / steps[-1]
+
+
+def _beside(product: Figures, live: Figures) -> list[str]:
+    digits = zip(product, live, (0, 1, 1), strict=True)
+    cells = [f"{made:.{n}f}, {real:.{n}f}" for made, real, n in digits]
+    return [*cells, ", ".join(f"{live[i] / product[i]:.2f}" for i in (1, 2))]
 
 
 def own_costs(timed: Timed) -> list[list[str]]:
@@ -359,7 +376,7 @@ def text(args: Args) -> str:
             _, trained = read(args.torch_runs)
             parts.append(markdown(of_pytorch(timed, torch, trained, args.hosts)))
     if args.live:
-        _, live = read(args.live)
+        live = [x for path in args.live for x in read(path)[1]]
         parts.append(markdown(validation(timed, runs, live)))
     if args.picture:
         draw(timed, runs, args.picture, args.over)
