@@ -176,18 +176,18 @@ class AtRung(gravac.Controller):
 def test_a_law_is_fitted_to_what_it_has_made():
     waits = np.geomspace(0.01, 30, 20)
     for cost in (0.05, 0.2):
-        worths = fit.ALL.worth(waits, cost)
+        worths = fit.NOW.worth(waits, cost)
         runs = [
             fit.Run("a", "", True, wait, worth, (worth, worth))
             for wait, worth in zip(waits, worths, strict=True)
         ]
-        assert fit.fitted(runs, fit.ALL) == pytest.approx(cost)
+        assert fit.fitted(runs, fit.NOW) == pytest.approx(cost)
 
 
 def test_it_is_the_law_of_the_controller():
     share, steps = np.float32(0.3), 5
     rounded = share_by_chance(waiting_steps(share, steps, counted=ROUNDING_WAITS))
-    worth = fit.ALL.worth(fit.ALL.waiting(share, steps))
+    worth = fit.NOW.worth(fit.NOW.waiting(share, steps))
     assert worth == pytest.approx(float(progress_of(rounded)), rel=1e-5)
 
 

@@ -59,17 +59,19 @@ def _longer(folder: str) -> dict[str, Make]:
             made[f"{folder}/{name}_{at}.md"] = _text(quality.report.text, paths, at)
     made[f"{folder}/law.md"] = _text(controllers.fit.text, RECORDS)
     made[f"{folder}/rounding.md"] = _text(controllers.fit.of_rounding, RECORDS)
-    made[f"{folder}/law.png"] = _law(controllers.fit.ALL)
+    made[f"{folder}/law.png"] = _law(controllers.fit.ALL, controllers.fit.NOW)
     return made
 
 
-def _quality(folder: str, *names: str) -> dict[str, Make]:
-    """Make a table and a figure of each workload."""
+def _quality(folder: str, *names: str, beside: str = "") -> dict[str, Make]:
+    """Make a table and a figure of each workload, of one file or of two."""
     made: dict[str, Make] = {}
     for name in names:
-        lines = f"{folder}/{name}.jsonl"
-        made[f"{folder}/{name}.md"] = _text(quality.report.text, [RECORDS / lines])
-        made[f"{folder}/{name}.png"] = _losses(lines)
+        ends = ("", beside) if beside else ("",)
+        lines = [f"{folder}/{name}{end}.jsonl" for end in ends]
+        paths = [RECORDS / x for x in lines]
+        made[f"{folder}/{name}.md"] = _text(quality.report.text, paths)
+        made[f"{folder}/{name}.png"] = _losses(*lines)
     return made
 
 
@@ -105,8 +107,8 @@ def _traces(path: Path) -> None:
     controllers.traces.draw(read(out)[1], args)
 
 
-def _law(law: controllers.fit.Law) -> Make:
-    return lambda path: controllers.fit.draw(RECORDS, path, law)
+def _law(*compared: Any) -> Make:
+    return lambda path: controllers.fit.draw(RECORDS, path, *compared)
 
 
 def _networks(folder: str) -> Make:
@@ -214,7 +216,8 @@ _SPARSE = "2026-11-26_sparse_progress"
 _LAYERS = "2026-11-27_vgg_layers"
 _SPARED = "2026-11-27_spared_leaves"
 _LIVE = "2026-11-25_live"
-_LONGER = "2026-11-27_longer_runs"
+_FIVE = controllers.fit.FIVE, controllers.fit.BEFORE
+_LONGER = controllers.fit.LONGER
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
 _SECOND_MODEL = "2026-11-27_second_model"
@@ -241,10 +244,8 @@ MADE: dict[str, Make] = {
     "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
     **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
-    "2026-11-25_progress/law.md": _text(
-        controllers.fit.text, RECORDS, controllers.fit.FIVE
-    ),
-    "2026-11-25_progress/law.png": _law(controllers.fit.FIVE),
+    "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS, *_FIVE),
+    "2026-11-25_progress/law.png": _law(*_FIVE),
     f"{_SPARSE}/law.md": _text(
         controllers.fit.selections, RECORDS / _SPARSE / "small.jsonl"
     ),

@@ -43,24 +43,16 @@ PAST_PLATEAU = 300  # steps, before which curves of the quality records say litt
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """A law, and what it is compared with.
+    """A law of progress.
 
     Args:
       cost: c.
       rounding: What rounding leaves to the next exchange, as a part of what a choice by
         chance leaves.
-      levels: The record of what widths keep of a gradient, by task.
-      tasks: The tasks of workloads.
-      quality: Files of `quality` that are parts of one record, and its workload.
-      races: Records of `end_to_end`, and the workload of each.
     """
 
     cost: float
     rounding: float
-    levels: tuple[str, ...]
-    tasks: Mapping[str, str]
-    quality: Mapping[tuple[str, ...], str]
-    races: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def waiting(self, share: Any, steps: Any) -> Any:
         """Return the steps that an entry waits."""
@@ -71,9 +63,28 @@ class Law:
         return 1 / (1 + (self.cost if cost is None else cost) * np.sqrt(waiting))
 
 
-FIVE = Law(
-    cost=0.15,
-    rounding=1.0,
+NOW = Law(cost=WAITING_COST, rounding=ROUNDING_WAITS)
+BEFORE = Law(cost=0.15, rounding=1.0)  # until 2026-11-27
+
+
+@dataclasses.dataclass(frozen=True)
+class Workloads:
+    """What a law is compared with, besides the small network.
+
+    Args:
+      levels: The records of what widths keep of a gradient, by task.
+      tasks: The tasks of workloads.
+      quality: Files of `quality` that are parts of one record, and its workload.
+      races: Records of `end_to_end`, and the workload of each.
+    """
+
+    levels: tuple[str, ...]
+    tasks: Mapping[str, str]
+    quality: Mapping[tuple[str, ...], str]
+    races: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+FIVE = Workloads(
     levels=("2026-11-24_steps/levels.jsonl",),
     tasks={GPT: "transformer-bytes", LSTM: "lstm-bytes"},
     quality={
@@ -82,15 +93,13 @@ FIVE = Law(
         ("2026-11-24_steps/lstm.jsonl",): LSTM,
     },
 )
-_LONGER = "2026-11-27_longer_runs"
+LONGER = "2026-11-27_longer_runs"
 VGG, CNN = "VGG, two hosts", "CNN, two hosts"
 VGG_4, CNN_4 = "VGG, four replicas", "CNN, four replicas"
 PTB, GPT_2 = "LSTM on PTB, two hosts", "GPT, AdamW, two hosts"
 MARKERS = "osD^v<>Php*"
-ALL = Law(
-    cost=WAITING_COST,
-    rounding=ROUNDING_WAITS,
-    levels=(*FIVE.levels, f"{_LONGER}/shares.jsonl"),
+ALL = Workloads(
+    levels=(*FIVE.levels, f"{LONGER}/shares.jsonl"),
     tasks={
         **FIVE.tasks,
         **dict.fromkeys((VGG, VGG_4), "vgg-cifar10"),
@@ -100,14 +109,14 @@ ALL = Law(
     },
     quality={
         **FIVE.quality,
-        (f"{_LONGER}/vgg_4.jsonl",): VGG_4,
-        (f"{_LONGER}/resnet_4.jsonl", f"{_LONGER}/resnet_4_few_bits.jsonl"): CNN_4,
+        (f"{LONGER}/vgg_4.jsonl",): VGG_4,
+        (f"{LONGER}/resnet_4.jsonl", f"{LONGER}/resnet_4_few_bits.jsonl"): CNN_4,
     },
     races={
-        f"{_LONGER}/vgg_2_runs.jsonl": VGG,
-        f"{_LONGER}/resnet_2_runs.jsonl": CNN,
-        f"{_LONGER}/ptb_2_runs.jsonl": PTB,
-        f"{_LONGER}/gpt_2_runs.jsonl": GPT_2,
+        f"{LONGER}/vgg_2_runs.jsonl": VGG,
+        f"{LONGER}/resnet_2_runs.jsonl": CNN,
+        f"{LONGER}/ptb_2_runs.jsonl": PTB,
+        f"{LONGER}/gpt_2_runs.jsonl": GPT_2,
     },
 )
 
@@ -171,12 +180,14 @@ def small(path: Path, law: Law) -> list[Run]:
     return runs
 
 
-def of_methods(records: Path, law: Law) -> list[Run]:
+def of_methods(records: Path, workloads: Workloads, law: Law) -> list[Run]:
     """Return the runs of methods of few bits, in records of `quality` and of races."""
-    lines = [x for y in law.levels for x in (records / y).read_text().splitlines()]
+    lines = [
+        x for y in workloads.levels for x in (records / y).read_text().splitlines()
+    ]
     shares = {x["task"]: x for x in map(json.loads, lines)}
-    files = [(x, y, _along) for x, y in law.quality.items()]
-    files += [((x,), y, _in_race) for x, y in law.races.items()]
+    files = [(x, y, _along) for x, y in workloads.quality.items()]
+    files += [((x,), y, _in_race) for x, y in workloads.races.items()]
     runs = []
     for names, workload, worth in files:
         lines = [x for name in names for x in read(records / name)[1]]
@@ -186,7 +197,7 @@ def of_methods(records: Path, law: Law) -> list[Run]:
                 continue
             local, how, steps, factor = matched.groups()
             steps, factor = int(steps or 1), float(factor)
-            of_task = shares[law.tasks[workload]]
+            of_task = shares[workloads.tasks[workload]]
             # The first record of levels says "1 bits".
             share = of_task.get(BITS[factor], of_task.get("1 bits"))
             # Steps that are exchanged are taken at each replica's own params.
@@ -243,10 +254,10 @@ def error(runs: Iterable[Run], law: Law, cost: float) -> float:
     return float(np.sqrt((weight * (law.worth(wait, cost) - worth) ** 2).sum()))
 
 
-def text(records: Path, law: Law = ALL) -> str:
+def text(records: Path, workloads: Workloads = ALL, law: Law = NOW) -> str:
     """Return the tables of the record."""
-    runs = all_runs(records, law)
-    workloads = list(dict.fromkeys(x.workload for x in runs))
+    runs = all_runs(records, workloads, law)
+    names = list(dict.fromkeys(x.workload for x in runs))
     rows = [
         f"c fitted to all workloads: {fitted(runs, law):.3f}; `Fastest` has"
         f" {law.cost:g}.",
@@ -256,7 +267,7 @@ def text(records: Path, law: Law = ALL) -> str:
         f" c = {law.cost:g}, the same |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for name in workloads:
+    for name in names:
         own = [x for x in runs if x.workload == name and x.is_own]
         cost = fitted((x for x in runs if x.workload != name), law)
         errors = [_errors(own, law, c) for c in (cost, law.cost)]
@@ -313,12 +324,12 @@ def _errors(runs: list[Run], law: Law, cost: float) -> str:
 
 def of_rounding(records: Path) -> str:
     """Return how wrong the law is, by how much of what is rounded counts as waiting."""
-    rows = [["rounding waits", "best c", "its error", f"error with c = {ALL.cost:g}"]]
+    rows = [["rounding waits", "best c", "its error", f"error with c = {NOW.cost:g}"]]
     for part in (0, 0.05, 0.1, 0.2, 0.5, 1):
-        law = dataclasses.replace(ALL, rounding=part)
-        runs = all_runs(records, law)
+        law = dataclasses.replace(NOW, rounding=part)
+        runs = all_runs(records, ALL, law)
         best = fitted(runs, law)
-        errors = (f"{error(runs, law, c):.3f}" for c in (best, ALL.cost))
+        errors = (f"{error(runs, law, c):.3f}" for c in (best, NOW.cost))
         rows.append([f"{part:g}", f"{best:.2f}", *errors])
     return markdown(rows)
 
@@ -356,18 +367,18 @@ def selections(path: Path) -> str:
     return markdown(rows)
 
 
-def all_runs(records: Path, law: Law) -> list[Run]:
+def all_runs(records: Path, workloads: Workloads, law: Law) -> list[Run]:
     """Return all runs, workload by workload."""
-    return [*small(records / SMALL, law), *of_methods(records, law)]
+    return [*small(records / SMALL, law), *of_methods(records, workloads, law)]
 
 
-def draw(records: Path, path: Path, law: Law = ALL) -> None:
+def draw(records: Path, path: Path, workloads: Workloads, law: Law) -> None:
     """Draw what steps are worth against the steps that entries wait, and the law."""
-    runs = all_runs(records, law)
-    workloads = list(dict.fromkeys(x.workload for x in runs))
+    runs = all_runs(records, workloads, law)
+    names = list(dict.fromkeys(x.workload for x in runs))
     with picture(path, (8, 5)) as (figure, axes):
         axis = axes[0, 0]
-        for i, name in enumerate(workloads):
+        for i, name in enumerate(names):
             for is_own, shape in ((True, MARKERS[i]), (False, "x")):
                 ours = [x for x in runs if (x.workload, x.is_own) == (name, is_own)]
                 wait, worth = (
