@@ -1,16 +1,21 @@
 """Times to a quality: what is made of steps and seconds, and that runs go on."""
 
 import dataclasses
+import importlib
 
+import jax
 import numpy as np
 import pytest
+from _task_files import write_all
 from common import journal
+from common.training import size
 from end_to_end import report
 from end_to_end import run as end_to_end
 from pytorch import run as pytorch
 from pytorch import train
 from step_seconds.timed import Timed, ladder_of
 from step_seconds.worker import Link
+from tasks import load
 
 COMPUTE = 0.02
 # A dense exchange takes 0.2 s at 100 Mbit/s, and a tenth of it at 1000.
@@ -236,6 +241,26 @@ def test_pytorch_is_compared_with_its_own_dense_steps():
     # Four times as fast a step, and twice as many steps for the first seed.
     assert table["powersgd1"] == ["100, 100", "3.00", "3.00"]
     assert table["topk100"] == ["-", "-", "-"]
+
+
+# LSTMs of PyTorch add two biases in each of two layers of four gates, 128 wide.
+SECOND_BIASES = 2 * 4 * 128
+
+
+@pytest.mark.slow
+def test_models_in_pytorch_have_the_params_of_the_tasks(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    models = importlib.import_module("pytorch.models")
+    data_dir = write_all(tmp_path)
+    for name, build in models.BUILDERS.items():
+        if name == "lstm-ptb":  # its vocabulary comes from the data
+            continue
+        ours = jax.eval_shape(load(name, data_dir).init, jax.random.key(0))
+        more = SECOND_BIASES if name == "lstm-bytes" else 0
+        count = sum(x.numel() for x in build(name).parameters())
+        assert count == size(ours) + more, name
+    with pytest.raises(SystemExit, match="no model of vit-cifar10"):
+        models.build("vit-cifar10")
 
 
 @pytest.mark.slow

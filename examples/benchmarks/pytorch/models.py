@@ -12,6 +12,7 @@ LENGTH = {"lstm-ptb": 35, "lstm-bytes": 64, "transformer-bytes": 64}
 WIDTH = 128  # of the language models
 HEADS, LAYERS = 4, 2
 WIDTHS = (16, 32, 64)  # of the residual network
+STAGES, HIDDEN = ((16,), (32,), (64, 64), (128, 128), (128, 128)), 256  # of the VGG
 ROWS = 8  # of a batch
 
 
@@ -72,8 +73,9 @@ def transformer(task: str) -> Any:
     return Model()
 
 
-def residual_network() -> Any:
+def residual_network(task: str) -> Any:
     """Return `tasks.resnet`'s model."""
+    del task
 
     def conv(inputs: int, outputs: int, side: int, stride: int = 1) -> Any:
         filters = nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False)
@@ -111,6 +113,33 @@ def residual_network() -> Any:
     return Model()
 
 
+def vgg(task: str) -> Any:
+    """Return `tasks.vgg`'s model."""
+    del task
+
+    def conv(inputs: int, outputs: int) -> Any:
+        filters = nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False)
+        return nn.Sequential(filters, nn.GroupNorm(outputs // 16, outputs), nn.ReLU())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inputs, layers = 3, []
+            for widths in STAGES:
+                layers += map(conv, (inputs, *widths[:-1]), widths)
+                layers.append(nn.MaxPool2d(2))
+                inputs = widths[-1]
+            hidden = nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN)
+            head = nn.ReLU(), nn.Linear(HIDDEN, 10)
+            self.body = nn.Sequential(*layers, nn.Flatten(), *hidden, *head)
+
+        def forward(self, batch: Any) -> Any:
+            images, labels = batch
+            return nn.functional.cross_entropy(self.body(images), labels)
+
+    return Model()
+
+
 def random_batch(task: str, rows: int) -> Any:
     """Return inputs of the task's shapes."""
     if task in VOCABULARY:
@@ -126,8 +155,21 @@ def as_tensors(batch: Any) -> Any:
     return images, torch.from_numpy(batch["label"]).long()
 
 
+BUILDERS = {
+    "lstm-bytes": lstm,
+    "lstm-ptb": lstm,
+    "transformer-bytes": transformer,
+    "resnet-cifar10": residual_network,
+    "vgg-cifar10": vgg,
+}
+
+
 def build(task: str) -> nn.Module:
-    """Return a fresh model of a task; it maps a batch to its loss."""
-    if task not in VOCABULARY:
-        return residual_network()
-    return transformer(task) if task.startswith("transformer") else lstm(task)
+    """Return a fresh model of a task; it maps a batch to its loss.
+
+    Raises:
+      SystemExit: If there is no such model in PyTorch.
+    """
+    if task not in BUILDERS:
+        raise SystemExit(f"no model of {task} in PyTorch; there are: {[*BUILDERS]}")
+    return BUILDERS[task](task)
