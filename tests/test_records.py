@@ -49,6 +49,8 @@ def test_figures_name_methods_in_words_and_no_two_alike():
     assert len(set(words)) == len(words)
     assert methods.in_words("localallreduced16") == "gradients in two bits, own params"
     assert methods.in_words("widefixed10") == "sparse, factor 10, 8 bytes an entry"
+    inside = methods.in_words("insideallreducedadam16")
+    assert inside == "AdamW's steps in two bits, learning rate inside"
     assert methods.in_words("no method") == "no method"
 
 

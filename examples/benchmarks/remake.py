@@ -274,6 +274,7 @@ MADE: dict[str, Make] = {
     **_quality("2026-11-27_two_thousand_steps", "lstm"),
     **_quality(_LAYERS, "vgg"),
     **_quality(_SPARED, "vgg"),
+    **_quality("2026-11-28_new_models", "images", "words", beside="_in_bits"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),
