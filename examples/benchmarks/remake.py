@@ -29,7 +29,7 @@ from common.journal import read
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 RECORDS = Path(__file__).with_name("records")
-# What an end-to-end record may have besides steps.
+# What an end-to-end record may have besides steps and live runs.
 BESIDE = ("runs", "torch", "torch_runs")
 Make = Callable[[Path], object]
 
@@ -63,11 +63,14 @@ def _longer(folder: str) -> dict[str, Make]:
     return made
 
 
-def _quality(folder: str, *names: str, beside: str = "") -> dict[str, Make]:
-    """Make a table and a figure of each workload, of one file or of two."""
+def _quality(folder: str, *names: str, second: str = "") -> dict[str, Make]:
+    """Make a table and a figure of each workload.
+
+    With the ending of a `second` file, they are of two files each.
+    """
     made: dict[str, Make] = {}
     for name in names:
-        ends = ("", beside) if beside else ("",)
+        ends = ("", second) if second else ("",)
         lines = [f"{folder}/{name}{end}.jsonl" for end in ends]
         paths = [RECORDS / x for x in lines]
         made[f"{folder}/{name}.md"] = _text(quality.report.text, paths)
@@ -107,8 +110,8 @@ def _traces(path: Path) -> None:
     controllers.traces.draw(read(out)[1], args)
 
 
-def _law(*compared: Any) -> Make:
-    return lambda path: controllers.fit.draw(RECORDS, path, *compared)
+def _law(workloads: controllers.fit.Workloads, law: controllers.fit.Law) -> Make:
+    return lambda path: controllers.fit.draw(RECORDS, path, workloads, law)
 
 
 def _networks(folder: str) -> Make:
@@ -216,7 +219,7 @@ _SPARSE = "2026-11-26_sparse_progress"
 _LAYERS = "2026-11-27_vgg_layers"
 _SPARED = "2026-11-27_spared_leaves"
 _LIVE = "2026-11-25_live"
-_FIVE = controllers.fit.FIVE, controllers.fit.BEFORE
+_PROGRESS = controllers.fit.FIVE, controllers.fit.BEFORE
 _LONGER = controllers.fit.LONGER
 _LSTM = "2026-11-21_quality_lstm"
 _SCALE = "2026-11-25_scale"
@@ -244,8 +247,8 @@ MADE: dict[str, Make] = {
     "2026-11-21_growth/growth.png": _growth,
     "2026-11-22_controllers/traces.png": _traces,
     **{f"{_LIVE}/{name}.png": _live(name) for name in ("live", "today", "hundred")},
-    "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS, *_FIVE),
-    "2026-11-25_progress/law.png": _law(*_FIVE),
+    "2026-11-25_progress/law.md": _text(controllers.fit.text, RECORDS, *_PROGRESS),
+    "2026-11-25_progress/law.png": _law(*_PROGRESS),
     f"{_SPARSE}/law.md": _text(
         controllers.fit.selections, RECORDS / _SPARSE / "small.jsonl"
     ),
@@ -274,7 +277,7 @@ MADE: dict[str, Make] = {
     **_quality("2026-11-27_two_thousand_steps", "lstm"),
     **_quality(_LAYERS, "vgg"),
     **_quality(_SPARED, "vgg"),
-    **_quality("2026-11-28_new_models", "images", "words", beside="_in_bits"),
+    **_quality("2026-11-28_new_models", "images", "words", second="_in_bits"),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),

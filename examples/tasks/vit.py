@@ -10,8 +10,8 @@ from tasks.transformer import Block
 class VisionTransformer(nn.Module):
     """Patches of an image as tokens, blocks that see all of them, the mean, a head.
 
-    ViT-S of the paper is 384 wide, with 12 layers and 6 heads, on patches of 16. The
-    mean over tokens stands in place of its class token; no dropout.
+    ViT-Base of the paper is 768 wide, with 12 layers and 12 heads, on patches of 16.
+    The mean over tokens stands in place of its class token; no dropout.
     """
 
     classes: int

@@ -213,10 +213,10 @@ def in_words(name: str) -> str:
     if name in PLAIN:
         return PLAIN[name]
     if name.startswith(INSIDE):
-        steps = name.removeprefix(INSIDE)
-        # A recipe takes gradients at own params, whatever stands in its name.
-        own = steps if is_local(steps) else LOCAL + steps
-        return f"{in_words(own)}, learning rate inside"
+        inner = name.removeprefix(INSIDE)
+        # A recipe takes gradients at own params, also without `local` in its name.
+        at_own = inner if is_local(inner) else LOCAL + inner
+        return f"{in_words(at_own)}, learning rate inside"
     if published := _published_in_words(name):
         return published
     if both := re.fullmatch(rf"{ROUNDS}({TURNS}.*)", name):

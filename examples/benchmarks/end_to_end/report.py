@@ -223,7 +223,7 @@ def of_pytorch(
 
 
 def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
-    """Return what the first seed needs to the target, beside real hosts.
+    """Return what was computed for the first seed beside what real hosts took.
 
     Milliseconds of real hosts are those of all steps, also after the target.
     """
@@ -240,21 +240,23 @@ def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[st
     return table
 
 
-Figures = tuple[float, float, float]  # steps and seconds to the target, ms a step
-
-
-def _measured(lines: list[Line], target: float) -> Figures:
-    """Return figures of a real run; not numbers where it missed the target."""
+def _measured(lines: list[Line], target: float) -> Sequence[float]:
+    """Return steps and seconds of a real run to the target, and its ms a step."""
     losses, steps = ([x[key] for x in lines] for key in ("held_out_loss", "step"))
     clock = np.cumsum([x["seconds"] for x in lines]).tolist()
-    at = lambda figures: reached(losses, figures, target) or math.nan
-    return at(steps), at(clock), 1e3 * clock[-1] / steps[-1]
+    found = [reached(losses, figures, target) for figures in (steps, clock)]
+    at_target = [math.nan if x is None else x for x in found]
+    return *at_target, 1e3 * clock[-1] / steps[-1]
 
 
-def _beside(product: Figures, live: Figures) -> list[str]:
-    digits = zip(product, live, (0, 1, 1), strict=True)
-    cells = [f"{made:.{n}f}, {real:.{n}f}" for made, real, n in digits]
-    return [*cells, ", ".join(f"{live[i] / product[i]:.2f}" for i in (1, 2))]
+def _beside(product: Sequence[float], live: Sequence[float]) -> list[str]:
+    """Return cells of pairs, and of the ratios of seconds and of ms a step."""
+    said = lambda x, digits: f"{x:.{digits}f}" if math.isfinite(x) else "-"
+    pairs = [*zip(product, live, strict=True)]
+    ratios = (said(real / made, 2) for made, real in pairs[1:])
+    cells = zip(pairs, (0, 1, 1), strict=True)
+    both = [", ".join(said(x, digits) for x in pair) for pair, digits in cells]
+    return [*both, ", ".join(ratios)]
 
 
 def own_costs(timed: Timed) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ LENGTH = {"lstm-ptb": 35, "lstm-bytes": 64, "transformer-bytes": 64}
 WIDTH = 128  # of the language models
 HEADS, LAYERS = 4, 2
 WIDTHS = (16, 32, 64)  # of the residual network
-STAGES, HIDDEN = ((16,), (32,), (64, 64), (128, 128), (128, 128)), 256  # of the VGG
+STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))  # of the VGG
+HIDDEN = 256
 ROWS = 8  # of a batch
 
 
@@ -73,9 +75,8 @@ def transformer(task: str) -> Any:
     return Model()
 
 
-def residual_network(task: str) -> Any:
+def residual_network() -> Any:
     """Return `tasks.resnet`'s model."""
-    del task
 
     def conv(inputs: int, outputs: int, side: int, stride: int = 1) -> Any:
         filters = nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False)
@@ -113,9 +114,8 @@ def residual_network(task: str) -> Any:
     return Model()
 
 
-def vgg(task: str) -> Any:
+def vgg() -> Any:
     """Return `tasks.vgg`'s model."""
-    del task
 
     def conv(inputs: int, outputs: int) -> Any:
         filters = nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False)
@@ -156,9 +156,9 @@ def as_tensors(batch: Any) -> Any:
 
 
 BUILDERS = {
-    "lstm-bytes": lstm,
-    "lstm-ptb": lstm,
-    "transformer-bytes": transformer,
+    "lstm-bytes": functools.partial(lstm, "lstm-bytes"),
+    "lstm-ptb": functools.partial(lstm, "lstm-ptb"),
+    "transformer-bytes": functools.partial(transformer, "transformer-bytes"),
     "resnet-cifar10": residual_network,
     "vgg-cifar10": vgg,
 }
@@ -168,8 +168,8 @@ def build(task: str) -> nn.Module:
     """Return a fresh model of a task; it maps a batch to its loss.
 
     Raises:
-      SystemExit: If there is no such model in PyTorch.
+      SystemExit: If the task has no model in PyTorch.
     """
     if task not in BUILDERS:
         raise SystemExit(f"no model of {task} in PyTorch; there are: {[*BUILDERS]}")
-    return BUILDERS[task](task)
+    return BUILDERS[task]()
