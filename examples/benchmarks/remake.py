@@ -63,14 +63,12 @@ def _longer(folder: str) -> dict[str, Make]:
     return made
 
 
-def _quality(folder: str, *names: str, second: str = "") -> dict[str, Make]:
-    """Make a table and a figure of each workload.
-
-    With the ending of a `second` file, they are of two files each.
-    """
+def _quality(
+    folder: str, *names: str, ends: tuple[str, ...] = ("",)
+) -> dict[str, Make]:
+    """Make a table and a figure of each workload, of a file for each of the `ends`."""
     made: dict[str, Make] = {}
     for name in names:
-        ends = ("", second) if second else ("",)
         lines = [f"{folder}/{name}{end}.jsonl" for end in ends]
         paths = [RECORDS / x for x in lines]
         made[f"{folder}/{name}.md"] = _text(quality.report.text, paths)
@@ -277,7 +275,7 @@ MADE: dict[str, Make] = {
     **_quality("2026-11-27_two_thousand_steps", "lstm"),
     **_quality(_LAYERS, "vgg"),
     **_quality(_SPARED, "vgg"),
-    **_quality("2026-11-28_new_models", "images", "words", second="_in_bits"),
+    **_quality("2026-11-28_new_models", "images", "words", ends=("", "_in_bits")),
     **_programs("2026-11-25_programs"),
     **_programs("2026-11-25_slices"),
     **_scale(),

@@ -21,7 +21,6 @@ from common.figures import FAINT, legend_below, picture
 from common.journal import Line, read
 from common.report import markdown
 from common.statistics import reached
-from common.training import EVERY
 from matplotlib import colormaps
 
 from controllers.progress import DILOCO, LADDER, OPTIMIZERS, runs_of, worths
@@ -182,10 +181,10 @@ def small(path: Path, law: Law) -> list[Run]:
 
 def of_methods(records: Path, workloads: Workloads, law: Law) -> list[Run]:
     """Return the runs of methods of few bits, in records of `quality` and of races."""
-    lines = [
-        x for y in workloads.levels for x in (records / y).read_text().splitlines()
-    ]
-    shares = {x["task"]: x for x in map(json.loads, lines)}
+    levels = "".join((records / x).read_text() for x in workloads.levels)
+    # The first record of levels says "1 bits".
+    levels = levels.replace('"1 bits"', '"1 bit"')
+    shares = {x["task"]: x for x in map(json.loads, levels.splitlines())}
     files = [(x, y, _along) for x, y in workloads.quality.items()]
     files += [((x,), y, _in_race) for x, y in workloads.races.items()]
     runs = []
@@ -197,9 +196,7 @@ def of_methods(records: Path, workloads: Workloads, law: Law) -> list[Run]:
                 continue
             local, how, steps, factor = matched.groups()
             steps, factor = int(steps or 1), float(factor)
-            of_task = shares[workloads.tasks[workload]]
-            # The first record of levels says "1 bits".
-            share = of_task.get(BITS[factor], of_task.get("1 bits"))
+            share = shares[workloads.tasks[workload]][BITS[factor]]
             # Steps that are exchanged are taken at each replica's own params.
             is_own = bool(local or how) or "adam" in method
             found = [worth(lines, method, seed) for seed in _seeds(lines, method)]
@@ -228,7 +225,7 @@ def _in_race(lines: list[Line], method: str, seed: int) -> float:
 
     def steps(name: str) -> float:
         (line,) = (x for x in lines if (x["seed"], x["method"]) == (seed, name))
-        at = [EVERY * (i + 1) for i in range(len(line["losses"]))]
+        at = [sum(x) for x in line["taken"]]
         found = reached(line["losses"], at, line["target"])
         if found is None:
             raise ValueError(f"{name} of seed {seed} did not reach its target")
