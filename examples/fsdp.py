@@ -74,8 +74,8 @@ def is_large(leaf: Any) -> bool:
     return leaf.ndim == 2 and leaf.size >= 16_384
 
 
-def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
-    """Train one model under one controller."""
+def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
+    """Train one model that sends what an encoding or a controller says."""
     model = TransformerLanguageModel(256, config.width, layers=4, heads=4)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = model.init(jax.random.key(config.seed), tokens)["params"]
@@ -86,7 +86,7 @@ def train(name: str, controller: Any, config: Config, mesh: Any) -> Run:
 
     tx = optax.chain(
         gravac.transform(  # gravac
-            SLOW, dense_axis_name=FAST, sharded=is_sliced, controller=controller
+            SLOW, dense_axis_name=FAST, sharded=is_sliced, send=send
         ),
         optax.adamw(config.learning_rate),
     )
@@ -152,7 +152,7 @@ def main(config: Config) -> list[Run]:
     mesh = gravac.make_mesh((SLOW, FAST), hosts=config.slices, devices=devices)
     console = Console()
     console.print(f"{config.slices} slices of {config.devices} devices")
-    chosen = {"adaptive": gravac.GraVAC(window=20), "dense": gravac.Fixed(factor=1)}
+    chosen = {"adaptive": gravac.GraVAC(window=20), "dense": gravac.Dense()}
     runs = [train(name, x, config, mesh) for name, x in chosen.items()]
     console.print(summary(runs))
     console.print(f"Bytes are those that cross {SLOW!r}.")

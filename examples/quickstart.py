@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from flax import nnx
 from python_source import draw, read_text
 from quickstart_output import Run, ctrl_c, draw_picture, summary, verdicts
 from rich.console import Console
+from training.sends import parse
 
 import gravac_jax as gravac
 from gravac_jax import metrics
@@ -38,20 +39,13 @@ class Config:
       replicas: Replicas of the model, each with its own batches; default: 4, or one on
         every device of a job of several processes.
       steps: Steps of each run.
-      controller: Who chooses the factor; "fixed" stays at the last one of the ladder.
+      send: What to send: an encoding or a controller, such as "Bits(2)", "TopK(100)",
+        "GraVAC(window=50)" or "Fastest(least_progress=0.9)". Default: Fastest(), which
+        chooses from 32 bits an entry to one bit of an eighth of the entries.
       bandwidth_mbit: Bandwidth of the network that is modeled, between all replicas.
-      least_progress: What a step must be worth to Fastest, in dense steps.
-      ladder: Factors to choose from. Factors 4, 8 and 16 send all entries in 8, 4 and 2
-        bits, factor 32 half of them in 2 bits, in turn. With a factor above 32 in a
-        ladder that you give, each sends the largest entries instead: a factor of 10 one
-        in ten. Default: that of the library, from 8 bits to one bit of an eighth of the
-        entries; 1 4 8 16 32 with a least progress; and for GraVAC its own.
-      epsilon: Smallest gain that GraVAC may send.
-      window: Steps between two of GraVAC's moves.
       data: Any text file, the last tenth held out; default: Python's own library.
       seed: Seed of the initial params and the order of the batches.
-      compare: Also run static factors: 16, two bits an entry, and 100, a hundredth of
-        the entries.
+      compare: Also run two bits an entry, and the largest hundredth of the entries.
       out: The picture.
       metrics: Folder for a JSON line of every step, in a file for each run.
       batch: Sequences per replica and step.
@@ -61,12 +55,8 @@ class Config:
 
     replicas: int | None = None
     steps: int = 300
-    controller: Literal["fastest", "gravac", "fixed"] = "fastest"
+    send: str = "Fastest()"
     bandwidth_mbit: float = 1000
-    least_progress: float = gravac.Fastest.least_progress
-    ladder: tuple[float, ...] | None = None
-    epsilon: float = gravac.GraVAC.epsilon
-    window: int = gravac.GraVAC.window
     data: Path | None = None
     seed: int = 0
     compare: bool = False
@@ -117,8 +107,8 @@ def loss_of_model(graph: Any) -> Callable[[Any, jax.Array], jax.Array]:
     return loss_of
 
 
-def train(name: str, controller: Any, config: Config, console: Console) -> Run:
-    """Train one model under one controller; Ctrl-C ends it early."""
+def train(name: str, send: Any, config: Config, console: Console) -> Run:
+    """Train one model, with gradients sent one way; Ctrl-C ends it early."""
     replicas = config.replicas or jax.device_count()
     rows = replicas * config.batch
     training_text, held_out_text = read_text(config.data)
@@ -126,21 +116,20 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     graph, params = nnx.split(ByteModel(nnx.Rngs(config.seed)), nnx.Param)
     loss_of = loss_of_model(graph)
 
-    wire = gravac.WireCost(bytes_per_second=125e3 * config.bandwidth_mbit)
+    network = gravac.WireCost(bytes_per_second=125e3 * config.bandwidth_mbit)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, max(1, config.steps // 20), max(2, config.steps)
     )
     clip = gravac.ClipByGlobalNorm(1.0)
     tx = optax.chain(
-        gravac.transform(controller=controller, clip=clip, wire=wire),  # gravac
+        gravac.transform(send=send, clip=clip, network=network),  # gravac
         optax.sgd(schedule, momentum=0.9, nesterov=True),
     )
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
-        own = gravac.local_params(tx, params, opt_state)  # gravac
+        own = gravac.own_params(tx, params, opt_state)  # gravac
         loss, grads = gravac.value_and_grad(loss_of)(own, batch)  # gravac
-        told = {"at_own_params": True}  # gravac
-        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        updates, opt_state = tx.update(grads, opt_state, params, at="own")  # gravac
         return optax.apply_updates(params, updates), opt_state, loss
 
     devices = jax.devices()[:replicas]
@@ -149,7 +138,7 @@ def train(name: str, controller: Any, config: Config, console: Console) -> Run:
     step = gravac.data_parallel(train_step, where)  # gravac
     state = gravac.place((params, tx.init(params)), where)  # gravac
 
-    run = Run(name, wire, replicas, sum(x.size for x in jax.tree.leaves(params)))
+    run = Run(name, network, replicas, sum(x.size for x in jax.tree.leaves(params)))
     # Every process draws the same batches and takes its own rows of them.
     own = np.split(np.arange(rows), jax.process_count())[jax.process_index()]
     ends: list[float] = []
@@ -182,25 +171,15 @@ def writer(name: str, config: Config, console: Console) -> Any:
     )
 
 
-def controllers(config: Config) -> dict[str, Any]:
-    """Return the controllers of the runs to make, by name."""
-    runs: dict[str, Any] = {}
-    if config.controller == "fixed":
-        ladder = config.ladder or gravac.Fastest.ladder
-        runs["fixed"] = gravac.Fixed(factor=ladder[-1])
-    elif config.controller == "gravac":
-        ladder = config.ladder or gravac.GraVAC.ladder
-        gate = {"epsilon": config.epsilon, "window": config.window}
-        runs["adaptive"] = gravac.GraVAC(ladder=ladder, **gate)
-    elif config.ladder or config.least_progress:
-        ladder = config.ladder or gravac.Fastest.ladder
-        runs["adaptive"] = gravac.Fastest(ladder, config.least_progress)
-    else:
-        runs["adaptive"] = None  # the default
-    runs["dense"] = gravac.Fixed(factor=1)
-    if config.compare:
-        runs |= {f"factor {x}": gravac.Fixed(factor=x) for x in (16, 100)}
-    return runs
+def sends(config: Config) -> dict[str, gravac.Encoding | gravac.Controller]:
+    """Return what each run sends, by the run's name."""
+    chosen, static = parse(config.send), [gravac.Bits(2), gravac.TopK(100)]
+    is_adaptive = isinstance(chosen, gravac.Controller)
+    return {
+        "adaptive" if is_adaptive else repr(chosen): chosen,
+        "dense": gravac.Dense(),
+        **({repr(x): x for x in static} if config.compare else {}),
+    }
 
 
 def count_replicas(asked: int | None) -> int:
@@ -225,9 +204,9 @@ def main(config: Config) -> list[Run]:
     config = dataclasses.replace(config, replicas=count_replicas(config.replicas))
     is_first = jax.process_index() == 0
     console, runs = Console(quiet=not is_first), []
-    for name, controller in controllers(config).items():
+    for name, send in sends(config).items():
         console.print(f"{name}: the first of {config.steps} steps compiles")
-        run = train(name, controller, config, console)
+        run = train(name, send, config, console)
         if run.loss:
             runs.append(run)
         if len(run.loss) < config.steps:

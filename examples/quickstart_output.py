@@ -32,7 +32,7 @@ class Run:
 
     Args:
       name: The name of the run.
-      wire: The modeled network.
+      network: The modeled network.
       replicas: The number of replicas.
       parameters: The number of params.
       held_out: The loss on held-out text, after the run.
@@ -41,7 +41,7 @@ class Run:
     """
 
     name: str
-    wire: gravac.WireCost
+    network: gravac.WireCost
     replicas: int
     parameters: int
     held_out: float = float("nan")
@@ -55,9 +55,10 @@ class Run:
         del step
         for name, x in scalars.items():
             self.figures[name.removeprefix("gravac/")].append(x)
-        wire_bytes, factor = scalars["gravac/wire_bytes"], scalars["gravac/factor"]
         messages = 5 * (self.replicas - 1)  # about: of three rings
-        parts = self.wire.parts(wire_bytes, messages, factor == 1)
+        is_dense = scalars["gravac/factor"] == 1
+        wire_bytes = scalars["gravac/wire_bytes"]
+        parts = self.network.parts(wire_bytes, messages, is_dense)
         self.figures["network_seconds"].append(sum(parts))
 
     def flush(self) -> None:

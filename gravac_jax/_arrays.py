@@ -3,8 +3,10 @@
 Nothing here knows about compression, replicas or optimizers.
 """
 
+import dataclasses
 import functools
 import itertools
+import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +31,22 @@ def brief(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:116]} ..."
 
 
+def constructor(x: Any) -> str:
+    """Return how a dataclass is made, with what differs from the defaults.
+
+    The first field goes by position.
+    """
+    words = []
+    for i, field in enumerate(dataclasses.fields(x)):
+        value = getattr(x, field.name)
+        if value != field.default:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # TopK(10.0) is TopK(10)
+            shown = json.dumps(value) if isinstance(value, str) else repr(value)
+            words.append(shown if i == 0 else f"{field.name}={shown}")
+    return f"{type(x).__name__}({', '.join(words)})"
+
+
 def ravel(leaves: list[jax.Array], size: int = 0) -> jax.Array:
     """Return the entries of all `leaves`, one leaf after the other: `[n]` float32.
 
@@ -41,20 +59,55 @@ def ravel(leaves: list[jax.Array], size: int = 0) -> jax.Array:
     return jnp.concatenate(flat)
 
 
-def unravel(vector: jax.Array, like: list[Any]) -> list[jax.Array]:
+def unravel(
+    vector: jax.Array, like: Sequence[Any], count: jax.Array | None = None
+) -> list[jax.Array]:
     """Undo `ravel`: return leaves with the shapes and dtypes of `like`.
 
     A value too large for a narrower dtype saturates, so a finite vector stays finite.
+
+    Args:
+      vector: `[n]` float32.
+      like: the shapes and dtypes of the leaves.
+      count: `[]` int32, at least 0 and the same on all replicas; None for few leaves.
+        With it CPUs compile one kernel for all leaves of one shape.
     """
-    leaves, start = [], 0
-    for x in like:
-        part = jax.lax.slice_in_dim(vector, start, start + x.size).reshape(x.shape)
-        if jnp.finfo(x.dtype).bits < 32:
-            largest = float(jnp.finfo(x.dtype).max)
-            part = jnp.clip(part, -largest, largest)
-        leaves.append(part.astype(x.dtype))
-        start += x.size
-    return leaves
+    starts = list(itertools.accumulate((x.size for x in like), initial=0))
+    at = functools.partial(_parts_at, like=like)
+    fixed = lambda vector, count: at(vector, starts)
+    if count is None:
+        parts = fixed(vector, count)
+    else:
+        unknown = lambda vector, count: at(vector, _unknown(starts, count))
+        parts = jax.lax.platform_dependent(vector, count, cpu=unknown, default=fixed)
+    return [_saturated(part, x.dtype) for part, x in zip(parts, like, strict=True)]
+
+
+def _parts_at(
+    vector: jax.Array, starts: Sequence[Any], like: Sequence[Any]
+) -> list[jax.Array]:
+    cut = lambda start, size: jax.lax.dynamic_slice(vector, (start,), (size,))
+    pairs = zip(starts[: len(like)], like, strict=True)
+    return [cut(start, x.size).reshape(x.shape) for start, x in pairs]
+
+
+def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    if jnp.finfo(dtype).bits < 32:
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -largest, largest)
+    return x.astype(dtype)
+
+
+def _unknown(numbers: Sequence[int], count: jax.Array) -> Sequence[jax.Array]:
+    """Return numbers that XLA does not know when it compiles, `[]` int32 each.
+
+    XLA's CPU backend compiles a kernel for each slice at a place that it knows, 18 ms
+    each, and one for all slices of one size at places that it does not know (jaxlib
+    0.10.2). It looks through barriers and sums, but not into a conditional.
+    """
+    known = lambda: tuple(map(jnp.int32, numbers))
+    never = lambda: tuple(jnp.int32(-1 - x) for x in numbers)
+    return jax.lax.cond(count < 0, never, known)
 
 
 PART_BITS = 11  # float32 adds up 2**13 parts of integers exactly
@@ -126,18 +179,6 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return jax.lax.platform_dependent(parts, cpu=scaled_if_infinite, default=chosen)
 
 
-def together(
-    work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Call `work` once, on all `arrays` joined along their last axes.
-
-    The last axis of its result is as long, and is cut as the arrays were.
-    """
-    sizes = [x.shape[-1] for x in arrays]
-    done = work(jnp.concatenate(arrays, axis=-1))
-    return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)
-
-
 def total(parts: Iterable[jax.Array]) -> jax.Array:
     """Return the sum of one or more arrays."""
     return functools.reduce(operator.add, parts)
@@ -198,38 +239,6 @@ def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any)
     branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
     always = lambda: where(predicate, make(), otherwise)
     return jax.lax.platform_dependent(cpu=branch, default=always)
-
-
-def kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
-    """Return `make()`, which CPUs compute in a kernel of its own.
-
-    XLA's CPU backend would fuse what reshapes or joins the array into the kernel that
-    computes it, and then divide indices for each entry, which takes up to ten times as
-    long. It fuses nothing into the branch of a conditional.
-
-    Args:
-      make: the computation.
-      like: a small array that `make` reads, without negative entries, which varies over
-        the axes over which the result varies.
-    """
-    shape = jax.eval_shape(make)
-
-    def nothing() -> jax.Array:
-        # A part of `like` varies over the axes over which `like` does.
-        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
-
-    branch = lambda: jax.lax.cond(is_never(like), nothing, make)
-    return jax.lax.platform_dependent(cpu=branch, default=make)
-
-
-def as_computed(x: jax.Array) -> jax.Array:
-    """Return `x`, which TPUs keep in memory in the shape that it has here.
-
-    A TPU lays out arrays of other shapes otherwise. If XLA computed `x` in the shape of
-    what reads it, what it is made of would first be laid out anew, in full.
-    """
-    barrier = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
 
 
 def is_never(energies: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ there is one bucket, as long as its indices fit. A larger model has several of a
 equal size; a leaf that lies across a border is cut there.
 
 Leaves lie in a bucket in ascending order of size. So the small ones are its first
-entries, and an exchange can treat them alike.
+entries, and an encoding can treat them alike.
 
 Leaves that go dense are fused into one vector. Where entries are selected, these are
 small and one-dimensional leaves (biases, norms): their entries would wait long, which
@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _step_checks
-from gravac_jax._selection import entries
 
+MAX_ENTRIES = 2**30  # of a bucket: places, and slots without one, fit in int32
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
 MIN_SHARE = 1e-3  # of all entries, in models so small that this is less
 NO_LEAF = -1  # in place of a leaf's index: padding, at the end of a part
@@ -58,10 +58,9 @@ class Piece(NamedTuple):
 def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
     """Compress leaves of two or more dimensions with at least `min_entries` entries.
 
-    This is the default of `gravac.transform` for all exchanges but `Quantized` and
-    `QuantizedAllReduce`. It lowers `min_entries` to a thousandth of all entries in
-    models of under 16 million: small convolutions sent whole would be most of what a
-    small network sends.
+    This is the default of `gravac.transform` for `TopK` and `LowRank`. It lowers
+    `min_entries` to a thousandth of all entries in models of under 16 million: small
+    convolutions sent whole would be most of what a small network sends.
 
     Args:
       min_entries: smaller leaves go dense.
@@ -101,7 +100,7 @@ class Buckets:
     def _borders(self) -> list[int]:
         """Where one bucket ends and the next begins, counted in entries of all."""
         size = sum(x.size for x in self._chosen(self.leaves, True))
-        parts = max(1, -(-size // entries.MAX_ENTRIES))
+        parts = max(1, -(-size // MAX_ENTRIES))
         return [size * i // parts for i in range(parts + 1)]
 
     @property
@@ -209,34 +208,53 @@ class Buckets:
         """Return `buckets` with 0 in their padding, where rounding leaves something."""
         return tuple(map(_cleared, buckets, self._entries))
 
-    def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
-        """Undo `pack`: return the leaves in their own dtypes."""
+    def unpack(self, parts: tuple[jax.Array, ...], count: jax.Array) -> Any:
+        """Undo `pack`: return the leaves in their own dtypes.
+
+        Args:
+          parts: the buckets, then the leaves that go dense.
+          count: as for `_arrays.unravel`.
+        """
         *buckets, dense = parts
         specs = self._chosen(self.leaves, True)
-        cuts = [[jnp.zeros(0, x.dtype)] for x in specs]
+        cuts: list[list[jax.Array]] = [[] for _ in specs]
         for bucket, pieces in zip(buckets, self.pieces, strict=True):
+            whole = [x.entries == specs[x.leaf].size for x in pieces]
             like = [
-                jax.ShapeDtypeStruct((x.entries,), specs[x.leaf].dtype) for x in pieces
+                jax.ShapeDtypeStruct(
+                    spec.shape if is_whole else (x.entries,), spec.dtype
+                )
+                for x, is_whole in zip(pieces, whole, strict=True)
+                for spec in [specs[x.leaf]]
             ]
-            for piece, x in zip(pieces, _arrays.unravel(bucket, like), strict=True):
+            arrays = _arrays.unravel(bucket, like, count)
+            for piece, x in zip(pieces, arrays, strict=True):
                 cuts[piece.leaf].append(x)
         compressed = [
-            jnp.concatenate(cut).reshape(spec.shape)
+            cut[0] if len(cut) == 1 else _joined(cut, spec)
             for cut, spec in zip(cuts, specs, strict=True)
         ]
-        rest = _arrays.unravel(dense, self._chosen(self.leaves, False))
+        rest = _arrays.unravel(dense, self._chosen(self.leaves, False), count)
         by_kind = {True: iter(compressed), False: iter(rest)}
         leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)
 
-    def rounded(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def rounded(
+        self, parts: tuple[jax.Array, ...], count: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Return `parts` as the leaves hold them in their own dtypes."""
         is_narrow = any(x.dtype != jnp.float32 for x in self.leaves)
-        return self.pack(self.unpack(parts)) if is_narrow else parts
+        return self.pack(self.unpack(parts, count)) if is_narrow else parts
 
     def _chosen(self, leaves: Any, which: bool) -> list[Any]:
         pairs = zip(leaves, self.is_compressed, strict=True)
         return [x for x, is_compressed in pairs if is_compressed == which]
+
+
+def _joined(cut: list[jax.Array], spec: Any) -> jax.Array:
+    """Return a leaf from its pieces; one without entries has none."""
+    flat = [jnp.zeros(0, spec.dtype), *map(jnp.ravel, cut)]
+    return jnp.concatenate(flat).reshape(spec.shape)
 
 
 def _cleared(x: jax.Array, filled: int) -> jax.Array:

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import optax
 
-from gravac_jax import _step_checks
+from gravac_jax import _state, _step_checks
+from gravac_jax._encodings import Bits, Dense
 from gravac_jax._error_feedback.momentum import MomentumState
 from gravac_jax._outer import OuterState
 from gravac_jax._state import (
@@ -70,7 +71,10 @@ _WRAPPERS = (
 
 _NOT_LINEAR = (*_NORMALIZED, *_RESCALED, *_WRAPPERS)
 
-LITTLE_LOST = 16  # from this factor on momentum does as well after rounds
+# With these, momentum should come before an exchange in rounds.
+_WHOLE = frozenset(
+    _state.names([Dense(), Dense("bfloat16"), Bits(8), Bits(4)]).tolist()
+)
 
 # What a memory keeps, and states of Optax that would keep the same after it. An Adam
 # after momentum is one without a first moment of its own, as far as can be seen.
@@ -128,7 +132,7 @@ def check_linear(state: Any) -> None:
     """Refuse an optimizer that is known not to be linear in its updates."""
     for x in _instances(state, _NOT_LINEAR):
         raise ValueError(
-            f"gravac.local_params needs an optimizer that is linear in the updates,"
+            f"gravac.own_params needs an optimizer that is linear in the updates,"
             f" found a {type(x).__name__}: its step on what is held back, taken now,"
             f" differs from the one that it will take. Let each replica run its own"
             f" optimizer before the exchange: gravac.adamw(1e-3), or"
@@ -147,9 +151,9 @@ def check_momentum(state: Any) -> None:
                 f"the optimizer after gravac.transform keeps a momentum of its own, in"
                 f" its {type(others[0]).__name__}, and so does the transform's memory,"
                 f" in its {type(mine[0]).__name__}: gradients would be averaged over"
-                f" time twice. Keep one: optax.chain(gravac.transform(momentum=0.9),"
-                f" optax.sgd(0.1)), without `momentum` in optax.sgd; after"
-                f" gravac.Steps(optax.adam(1e-3)) nothing."
+                f" time twice. Keep one: optax.chain(gravac.transform("
+                f"memory=gravac.Momentum()), optax.sgd(0.1)), without `momentum` in"
+                f" optax.sgd; after gravac.Steps(optax.adam(1e-3)) nothing."
             )
 
 
@@ -161,7 +165,7 @@ def warn_of_late_momentum(state: Any) -> None:
     (examples/benchmarks/records/2026-11-25_progress).
     """
     in_rounds = [x for x in transform_states(state) if isinstance(x.round, Round)]
-    is_whole = any(float(x.ladder[0]) < LITTLE_LOST for x in in_rounds)
+    is_whole = any(int(x.ladder[0]) in _WHOLE for x in in_rounds)
     if is_whole and _instances(state, optax.TraceState):
         warnings.warn(
             "momentum comes after an exchange in rounds: with whole gradients a step in"
@@ -215,7 +219,8 @@ def _check_order(chain: tuple[Any, ...]) -> None:
             f" which would remember each replica's own gradients as if they were the"
             f" same on all. Put it first: optax.chain(gravac.transform(),"
             f" optax.sgd(0.1, momentum=0.9)). For momentum or Adam of each replica's"
-            f" own use gravac.transform(momentum=0.9) or gravac.adamw(1e-3)."
+            f" own use gravac.transform(memory=gravac.Momentum()) or"
+            f" gravac.adamw(1e-3)."
         )
 
 

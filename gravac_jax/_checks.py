@@ -31,7 +31,7 @@ def factor(value: Any, name: str = "factor") -> None:
             f" is n / k (10 sends one entry in ten)."
         )
     if not (math.isfinite(value) and value >= 1):
-        hint = "factor 1 sends everything"
+        hint = "to send all entries take gravac.Dense()"
         if 0 < value < 1:
             hint = f"for a density of {value} write {1 / value:g}"
         raise ValueError(
@@ -40,30 +40,25 @@ def factor(value: Any, name: str = "factor") -> None:
         )
 
 
-def ladder(factors: Any, name: str = "ladder") -> None:
-    """Refuse no factors, factors out of order, and what is no factor."""
-    if not isinstance(factors, tuple) or not factors:
-        raise TypeError(
-            f"`{name}` must be a tuple of factors such as (1, 10, 100), got"
-            f" {factors!r}. See gravac.exponential and gravac.geometric."
-        )
-    for value in factors:
-        factor(value, f"a factor of `{name}`")
-    if any(low >= high for low, high in itertools.pairwise(factors)):
+def starts(value: Any, encodings: int) -> None:
+    """Refuse what is not one rising step for each encoding but the first."""
+    is_whole = lambda x: _is_number(x, numbers.Integral) and x >= 0
+    is_fine = isinstance(value, tuple) and all(map(is_whole, value))
+    if is_fine:
+        is_fine = all(low <= high for low, high in itertools.pairwise(value))
+    if not is_fine or len(value) != encodings - 1:
         raise ValueError(
-            f"`{name}` must rise from the smallest factor to the largest without"
-            f" repeats, got {tuple(factors)}. Write"
-            f" {tuple(sorted(set(factors)))}."
+            f"`starts` must be a tuple of rising steps, counted from 0: where each of"
+            f" {encodings} encodings but the first begins. Got {value!r}."
         )
 
 
-def dense_first(factors: Sequence[float], owner: str) -> None:
-    """Refuse a ladder from which a controller could not fall back to dense."""
-    if factors[0] != 1 or len(factors) < 2:
+def multiple_of(value: Any, unit: int, name: str) -> None:
+    """Refuse a number that is not a positive multiple of another one."""
+    if not (_is_number(value, numbers.Integral) and value >= 1 and value % unit == 0):
         raise ValueError(
-            f"the ladder of {owner} must begin with factor 1, the dense step that it"
-            f" falls back to, and go on from there, got {tuple(factors)}. Write"
-            f" {(1, *(f for f in factors if f != 1)) if factors != (1,) else (1, 10)}."
+            f"`{name}` must be a positive multiple of {unit}, got {value!r}: codes of a"
+            f" row share words of {unit} bits."
         )
 
 
@@ -104,11 +99,16 @@ def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
 def component(value: Any, kind: type, name: str, example: str) -> None:
     """Refuse a component of another family."""
     if not isinstance(value, kind):
-        is_class = isinstance(value, type)
-        got = f"the class {value.__name__}" if is_class else _arrays.brief(value)
         raise TypeError(
-            f"`{name}` must be {_a(kind.__name__)}, got {got}. Did you mean {example}?"
+            f"`{name}` must be {_a(kind.__name__)}, got {shown(value)}. Did you mean"
+            f" {example}?"
         )
+
+
+def shown(value: Any) -> str:
+    """Return what an error shows of a value in the place of a component."""
+    is_class = isinstance(value, type)
+    return f"the class {value.__name__}" if is_class else _arrays.brief(value)
 
 
 def _a(noun: str) -> str:
@@ -121,8 +121,8 @@ def axis(axis_name: Any) -> None:
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
             f"`axis_name` must be the name of the mapped axis, several names in a"
-            f" tuple, or None to run alone, got {_arrays.brief(axis_name)}. A factor is"
-            f" given by name: gravac.transform(controller=gravac.Fixed(16))."
+            f" tuple, or None to run alone, got {_arrays.brief(axis_name)}. What is"
+            f" sent is given by name: gravac.transform(send=gravac.Bits(2))."
         )
 
 
@@ -192,15 +192,6 @@ def learning_rate(value: Any) -> None:
         )
 
 
-def seed(value: Any) -> None:
-    """Refuse a seed that is no whole number."""
-    if not _is_number(value, numbers.Integral):
-        raise TypeError(
-            f"`seed` must be a whole number, got {_arrays.brief(value)}. The transform"
-            f" makes its random keys from it."
-        )
-
-
 def optimizer(tx: Any, call: str) -> None:
     """Refuse what has not the two functions of an optimizer of Optax."""
     if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
@@ -236,26 +227,6 @@ def mesh_or_replicas(mesh: Any, axis_name: Any, dense_axis_name: Any = None) -> 
     positive_integer(mesh, "mesh", what)
 
 
-def holds_shapes(n: int, shapes: Any, entries: int) -> None:
-    """Refuse a bucket that does not hold arrays of the given shapes."""
-    if n != entries:
-        raise ValueError(
-            f"arrays of the shapes {shapes} have {entries:,} entries, but the bucket"
-            f" has {n:,}. gravac.transform fills in the shapes of the params: leave"
-            f" `shapes` out."
-        )
-
-
-def compresses_something(entries: int) -> None:
-    """Refuse a model of which nothing is compressed."""
-    if not entries:
-        raise ValueError(
-            "none of `params` is compressed: all are one-dimensional or small. Pass"
-            " compress=True, or gravac.matrices(min_entries=...), here and to"
-            " gravac.transform."
-        )
-
-
 def decay(value: Any, name: str) -> None:
     """Refuse a decay that is not in [0, 1)."""
     if not (_is_number(value) and 0 <= value < 1):
@@ -279,12 +250,12 @@ def above_zero(value: Any, name: str, why: str) -> None:
         )
 
 
-def cannot_mask(memory: Any, exchange: Any) -> None:
-    """Refuse masking if the exchange sends a part of every entry."""
+def cannot_mask(memory: Any, encoding: Any) -> None:
+    """Refuse masking if an encoding sends a part of every entry."""
     raise ValueError(
-        f"{memory!r} masks the momentum of entries that were sent, and {exchange!r}"
+        f"{memory!r} masks the momentum of entries that were sent, and {encoding!r}"
         f" sends a part of every entry: use"
-        f" memory=gravac.Momentum(0.9, masking=False)."
+        f" memory=gravac.Momentum(0.9, masking=False), or send=gravac.TopK(100)."
     )
 
 
@@ -297,21 +268,17 @@ def delay(value: Any) -> None:
         )
 
 
-def no_rounds(controller: Any, owner: str) -> None:
-    """Refuse a controller with rounds inside another one."""
-    if controller.has_rounds:
-        raise ValueError(
-            f"the controller inside {owner} has rounds itself, got {controller!r}. Put"
-            f" gravac.Every around the others: gravac.Every(8,"
-            f" gravac.Capped(gravac.GraVAC(), cap=100))."
-        )
-
-
-def steps_of_a_round(value: Any) -> None:
+def every(value: Any, controller: Any) -> None:
     """Refuse what is neither a number of steps nor a function to one."""
     if not callable(value):
         what = "the steps of a round; a function from the step to them will do, too"
-        positive_integer(value, "steps", what)
+        positive_integer(value, "every", what)
+    if value != 1 and controller.has_rounds:
+        raise ValueError(
+            f"give the length of rounds once, got every={_arrays.brief(value)} and"
+            f" {controller!r}, which chooses among lengths itself. Leave `every` out,"
+            f" or `rounds`."
+        )
 
 
 def lengths_of_rounds(value: Any) -> None:
@@ -325,47 +292,28 @@ def lengths_of_rounds(value: Any) -> None:
         raise ValueError(
             f"`rounds` must begin with 1 and rise, got {value!r}: rounds of one step"
             f" are what longer ones are compared with. To exchange in every eighth step"
-            f" only, use gravac.Every(8, gravac.Fastest())."
+            f" only, use gravac.transform(every=8)."
         )
 
 
-def schedule(value: Any, name: str = "schedule") -> None:
+def schedule(value: Any, name: str) -> None:
     """Refuse a value that is not a function of the step."""
     if not callable(value):
         raise TypeError(
             f"`{name}` must be a function of the step, as Optax's schedules are, got"
             f" {value!r}. For one that does not change use"
-            f" optax.constant_schedule({value!r}); for always the same factor,"
-            f" gravac.Fixed(factor=100)."
+            f" optax.constant_schedule({value!r})."
         )
 
 
 def no_memory_beside(others: dict[str, Any], recipe: str, optimizer: str) -> None:
     """Refuse another memory for a recipe whose memory runs an optimizer."""
-    for name in ("memory", "momentum"):
-        if others.get(name) is not None:
-            raise TypeError(
-                f"{recipe} has {optimizer} for its memory, got {name}={others[name]!r}"
-                f" beside. For another memory use gravac.transform({name}=...)."
-            )
-
-
-def listed(values: Any, name: str) -> tuple[Any, ...]:
-    """Return `values` as a tuple; refuse an empty one, and a single value."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
+    if "memory" in others:
+        memory = others["memory"]
         raise TypeError(
-            f"`{name}` must be several in a tuple, got {values!r}. For one write"
-            f" ({values!r},)."
+            f"{recipe} has {optimizer} for its memory, got memory={memory!r} beside."
+            f" For another memory use gravac.transform(memory=...)."
         )
-    if not values:
-        raise ValueError(f"`{name}` is empty; give at least one.")
-    return tuple(values)
-
-
-def flag_or_none(value: Any, name: str) -> None:
-    """Refuse a value that is neither True, False nor None."""
-    if value is not None:
-        flag(value, name)
 
 
 def flag(value: Any, name: str) -> None:

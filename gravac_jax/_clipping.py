@@ -109,44 +109,6 @@ class ClipByGlobalNorm(Clip):
         return tuple(jnp.where(is_long, x / unit * scale, x) for x in parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class ClipByValue(Clip):
-    """Bounds every entry of a gradient.
-
-    Args:
-      max_value: bound of the magnitude of an entry of the averaged gradient; entries of
-        a replica's own gradient are clipped at sqrt(N) times this bound.
-
-    Raises:
-      ValueError: if `max_value` is not above 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import gravac_jax as gravac
-      >>> clip = gravac.ClipByValue(1.0)
-      >>> tx = gravac.transform(axis_name=None, clip=clip, compress=False)
-      >>> grads = jnp.array([3.0, -0.5])
-      >>> tx.update(grads, tx.init(grads))[0].tolist()
-      [1.0, -0.5]
-    """
-
-    max_value: float
-
-    def __post_init__(self) -> None:
-        _checks.above_zero(self.max_value, "max_value", NO_CLIP_HINT)
-
-    def clip(
-        self,
-        parts: tuple[jax.Array, ...],
-        norm: Callable[[], tuple[jax.Array, jax.Array]],
-        replicas: int,
-    ) -> tuple[jax.Array, ...]:
-        """Clip every entry."""
-        del norm
-        bound = self.max_value * math.sqrt(replicas)
-        return tuple(jnp.clip(x, -bound, bound) for x in parts)
-
-
 def global_norm(
     flat: tuple[jax.Array, ...], shared: tuple[jax.Array, ...], slices: Comm
 ) -> tuple[jax.Array, jax.Array]:

@@ -41,7 +41,7 @@ def join(*axes: AxisName) -> AxisName:
 class Comm:
     """The replicas along `axis_name`, seen from one of them.
 
-    Call its methods inside shard_map, pmap or vmap over the axis. An exchange of your
+    Call its methods inside shard_map, pmap or vmap over the axis. An encoding of your
     own is handed one.
 
     Args:
@@ -146,6 +146,13 @@ class Comm:
         others = tuple(sorted(set(varying) - set(self._names)))
         return jax.lax.pcast(zeros, others, to="varying") if others else zeros
 
+    def tell(self, energy: jax.Array) -> None:
+        """Take the energy of what is sent along with the next message, if possible.
+
+        An encoding calls it before its last message. Otherwise the energy takes a
+        message of its own.
+        """
+
     def mean(self, tree: Any) -> Any:
         """Return the mean of `tree` over replicas, in float32, by one collective."""
         leaves, structure = jax.tree.flatten(tree)
@@ -246,6 +253,98 @@ class Comm:
         return own.astype(jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Carrier(Comm):
+    """The other replicas, for an encoding whose messages take a few figures along.
+
+    An exchange in two stages swaps parts of a bucket, and then gathers their means. The
+    first rows of words that it swaps take parts of the figures with them, each replica
+    averages its part, and the next row that it gathers takes the mean along. An
+    exchange that only gathers takes the figures along with the first row that it
+    gathers, and one that averages with its first mean, if that has few entries. If it
+    does none of these, the figures have a collective of their own. Nothing is taken
+    along before the encoding tells the energy that it sends, which is one of the
+    figures. A Carrier serves one exchange in one branch of one step.
+
+    Args:
+      axis_name: as for `Comm`.
+      figures: a tree of float32 arrays, to be averaged over replicas.
+
+    Law:
+      `mean_of_figures(energy)` is `Comm(axis_name).mean((energy, figures))`, but for
+      the order in which a sum of N numbers is added up.
+
+    Cost:
+      No message, if they travel along. In two stages the bytes of a ring all-reduce of
+      the figures, filled up to a multiple of N; with a gather N - 1 times those of the
+      figures; with a mean those of a ring all-reduce, and a copy of what is averaged
+      (`Traffic.figures`).
+    """
+
+    figures: Any
+    _parts: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def tell(self, energy: jax.Array) -> None:
+        """Note the energy of what is sent, so that the figures are complete."""
+        self._parts["figures"] = (energy, self.figures)
+
+    def _flat(self) -> jax.Array:
+        return self.cast(_arrays.ravel(jax.tree.leaves(self._parts["figures"])))
+
+    def _is_ready(self, *stages: str) -> bool:
+        """Return whether figures are known that no message has taken along yet."""
+        return "figures" in self._parts and not self._parts.keys() & {*stages}
+
+    def mean(self, tree: Any) -> Any:
+        """Return the mean of `tree`; the first one of few entries takes figures along.
+
+        To join many entries with the figures would copy them.
+        """
+        sizes = [x.size for x in jax.tree.leaves(tree)]
+        is_small = bool(sizes) and takes_along(sum(sizes))
+        if not (is_small and self._is_ready("own", "all")):
+            return super().mean(tree)
+        mean, figures = super().mean((tree, self._parts["figures"]))
+        self._parts["all"] = _arrays.ravel(jax.tree.leaves(figures))
+        return mean
+
+    def swap(self, x: jax.Array) -> jax.Array:
+        """Swap rows of words, `[replicas, m]`; the first take figures along."""
+        if not self._is_ready("own", "all"):
+            return super().swap(x)
+        flat = self._flat()
+        parts = jnp.pad(flat, (0, -flat.size % self.replicas))
+        parts = _arrays.to_words(parts.reshape(self.replicas, -1), x.dtype)
+        swapped = super().swap(jnp.concatenate([x, parts], axis=1))
+        rows, parts = jnp.split(swapped, [x.shape[1]], axis=1)
+        self._parts["own"] = jnp.mean(_arrays.from_words(parts), axis=0)
+        return rows
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Gather words, `[m]`; the first take figures along, or means after a swap."""
+        if not self._is_ready("all"):
+            return super().gather(x)
+        own = self._parts.get("own")
+        given = _arrays.to_words(self._flat() if own is None else own, x.dtype)
+        gathered = super().gather(jnp.concatenate([x, given]))
+        rows, parts = jnp.split(gathered, [x.size], axis=1)
+        found = _arrays.from_words(parts)
+        mean = jnp.mean(found, axis=0) if own is None else found.reshape(-1)
+        self._parts["all"] = mean
+        return rows
+
+    def mean_of_figures(self, energy: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the means over replicas of an energy and of the figures.
+
+        Call it after the exchange, with the energy that it has sent.
+        """
+        if "all" not in self._parts:
+            return super().mean((energy, self.figures))
+        leaves, structure = jax.tree.flatten((energy, self.figures))
+        mean = _arrays.unravel(self._parts["all"], leaves)
+        return jax.tree.unflatten(structure, mean)
+
+
 def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
     """Return `exchange()` if it is due, else `otherwise`, without a collective.
 
@@ -332,62 +431,88 @@ class Traffic(NamedTuple):
     """What one collective, or several, cost one replica; everything is static.
 
     Attributes:
-      entries: entries of the bucket that are sent.
+      bits: what one replica says of its bucket, indices and scales included.
       payload_bytes: what one replica puts into the collectives.
       wire_bytes: what one replica sends for them.
       messages: messages that it sends one after the other, each after the one before
         has arrived: 2 (N - 1) in a ring all-reduce, N - 1 in a ring all-gather.
+      carries: how a few figures travel along: with a "swap" and a gather, with a
+        "gather" alone, or with a "mean". "nothing" if they need a mean of their own.
 
     Example:
-      See `gravac.Exchange`.
+      See `gravac.Encoding`.
     """
 
-    entries: int
+    bits: int
     payload_bytes: float
     wire_bytes: float
     messages: int
+    carries: str = "nothing"
 
     def plus(self, other: "Traffic") -> "Traffic":
-        """Return the cost of both."""
+        """Return the cost of both; figures travel with the other one."""
         return Traffic(
-            entries=self.entries + other.entries,
+            bits=self.bits + other.bits,
             payload_bytes=self.payload_bytes + other.payload_bytes,
             wire_bytes=self.wire_bytes + other.wire_bytes,
             messages=self.messages + other.messages,
+            carries=other.carries,
         )
 
+    def figures(self, count: int, replicas: int) -> "Traffic":
+        """Return the cost of averaging so many float32 figures beside it."""
+        figures_bytes = FLOAT32_BYTES * count
+        if self.carries == "gather":
+            return all_gather_traffic(figures_bytes, replicas)._replace(messages=0)
+        if self.carries == "swap":
+            part_bytes = FLOAT32_BYTES * -(-count // replicas)
+            return two_stage_traffic(part_bytes, part_bytes, replicas)._replace(
+                messages=0
+            )
+        own = mean_traffic(count, replicas)
+        return own._replace(messages=0) if self.carries == "mean" else own
 
-FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
+
+FLOAT32_BYTES, BFLOAT16_BYTES, BYTE_BITS = 4, 2, 8
 
 
-def all_reduce_traffic(entries: int, payload_bytes: float, replicas: int) -> Traffic:
-    """Return the cost of a ring all-reduce of `payload_bytes`."""
-    wire_bytes = 2 * (replicas - 1) / replicas * payload_bytes
-    return Traffic(entries, payload_bytes, wire_bytes, 2 * (replicas - 1))
-
-
-def all_gather_traffic(entries: int, payload_bytes: float, replicas: int) -> Traffic:
+def all_gather_traffic(payload_bytes: int, replicas: int) -> Traffic:
     """Return the cost of a ring all-gather of `payload_bytes` from each replica."""
-    return Traffic(entries, payload_bytes, (replicas - 1) * payload_bytes, replicas - 1)
+    wire_bytes = (replicas - 1) * payload_bytes
+    bits = BYTE_BITS * payload_bytes
+    return Traffic(bits, payload_bytes, wire_bytes, replicas - 1, "gather")
+
+
+def two_stage_traffic(there_bytes: int, back_bytes: int, replicas: int) -> Traffic:
+    """Return the cost of swapping parts, one for each replica, and gathering means.
+
+    Args:
+      there_bytes: of one part, as a replica sends it to its owner.
+      back_bytes: of the mean of a part, as its owner sends it to all.
+      replicas: N, which is the number of parts.
+    """
+    return Traffic(
+        bits=BYTE_BITS * replicas * there_bytes,
+        payload_bytes=replicas * there_bytes + back_bytes,
+        wire_bytes=float((replicas - 1) * (there_bytes + back_bytes)),
+        messages=2 * (replicas - 1),
+        carries="swap",
+    )
 
 
 def mean_traffic(entries: int, replicas: int) -> Traffic:
-    """Return the cost of `Comm.mean` of `entries`."""
-    return all_reduce_traffic(entries, FLOAT32_BYTES * entries, replicas)
+    """Return the cost of `Comm.mean` of `entries`: of a ring all-reduce."""
+    payload_bytes = FLOAT32_BYTES * entries
+    wire_bytes = 2 * (replicas - 1) / replicas * payload_bytes
+    carries = "mean" if takes_along(entries) else "nothing"
+    bits, messages = BYTE_BITS * payload_bytes, 2 * (replicas - 1)
+    return Traffic(bits, payload_bytes, wire_bytes, messages, carries)
 
 
-def carried_traffic(entries: int, replicas: int, is_gathered: bool = False) -> Traffic:
-    """Return the cost of figures that ride with two stages, or with a gather alone."""
-    if is_gathered:
-        traffic = all_gather_traffic(entries, FLOAT32_BYTES * entries, replicas)
-        return traffic._replace(messages=0)
-    part_bytes = FLOAT32_BYTES * -(-entries // replicas)
-    return Traffic(
-        entries=entries,
-        payload_bytes=(replicas + 1) * part_bytes,
-        wire_bytes=2 * (replicas - 1) * part_bytes,
-        messages=0,
-    )
+def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
+    """Return the cost of `Comm.bfloat16_mean` of `entries`."""
+    shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
+    return two_stage_traffic(shard_bytes, shard_bytes, replicas)
 
 
 # Copying as many takes as long as a message on a fast network; arbitrary.
@@ -397,23 +522,3 @@ COPIED_ENTRIES = 2**20
 def takes_along(entries: int) -> bool:
     """Return whether a mean of so many entries takes figures along, which copies it."""
     return entries <= COPIED_ENTRIES
-
-
-def energies_beside_mean_traffic(n: int, figures: int, replicas: int) -> Traffic:
-    """Return the cost of energies that are averaged beside `n` entries.
-
-    Other figures travel with them, whether or not the entries take both along.
-    """
-    traffic = mean_traffic(figures, replicas)
-    return traffic._replace(messages=0) if takes_along(n) else traffic
-
-
-def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
-    """Return the cost of `Comm.bfloat16_mean` of `entries`."""
-    shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
-    return Traffic(
-        entries=entries,
-        payload_bytes=(replicas + 1) * shard_bytes,
-        wire_bytes=2 * (replicas - 1) * shard_bytes,
-        messages=2 * (replicas - 1),
-    )

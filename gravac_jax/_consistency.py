@@ -187,9 +187,8 @@ def guard(
     others go on. With `guard` around the whole chain, all updates of such a step are
     zero and every state stays as it is, but for what the transform counts and reports.
     That suits a loss scale, and an optimizer that must not move when all gradients are
-    bad: momentum and weight decay move on zeros, too. With a delay, with rounds, and
-    with a memory that forgets (`gravac.Steps(..., residual_decay=0.95)`), replicas hear
-    of a gradient too late: `guard` then does nothing, and warns.
+    bad: momentum and weight decay move on zeros, too. With a delay or rounds,
+    replicas hear of a gradient too late: `guard` then does nothing, and warns.
 
     Args:
       tx: a chain with exactly one `gravac.transform` in it.
@@ -210,7 +209,7 @@ def guard(
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> transform = gravac.transform(
-      ...     axis_name=None, compress=True, controller=gravac.Fixed(2)
+      ...     axis_name=None, send=gravac.TopK(2), compress=True
       ... )
       >>> sgd = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1))
       >>> tx = gravac.guard(optax.chain(transform, sgd))
@@ -229,10 +228,10 @@ def guard(
         state = tx.init(params)
         if _chain.waits(state):
             warnings.warn(
-                "gravac.guard does nothing with a delay, with rounds or with a memory"
-                " that forgets: replicas hear of a gradient that is not finite too late"
-                " to skip its step. Its replica leaves it out, and the others go on."
-                " Leave the guard out, or what delays the news.",
+                "gravac.guard does nothing with a delay or with rounds: replicas hear"
+                " of a gradient that is not finite too late to skip its step. Its"
+                " replica leaves it out, and the others go on. Leave the guard out, or"
+                " what delays the news.",
                 stacklevel=2,
             )
         return state

@@ -3,6 +3,7 @@
 It travels inside the optimizer state, so it costs nothing until somebody reads it.
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _collectives
+from gravac_jax import _collectives, _step_checks
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Traffic
-from gravac_jax._controllers.base import Controller, kinds_of_steps
 from gravac_jax._controllers.cost_model import WireCost
-from gravac_jax._exchanges.base import Exchange
+from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.dense import Dense
+from gravac_jax._encodings.ladder import Ladder
 
 
 class StepInfo(NamedTuple):
@@ -28,13 +30,14 @@ class StepInfo(NamedTuple):
     one device sends over the slow axis.
 
     Attributes:
-      factor: `[]` float32, n / k of the compressed leaves; 1 is a dense step.
+      rung: `[]` int32, the place on the ladder of the encoding that was taken; the
+        number of rungs if the step was local.
+      factor: `[]` float32, the papers' compression factor: the bits of a dense payload
+        over those of this one, of the compressed leaves; 1 is a dense step.
       gain: `[]` float32 in [0, 1], the share of the energy of the error-fed gradient
         that was sent, over all replicas.
-      gains: `[rungs]` float32, the gain of every rung of the ladder, had it been used
-        in this step or in the last step that looked at all rungs. With GraVAC every
-        step looks, with `Fastest` one in eight, with `Accordion` and `Scheduled` one in
-        a hundred; the first 32 steps always look.
+      gains: `[rungs]` float32, the gain of every rung of the ladder when it was last
+        taken, 0 before. With GraVAC, had it been taken in this step.
       payload_bytes: `[]` float32, bytes that one replica put into the collectives,
         including indices, dense leaves and evidence.
       wire_bytes: `[]` float32, bytes that one replica sent for them: N - 1 payloads for
@@ -42,8 +45,8 @@ class StepInfo(NamedTuple):
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
       is_finite: `[]` bool, whether every gradient of every replica was finite and,
-        without a clip, below 2**50. Always True with a delay, rounds or a memory that
-        forgets, where replicas are told of a gradient after its step.
+        without a clip, below 2**50. Always True with a delay or rounds, where replicas
+        are told of a gradient after its step.
       dense_steps: `[]` int32, steps so far that sent everything.
       bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
         because it was not finite. Where replicas are told late, exchanges that told of
@@ -54,8 +57,8 @@ class StepInfo(NamedTuple):
         the same norm. They had been averaged before the exchange, which nothing else
         can tell under `pmap`, or all replicas had the same batch. With a clip in the
         transform, which may give all of them the same norm, no step counts.
-      local_steps: `[]` int32, steps since the last exchange; 0 unless `gravac.Every`
-        or `gravac.Fastest` makes some steps local.
+      local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` or
+        `gravac.Fastest` makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
         rounds those of the last step.
       alignment: `[]` float32, how alike the replicas' rounds were at the last exchange:
@@ -67,7 +70,7 @@ class StepInfo(NamedTuple):
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> updates, opt_state = tx.update(params, tx.init(params))
@@ -76,6 +79,7 @@ class StepInfo(NamedTuple):
       True
     """
 
+    rung: jax.Array
     factor: jax.Array
     gain: jax.Array
     gains: jax.Array
@@ -116,10 +120,11 @@ class Tables(NamedTuple):
     """What each rung sends, and at the end a local step. Static.
 
     Attributes:
-      factors: `[rungs + 1]`, entries over entries sent.
+      factors: `[rungs + 1]`, bits of the buckets in float32 over bits sent.
       payload_bytes: `[rungs + 1]`.
       wire_bytes: `[rungs + 1]`.
       messages: `[rungs + 1]`, sent one after the other.
+      is_dense: `[rungs + 1]`, whether nothing is encoded.
       dense: a float32 mean of all leaves.
     """
 
@@ -127,82 +132,84 @@ class Tables(NamedTuple):
     payload_bytes: np.ndarray
     wire_bytes: np.ndarray
     messages: np.ndarray
+    is_dense: np.ndarray
     dense: Traffic
 
 
 def tables(
     buckets: Buckets,
-    exchanges: Sequence[Exchange],
-    controller: Controller,
+    ladders: Sequence[Ladder],
+    scalars: int,
     replicas: int,
     rides: bool,
 ) -> Tables:
-    """Work out what each rung sends, with one exchange per bucket.
+    """Work out what each rung sends.
 
-    `rides` says that the first exchange also averages what replicas agree on.
+    Args:
+      buckets: what is fused, and what goes dense.
+      ladders: the encodings of each bucket.
+      scalars: numbers on which replicas agree in every step.
+      replicas: N.
+      rides: whether they travel with the first bucket, as do dense leaves.
     """
-    ladder = controller.ladder
-    rungs, n = len(ladder), sum(buckets.sizes)
-    # Every step averages the dense leaves, a count, an energy, its contrast, the rung
-    # and the length of a round, if there are any, for each kind of step a time and how
-    # many replicas measured it, and for each rung an energy, if they are asked for.
-    scalars = 4 + controller.has_rounds + 2 * kinds_of_steps(controller)
-    scalars += rungs * controller.samples_gradient
+    dense_bits = 8 * _collectives.FLOAT32_BYTES * sum(buckets.sizes)
     figures = buckets.part_sizes[-1] + scalars
-    pairs = list(zip(exchanges, buckets.sizes, strict=True))
+    apart = _collectives.mean_traffic(0 if rides else figures, replicas)
     rows = []
-    for factor in ladder:
-        agreed = _collectives.mean_traffic(figures, replicas)
-        if rides:
-            first, size = pairs[0]
-            agreed = first.figures_traffic(size, factor, figures, replicas)
-        entries = [x.traffic(size, factor, replicas) for x, size in pairs]
-        energies = [
-            x.energies_traffic(size, factor, rungs, replicas) for x, size in pairs
+    for rung in range(len(ladders[0].encodings)):
+        with_first = [figures * rides] + [0] * (len(ladders) - 1)
+        parts = [
+            x.traffic(rung, n, replicas)
+            for x, n in zip(ladders, with_first, strict=True)
         ]
-        sent = sum(x.entries for x in entries)
-        factor_sent = n / sent if n else 1.0
-        rows.append((factor_sent, *_sizes([agreed, *entries, *energies])))
-    rows.append((np.inf, 0, 0, 0))
+        sent = functools.reduce(Traffic.plus, [*parts, *[apart] * (not rides)])
+        bits = sum(x.bits for x in parts)
+        row = (sent.payload_bytes, sent.wire_bytes, sent.messages)
+        is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
+        rows.append((dense_bits / bits if bits else 1.0, *row, is_dense))
+    # Without figures: beside a few entries they weigh more, and each kind of message
+    # carries others.
+    alone = [
+        [x.traffic(ladder.bucket, replicas).wire_bytes for x in ladder.taken(replicas)]
+        for ladder in ladders
+    ]
+    _step_checks.update.bytes_fall(
+        ladders[0].encodings,
+        [sum(rung) for rung in zip(*alone, strict=True)],
+        replicas,
+        sum(buckets.sizes),
+    )
+    rows.append((np.inf, 0, 0, 0, False))
     dense = _collectives.mean_traffic(buckets.total_size, replicas)
-    sent = np.asarray(rows, np.float32).T
-    return Tables(*sent, dense=dense)
+    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
 
-def _sizes(traffic: Sequence[Traffic]) -> np.ndarray:
-    """Add up payload bytes, wire bytes and messages."""
-    return np.sum(traffic, axis=0)[1:]
-
-
-def warn_if_dense(
-    buckets: Buckets,
-    exchanges: Sequence[Exchange],
-    ladder: tuple[float, ...],
-    replicas: int,
-) -> None:
+def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     """Warn about rungs that are dense because their payloads would weigh more."""
-    both = list(zip(exchanges, buckets.sizes, strict=True))
-    is_replaced = lambda f: any(x.is_replaced(n, f, replicas) for x, n in both)
-    if replaced := list(filter(is_replaced, ladder)):
+
+    def replaced(ladder: Ladder) -> set[Encoding]:
+        pairs = zip(ladder.encodings, ladder.taken(replicas), strict=True)
+        return {asked for asked, taken in pairs if asked != taken}
+
+    found = set().union(*map(replaced, ladders))
+    if named := [x for x in ladders[0].encodings if x in found]:
         warnings.warn(
-            f"with {replicas} replicas the factors {replaced} would send more bytes"
-            " than a dense step, so they are dense steps. That is expected at the start"
-            " of a warm-up. Otherwise begin the ladder higher, such as"
-            f" Fastest(gravac.geometric({replicas}, {max(1000, 10 * replicas)})),"
-            " or choose an exchange whose bytes do not grow with the replicas:"
-            " QuantizedAllReduce(), LowRank(), LeaderIndices().",
+            f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
+            " bytes than a dense step, and is a dense step. That is expected at the"
+            " start of a warm-up. Otherwise leave it out, or choose an encoding whose"
+            " bytes do not grow with the replicas: gravac.Bits(2), gravac.LowRank(4).",
             stacklevel=2,
         )
 
 
 def first_sparse(table: Tables) -> jax.Array:
-    """Return the lowest rung of a factor above 1, `[]` int32; `rungs` if none."""
-    return jnp.int32(int(np.argmax(table.factors > 1)))
+    """Return the lowest rung that is not dense, `[]` int32; `rungs` if none."""
+    return jnp.int32(int(np.argmin(table.is_dense)))
 
 
 def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
     """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
-    costs = zip(table.wire_bytes, table.messages, table.factors == 1, strict=True)
+    costs = zip(table.wire_bytes, table.messages, table.is_dense, strict=True)
     parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
     return jnp.asarray(parts[:-1], jnp.float32)
 
@@ -212,6 +219,7 @@ def before_the_first_step(rungs: int) -> StepInfo:
     # Each field has an array of its own: a buffer that occurs twice in a state cannot
     # be donated.
     return StepInfo(
+        rung=jnp.zeros((), jnp.int32),
         factor=jnp.ones((), jnp.float32),
         gain=jnp.zeros((), jnp.float32),
         gains=jnp.zeros(rungs, jnp.float32),
@@ -241,11 +249,12 @@ def after(
     is_local = rung == gains.size
     at_rung = lambda figures: jnp.asarray(figures)[rung]
     factor = at_rung(table.factors)
-    is_dense = (factor == 1).astype(jnp.int32)
+    is_dense = at_rung(table.is_dense).astype(jnp.int32)
     wire_bytes = at_rung(table.wire_bytes)
     steps = before.local_steps + 1
     mean_bytes = wire_bytes / steps.astype(jnp.float32)
     return before._replace(
+        rung=jnp.asarray(rung, jnp.int32),
         factor=factor,
         gain=jnp.append(gains, jnp.float32(0))[rung],
         gains=gains,

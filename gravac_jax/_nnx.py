@@ -66,7 +66,7 @@ def nnx_value_and_grad(
         one.
       has_aux: whether `loss_fn` returns (loss, aux).
       optimizer: the `nnx.Optimizer` of the model, to take gradients at the replica's
-        own params (`gravac.local_params`), as `gravac.adamw` needs, and with respect to
+        own params (`gravac.own_params`), as `gravac.adamw` needs, and with respect to
         the variables that it trains (its `wrt`). By default they are taken at the
         shared params, with respect to every `nnx.Param`.
 
@@ -80,7 +80,7 @@ def nnx_value_and_grad(
       TypeError: when called: if the first argument has no variables to train.
       ValueError: when called: outside the axis; if the loss changes a variable that is
         known to differ between replicas then; if it adds, removes or changes anything
-        but the values of variables. With an `optimizer`, as `gravac.local_params`.
+        but the values of variables. With an `optimizer`, as `gravac.own_params`.
 
     Law:
       The mean over replicas of the gradients, and the batch statistics that are written
@@ -368,7 +368,7 @@ def _own_params(params: Any, optimizer: Any) -> Any:
     from flax import nnx
 
     shared, opt_state = nnx.as_pure(params[0]), nnx.as_pure(optimizer.opt_state)
-    own = _residuals.local_params(optimizer.tx, shared, opt_state)
+    own = _residuals.own_params(optimizer.tx, shared, opt_state)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(own))
 
 

@@ -29,10 +29,10 @@ def outer(
     """Return a transform with an optimizer that steps on the mean of each round.
 
     What arrives is the mean of the steps that replicas made. Its negative, the
-    *pseudo-gradient*, is the gradient of `optimizer`. In local steps (`gravac.Every`)
+    *pseudo-gradient*, is the gradient of `optimizer`. In local steps (`every`)
     nothing arrives, and it stands still. It steps on entries of which nothing arrived,
-    too: keep factors of few bits up to 16, above which parts take turns. Own params
-    (`gravac.local_params`) and a flush leave it out: both add what is held back as it
+    too, as in parts that take turns. Own params
+    (`gravac.own_params`) and a flush leave it out: both add what is held back as it
     is.
 
     Args:
@@ -55,9 +55,8 @@ def outer(
       >>> import optax
       >>> import gravac_jax as gravac
       >>> inner = gravac.Steps(optax.adamw(1e-3))
-      >>> rounds = gravac.Every(30, gravac.Fixed(16))
       >>> tx = gravac.outer(
-      ...     gravac.transform(memory=inner, controller=rounds),
+      ...     gravac.transform(send=gravac.Bits(2), every=30, memory=inner),
       ...     optax.sgd(0.7, momentum=0.9, nesterov=True),
       ... )
 

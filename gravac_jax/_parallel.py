@@ -249,11 +249,11 @@ def simulate(
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(controller=gravac.Fixed(16))  # 2 bits an entry
+      >>> exchange = gravac.transform(send=gravac.Bits(2))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> def train_step(params, opt_state, batch):
       ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-      ...     own = gravac.local_params(tx, params, opt_state)
+      ...     own = gravac.own_params(tx, params, opt_state)
       ...     value, grads = gravac.value_and_grad(loss)(own, batch)
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return optax.apply_updates(params, updates), opt_state, value

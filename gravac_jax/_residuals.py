@@ -1,6 +1,6 @@
 """Use what is held back: deliver it to all replicas, or go on at own params.
 
-Both ask the transform for a *delivery* (`_step/deliver.py`), which is no step: no
+Both ask the transform for a *delivery* (`_step/update.py`), which is no step: no
 gradient is exchanged, and nothing is decided or counted.
 """
 
@@ -51,12 +51,8 @@ def flush(
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(
-      ...     None,
-      ...     compress=True,
-      ...     compressor=gravac.TopK(),
-      ...     controller=gravac.Fixed(2),
-      ... )
+      >>> half = gravac.TopK(2, select="exact")
+      >>> exchange = gravac.transform(None, send=half, compress=True)
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)
       >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
@@ -73,7 +69,7 @@ def flush(
     return optax.apply_updates(params, updates), opt_state
 
 
-def local_params(
+def own_params(
     tx: optax.GradientTransformation, params: Any, opt_state: Any, **extra: Any
 ) -> Any:
     """Return this replica's own params: the shared ones plus all that it holds back.
@@ -82,7 +78,7 @@ def local_params(
     at its own params, it does not ask for that step again, and only the other replicas'
     steps come late::
 
-        own = gravac.local_params(tx, params, opt_state)
+        own = gravac.own_params(tx, params, opt_state)
         loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
@@ -113,19 +109,13 @@ def local_params(
     Law:
       The mean over replicas of their own params is where `gravac.flush` takes the
       params, apart from what momentum and decay do in that step. Without anything held
-      back, own params are the shared ones. If rounds begin at the shared params
-      (`gravac.Steps(begin_at_shared=True)`), what earlier exchanges left is no part of
-      own params.
+      back, own params are the shared ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(
-      ...     None,
-      ...     compress=True,
-      ...     compressor=gravac.TopK(),
-      ...     controller=gravac.Fixed(2),
-      ... )
+      >>> half = gravac.TopK(2, select="exact")
+      >>> exchange = gravac.transform(None, send=half, compress=True)
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)
       >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
@@ -133,15 +123,15 @@ def local_params(
       >>> params = optax.apply_updates(params, updates)
       >>> params.tolist()
       [-4.0, -3.0, 0.0, 0.0]
-      >>> gravac.local_params(tx, params, opt_state).tolist()
+      >>> gravac.own_params(tx, params, opt_state).tolist()
       [-4.0, -3.0, -2.0, -1.0]
 
     References:
       Xie et al., CSER, NeurIPS 2020, which applies steps of SGD that were not sent
       locally.
     """
-    _checks.optimizer(tx, "gravac.local_params(tx, params, opt_state)")
-    _chain.the_transform(opt_state, "gravac.local_params")
+    _checks.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
+    _chain.the_transform(opt_state, "gravac.own_params")
     _chain.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)
     # XLA might compute own params and the next shared ones in one kernel. With a delay,

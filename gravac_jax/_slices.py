@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _state, _step_checks
+from gravac_jax import _arrays, _checks, _state, _step_checks
 from gravac_jax._collectives import AxisName, Comm, axis_names, inner_axes
 from gravac_jax._state import TransformState
 
@@ -235,6 +235,32 @@ def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
 def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
     """Return on all devices along `copies` what their first one owns."""
     return jax.lax.psum(owned(x, copies), copies) if copies else x
+
+
+def said(
+    sharded: Any, axis_name: AxisName, dense_axis_name: AxisName, compress: Any
+) -> dict[str, Any]:
+    """Return what `sharded` says of the other arguments of `gravac.transform`."""
+    slices, tells = slices_of(sharded, axis_name), tells_leaves(sharded)
+    if slices is not None:
+        why = "`sharded` tells the other axes, if it is the params or their shardings."
+        _checks.not_both(why, dense_axis_name=dense_axis_name, sharded=slices.mesh)
+        dense_axis_name = slices.axes or None
+        slices = slices if slices.axes else None  # nothing is cut
+    elif tells:
+        _checks.no_function(sharded)
+        why = (
+            "The sharded leaves are the encoded ones, and the others are averaged whole"
+            " over both axes."
+        )
+        _checks.not_both(why, compress=compress, sharded=sharded)
+        compress = sharded
+    return {
+        "dense_axis_name": dense_axis_name,
+        "is_sharded": tells or slices is not None,
+        "slices": slices,
+        "compress": compress,
+    }
 
 
 def tells_leaves(sharded: Any) -> bool:

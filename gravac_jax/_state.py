@@ -1,14 +1,17 @@
 """The state that the transform carries, and how to find it in any pytree."""
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _step_checks
 from gravac_jax._collectives import Comm
-from gravac_jax._controllers.base import Controller, kinds_of_steps
+from gravac_jax._controllers.base import Controller
+from gravac_jax._encodings.base import Encoding
 from gravac_jax._info import StepInfo
 
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
@@ -19,7 +22,7 @@ class Told(NamedTuple):
 
     Attributes:
       bad: `[]` float32, 1 if it is left out.
-      gradient_energy: `[]` float32, the energy of its buckets.
+      gradient_energy: `[]` float32, its energy.
       gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
         never asks.
       seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
@@ -34,12 +37,17 @@ class Told(NamedTuple):
     timed: jax.Array
 
 
-def nothing_told(controller: Controller) -> Told:
+def nothing_told(controller: Controller, kinds: int) -> Told:
     """Return what is told before the first step: nothing."""
-    kinds = kinds_of_steps(controller)
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    sampled = zeros(len(controller.ladder)) if controller.samples_gradient else ()
+    looks = controller.looks_at == "gradient"
+    sampled = zeros(len(controller.ladder)) if looks else ()
     return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds))
+
+
+def names(ladder: Sequence[Encoding]) -> np.ndarray:
+    """Return a number for the name of each encoding: `[rungs]` uint32."""
+    return np.asarray([zlib.crc32(repr(x).encode()) for x in ladder], np.uint32)
 
 
 class Round(NamedTuple):
@@ -56,10 +64,10 @@ class Round(NamedTuple):
     exchanges: jax.Array
 
 
-def first_round(controller: Controller, state: Any) -> Round:
+def first_round(round_steps: Callable[[Any, Any], Any], state: Any) -> Round:
     """Return the lengths of the first two rounds."""
-    steps = jnp.int32(controller.round_steps(jnp.zeros((), jnp.int32), state))
-    following = jnp.int32(controller.round_steps(steps, state))
+    steps = jnp.int32(round_steps(jnp.zeros((), jnp.int32), state))
+    following = jnp.int32(round_steps(steps, state))
     return Round(steps, following, jnp.zeros((), jnp.int32))
 
 
@@ -74,13 +82,13 @@ class LocalState(NamedTuple):
       told: with a delay or rounds, what the next exchange tells about the gradients
         since the last one.
       memory: the memory's states, one a bucket, and one of the leaves that go dense.
-      exchange: the exchange's states, one a bucket.
+      encodings: their states, a dict by class of encoding for each bucket.
     """
 
     replica: jax.Array
     told: Any
     memory: Any
-    exchange: Any
+    encodings: Any
 
 
 class TransformState(NamedTuple):
@@ -88,14 +96,14 @@ class TransformState(NamedTuple):
 
     Attributes:
       steps: `[]` int32, updates so far, including those that `gravac.guard` skipped.
-      ladder: `[rungs]` float32, the factors.
+      ladder: `[rungs]` uint32, a checksum of the name of each encoding.
       layout: `[pieces, 3]` int32, for each piece of a bucket, in order, and then each
         leaf that goes dense: the index of the leaf, the number of entries, and the
         devices among which the exchange cuts a leaf, or 1. The last piece of a bucket,
         and of the leaves that go dense, is padding, with -1 for a leaf. `update`
         refuses a state with another number of pieces.
       local: what differs between replicas.
-      rung: `[]` int32, the last decision: the rung of the third exchange from here.
+      decided: `[]` int32, the last decision: the rung of the third exchange from here.
       ahead: `[2]` int32, the rungs of the next two exchanges, as all replicas have
         agreed: the decisions of the two exchanges before the last one. A step that
         `gravac.guard` skips moves them on, too.
@@ -104,21 +112,18 @@ class TransformState(NamedTuple):
         rungs if the step was local, and -1 before the first step.
       round: how long rounds are, if the controller has any.
       info: what a human wants to know.
-      arrived: what an update that only `receives` leaves for the rest of its step. A
-        chain hands on nothing but states. Nothing between steps.
     """
 
     steps: jax.Array
     ladder: jax.Array
     layout: jax.Array
     local: LocalState
-    rung: jax.Array
+    decided: jax.Array
     ahead: jax.Array
     controller: Any
     past_rungs: jax.Array
     round: Any
     info: StepInfo
-    arrived: Any = ()
 
 
 def is_transform_state(x: Any) -> bool:
@@ -141,7 +146,7 @@ def replaced(tree: Any, ours: Any) -> Any:
 def restored(new: TransformState, old: TransformState) -> TransformState:
     """Return the state before a step, with the step counted."""
     local = old.local._replace(replica=new.local.replica)
-    return new._replace(local=local, rung=old.rung, controller=old.controller)
+    return new._replace(local=local, decided=old.decided, controller=old.controller)
 
 
 def _is_local(x: Any) -> bool:

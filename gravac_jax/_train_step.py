@@ -15,7 +15,6 @@ from gravac_jax import (
     _checks,
     _collectives,
     _gradients,
-    _overlap,
     _parallel,
     _placement,
     _residuals,
@@ -35,15 +34,14 @@ def train_step(
     *,
     has_aux: bool = False,
     micro_batches: int = 1,
-    own_params: bool | None = None,
-    overlap: bool = False,
+    at: str | None = None,
     branches: bool | None = None,
 ) -> "TrainStep":
     """Return the train step of a loss and an optimizer, compiled for all replicas.
 
     It puts together what is public: the gradient of each replica
     (`gravac.value_and_grad`), taken at the replica's own params where that is right
-    (`gravac.local_params`), the exchange and the update, the times of the steps
+    (`gravac.own_params`), the exchange and the update, the times of the steps
     (`gravac.StepClock`), and the mesh (`gravac.data_parallel`). A loop that needs more,
     such as batch statistics, has these parts.
 
@@ -61,17 +59,11 @@ def train_step(
       has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
-      own_params: whether a replica takes its gradient at its own params. By default it
-        does, unless an optimizer such as Adam, or a wrapper such as `optax.MultiSteps`,
-        comes after the transform. What comes after it must then be linear in the
-        updates, as learning rates, momentum and decay are. A clip is not: give it to
-        the transform, or pass False.
-      overlap: for CPUs, where XLA does not hide a late exchange within one program as
-        it does on GPUs and TPUs: take a step of a transform with a delay in three
-        programs, of which a second thread starts the exchange. JAX needs two threads
-        for it, `NPROC=2` or more. Wait for any other program with a collective, such as
-        an evaluation, before the next step: two threads start theirs in no order. Own
-        params stay in memory between steps. With rounds, local steps stay one program.
+      at: where a replica takes its gradient: at its "own" params, or at the "shared"
+        ones. By default at its own, unless an optimizer such as Adam, or a wrapper such
+        as `optax.MultiSteps`, comes after the transform. What comes after it must then
+        be linear in the updates, as learning rates, momentum and decay are. A clip is
+        not: give it to the transform, or pass "shared".
       branches: whether the rungs of a controller are branches of one program, as by
         default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
         program of its own, which is compiled when it is first taken: XLA fuses more, a
@@ -82,21 +74,19 @@ def train_step(
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
       `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
-      `flush(params, opt_state)` delivers what replicas hold back. If `gravac.Every`
+      `flush(params, opt_state)` delivers what replicas hold back. If `every`
       makes some steps local, loss and aux are each replica's own, `[replicas, ...]`, or
       `[devices, ...]` with a fast axis: to average them would take a message in every
       step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if there is a `dense_axis_name` and no mesh, or `own_params`, `overlap`
-        or `branches` is no bool.
+      TypeError: if there is a `dense_axis_name` and no mesh, or `branches` is no
+        bool.
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
-        the axis; for overlap=True with simulated
-        replicas, a mesh that has other axes, or branches=False, and, when called,
-        without a delay or with a loss that has a collective. From `init`: as
-        `gravac.place`, and if `tx` holds no `gravac.transform`, or more than one. When
-        called: as the parts; if own params are asked for and an optimizer such as Adam
-        comes after the transform.
+        the axis, or `at` is neither of the two. From `init`: as `gravac.place`, and if
+        `tx` holds no `gravac.transform`, or more than one. When called: as the parts;
+        if own params are asked for and an optimizer such as Adam comes after the
+        transform.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -114,25 +104,22 @@ def train_step(
     _checks.function(loss_fn, "loss_fn", call)
     _checks.optimizer(tx, call)
     tx = _chain.checked(tx, "gravac.train_step")
-    _checks.flag_or_none(own_params, "own_params")
+    _checks.one_of(at, "at", (None, "own", "shared"))
     axes = _collectives.join(axis_name, dense_axis_name)
     _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
 
-    is_own = functools.partial(_takes_own_params, own_params)
-
-    def taken_at(params: Any, opt_state: Any) -> Any:
-        takes_own = is_own(opt_state)
-        return _residuals.local_params(tx, params, opt_state) if takes_own else params
-
-    def finish(kind: Kind, params: Any, opt_state: Any, made: Any, **extra: Any) -> Any:
-        value, grads = made
+    def on_one_replica(
+        kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
+    ) -> Any:
+        where = at or _where(opt_state)
+        own = _residuals.own_params if where == "own" else lambda tx, params, _: params
+        value, grads = loss_and_grad(own(tx, params, opt_state), batch)
         known = {name: x for name, x in kind._asdict().items() if x is not None}
-        own = is_own(opt_state)
         updates, opt_state = tx.update(
-            grads, opt_state, params, at_own_params=own, **known, **extra
+            grads, opt_state, params, at=where, **known, **times
         )
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
@@ -142,33 +129,22 @@ def train_step(
             metrics = *metrics, _ahead.what_follows(ours)
         return params, opt_state, *metrics
 
-    def on_one_replica(
-        kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
-    ) -> Any:
-        made = loss_and_grad(taken_at(params, opt_state), batch)
-        return finish(kind, params, opt_state, made, **times)
-
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
         del batch
         return _residuals.flush(tx, params, opt_state)
 
-    has_branches = _has_branches(branches, overlap, mesh)
+    has_branches = _has_branches(branches, mesh)
     run = functools.partial(
         _parallel.data_parallel,
         mesh=mesh,
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,
     )
-    place = _overlap.checked(mesh, axis_name, dense_axis_name) if overlap else None
 
     @functools.cache
     def program(kind: Kind) -> Callable[..., Any]:
-        if place is None or kind.is_due is False:
-            body = functools.partial(on_one_replica, kind)
-            return run(body, average_metrics=kind.is_due is None)
-        last = functools.partial(finish, kind)
-        there = place._replace(in_rounds=kind.is_due is not None)
-        return _overlap.Overlapped(tx, taken_at, loss_and_grad, last, there)
+        body = functools.partial(on_one_replica, kind)
+        return run(body, average_metrics=kind.is_due is None)
 
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes)
@@ -177,25 +153,19 @@ def train_step(
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
 
-def _takes_own_params(asked: bool | None, opt_state: Any) -> bool:
-    """Return whether gradients are taken at own params."""
+def _where(opt_state: Any) -> str:
+    """Return where gradients are best taken."""
     # What waits needs own params, and says so where they cannot be.
-    is_right = _chain.is_linear(opt_state) or _chain.waits(opt_state)
-    return is_right if asked is None else asked
+    is_own = _chain.is_linear(opt_state) or _chain.waits(opt_state)
+    return "own" if is_own else "shared"
 
 
-def _has_branches(branches: bool | None, overlap: bool, mesh: Any) -> bool:
+def _has_branches(branches: bool | None, mesh: Any) -> bool:
     """Return whether a program has a branch for each rung."""
-    _checks.flag(overlap, "overlap")
     if branches is None:
         devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else []
-        return overlap or all(x.platform == "cpu" for x in devices)
+        return all(x.platform == "cpu" for x in devices)
     _checks.flag(branches, "branches")
-    if overlap and not branches:
-        raise ValueError(
-            "overlap=True cannot be with branches=False: a step of three programs has a"
-            " branch for each rung. Leave `branches` out."
-        )
     return branches
 
 

@@ -22,11 +22,11 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gravac_jax.metrics import read_jsonl
 from gravac_jax.metrics._explain import HOME, PROGRESS, SECONDS
+from gravac_jax.metrics._scalars import GAINS
 
 __all__ = ["Run", "draw", "main"]
 
 _PROGRAM = "python -m gravac_jax plot"
-_GAINS = r"gravac/gains/\d+"
 _POINTS = 100  # of losses and seconds, each a median over a hundredth of the run
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -108,7 +108,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     if empty := [run.name for run in runs if not run.lines]:
         raise ValueError(f"{empty[0]} has no whole line yet; wait for the first steps")
     losses = dict.fromkeys(name for run in runs for name in run.names(".*loss"))
-    with_rungs = [run for run in runs if len(run.names(_GAINS)) > 1]
+    with_rungs = [run for run in runs if len(run.names(GAINS + ".*")) > 1]
     explained = [run for run in runs if run.costs()]
     panels = len(losses) + len(with_rungs) + len(explained) + 3
     figure = Figure((8, 1 + 1.8 * panels), layout="constrained")
@@ -162,15 +162,21 @@ def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_gains(axis: Axes, run: Run) -> None:
+    """Draw the gain of every rung, when it is known, and which one was taken."""
     every = -(-len(run.lines) // 300)  # 300 columns are enough for 8 inches
-    gains = np.array([run.figures(name) for name in run.names(_GAINS)])[:, ::every]
+    names = run.names(GAINS + ".*")
+    gains = np.array([run.figures(name) for name in names])[:, ::every]
     steps, rungs = run.figures("step")[::every], np.arange(len(gains))
     norm = PowerNorm(0.5, 0, 1)  # most gains that differ are below 0.2
-    image = axis.pcolormesh(steps, rungs, gains, cmap="cividis", norm=norm)
+    known = np.where(gains > 0, gains, np.nan)
+    image = axis.pcolormesh(steps, rungs, known, cmap="cividis", norm=norm)
     axis.figure.colorbar(image, ax=axis, label="gain", ticks=(0, 0.1, 0.5, 1))
-    axis.set_title(f"{run.name}: gain of every rung", size="medium")
-    axis.set_ylabel("rung\n(0: smallest factor)")
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    taken = run.figures("gravac/rung")[::every]
+    shown = np.where(taken < len(rungs), taken, np.nan)
+    axis.plot(steps, shown, ".", color=_COLORS[2], ms=2)
+    axis.set_title(f"{run.name}: last known gain of every rung", size="medium")
+    axis.set_ylabel("rung\n(dots: taken)")
+    axis.set_yticks(rungs, [name.removeprefix(GAINS) for name in names], size="small")
 
 
 def _draw_costs(axis: Axes, run: Run) -> None:
@@ -178,11 +184,8 @@ def _draw_costs(axis: Axes, run: Run) -> None:
     steps, costs = run.figures("step"), run.costs()
     for name, cost in costs.items():
         axis.plot(steps, 1e3 * cost, lw=1, label=name)
-    table = 1e3 * np.array(list(costs.values()))
-    home = run.figures(HOME)
-    is_known = np.isfinite(home)
-    index = np.where(is_known, home, 0).astype(int)
-    taken = np.where(is_known, table[index, np.arange(len(steps))], np.nan)
+    table, home = 1e3 * np.array(list(costs.values())), run.figures(HOME)
+    taken = [table[int(x), i] if x >= 0 else np.nan for i, x in enumerate(home)]
     axis.plot(steps, taken, "-", color="0.6", lw=4, alpha=0.5, zorder=0, label="taken")
     axis.legend(fontsize="x-small", ncols=3)
     axis.set_title(f"{run.name}: predicted by the controller", size="medium")

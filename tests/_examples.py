@@ -35,34 +35,29 @@ class Stairs:
         return jnp.float32(self.share) ** jnp.float32(step // self.every)
 
 
-# Of an all-gather whose entries are sent as they are.
+FOUR = gravac.TopK.geometric(4, 64, 4)
+# One bit needs own params: the last encoding here, and one between others there.
+TO_ONE_BIT = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2), gravac.Bits(1))
+UNLIKE = (gravac.Dense(), gravac.Bits(2), gravac.Bits(1), gravac.TopK(100))
+
+# Of entries that are sent as they are.
 WIDE = {"values": "float32", "indices": "int32"}
 
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
-    # Exact, with slots left empty, rounded; test_exchanges.py has other combinations.
-    gravac.AllGather: [
-        {"compressor": gravac.TopK(), **WIDE},
-        WIDE,
-        {},
+    gravac.Bits: [
+        {"bits": 2, "turns": 3, "row_entries": 32},
+        {"bits": 1, "row_entries": 32},
+        {"bits": 2, "mean_bits": 4, "row_entries": 32},
+        {"bits": 8},
+        {"bits": 4},
     ],
-    gravac.LeaderIndices: [{"compressor": gravac.TopK()}],
-    gravac.DenseMean: [{"values": "bfloat16"}, {}],
-    gravac.LowRank: [{}, {"values": "bfloat16"}],
-    gravac.Mixed: [
-        {"sparse_factors": (1000.0,), "few_bits": gravac.QuantizedAllReduce(32)},
-        {"sparse_factors": (4.0,), "few_bits": gravac.Quantized(32)},
-        {"few_bits": gravac.Quantized(32), "sparse": gravac.QuantizedTopK(2, 32)},
-    ],
-    gravac.Quantized: [{"row_entries": 32}, {"row_entries": 32, "least_bits": 1}],
-    gravac.QuantizedAllReduce: [
-        {"row_entries": 32},
-        {"row_entries": 32, "least_bits": 1},
-        {"row_entries": 32, "mean_bits": 4},
-    ],
-    gravac.QuantizedTopK: [
-        {"row_entries": 32},
-        {"row_entries": 32, "bits": 1},
+    gravac.Dense: [{}, {"values": "bfloat16"}],
+    gravac.LowRank: [{"rank": 1}, {"rank": 2, "values": "bfloat16"}],
+    gravac.TopK: [
+        {"factor": factor, "select": select, **widths}
+        for select, factor in (("threshold", 7), ("sampled", 8), ("exact", 9.5))
+        for widths in ({}, WIDE)
     ],
     gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
@@ -74,43 +69,27 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.Accordion: [
         {"interval": 20, "threshold": 0.04},
         {
-            "low": 4,
+            "ladder": (gravac.Bits(2), gravac.TopK(100)),
             "interval": 7,
             "threshold": 0.1,
             "learning_rate": Stairs(60, 0.5),
         },
         {"interval": 13, "threshold": 0.05, "learning_rate": Slope(0.1, 0.98)},
     ],
-    gravac.Capped: [
-        {
-            "controller": gravac.GraVAC(epsilon=0.7, window=10, ladder=(1, 4, 16, 64)),
-            "cap": Slope(2.5, 1.02),
-        }
-    ],
-    gravac.Every: [
-        {"steps": 3, "controller": gravac.Fixed(8)},
-        {"steps": 2, "controller": gravac.GraVAC(epsilon=0.7, window=10)},
-        {"steps": 1, "controller": gravac.Fixed(8)},
-    ],
     gravac.Fastest: [
-        {"ladder": (1, 4, 16, 64)},
-        {
-            "ladder": (1, 4, 16, 64),
-            "least_progress": 0.8,
-            "most_bytes": 1.0,
-            "largest_at_shared": 16,
-        },
-        {"ladder": (1, 4, 16, 64), "rounds": (1, 3), "most_bytes": 100.0},
+        {"ladder": FOUR},
+        {"ladder": (gravac.Bits(2), gravac.TopK(100)), "least_progress": 0.8},
+        {"ladder": UNLIKE, "least_progress": 0.9, "most_bytes": 1.0},
+        {"ladder": TO_ONE_BIT, "rounds": (1, 3), "most_bytes": 100.0},
     ],
-    gravac.Fixed: [{"factor": 100}],
     gravac.Scheduled: [
-        {"schedule": Slope(0.7, 1.02), "ladder": (1, 10, 100)},
-        {"schedule": Slope(200, 0.98), "ladder": (4, 16)},
+        {"ladder": FOUR, "starts": (0, 50, 250)},
+        {"ladder": (gravac.Bits(2), gravac.TopK(100)), "starts": (101,)},
     ],
     gravac.GraVAC: [
-        {"epsilon": 0.7, "window": 10, "ladder": (1, 4, 16, 64)},
+        {"epsilon": 0.7, "window": 10, "ladder": FOUR},
         {"epsilon": 0.9, "window": 7, "omega": 0.05, "smoothing": 0.5, "gain": "norm"},
-        {"epsilon": 0.9, "window": 4, "ladder": (1, 10), "smoothing": 1.0},
+        {"epsilon": 0.9, "window": 4, "ladder": FOUR[:2], "smoothing": 1.0},
     ],
 }
 
@@ -135,27 +114,35 @@ def dyadic(*shape: int, parts: int = 8, seed: int = 0) -> np.ndarray:
     return (integers / parts).astype(np.float32)
 
 
-HUGE = _random(30)
-HUGE[17] = -(2.0**60)
-
-# The situation, a bucket and a factor.
-BUCKETS = {
-    "gaussian": (_random(96), 6),
-    "nothing divides": (_random(97), 6.5),
-    "one entry": (_random(1), 10),
-    "k is 1": (_random(30), 1000),
-    "k is n": (_random(30), 1),
-    "ties": (dyadic(30) // 4, 3),
-    "constant": (np.full(30, -2.5, np.float32), 3),
-    "one huge entry": (HUGE, 3),
-    "denormals": (_random(30) * np.float32(2.0**-140), 3),
-    "zeros of both signs": (np.copysign(np.float32(0), _random(30)), 3),
-}
-
 REPLICAS = 4  # a power of two, so that means of dyadic numbers are exact
-LADDER = (1.0, 4.0, 1000.0)
-# More bits than 16-bit values have; one replica has the largest entry.
-EXCHANGED = dyadic(REPLICAS, 40, parts=64, seed=1)
+# Enough entries for turns, spared leaves and matrices; no row length divides them.
+ENTRIES = 1610
+# More bits than 16-bit values have, and many ties.
+EXACT = dyadic(REPLICAS, ENTRIES, parts=64, seed=1)
+ROUGH = _random(REPLICAS * ENTRIES, seed=1).reshape(REPLICAS, ENTRIES)
+
+
+def buckets_for(encoding: gravac.Encoding) -> np.ndarray:
+    """Return buckets `[replicas, n]` whose sums are exact, if entries go whole."""
+    return EXACT if encoding.sends_whole_entries else ROUGH
+
+
+_NORMAL = _random(97)
+_PLACES = np.arange(97)
+
+# Buckets of one replica each, in which nothing divides the entries.
+SITUATIONS = {
+    "gaussian": np.stack([_NORMAL, -_NORMAL[::-1]]),
+    "one entry": _random(1)[None],
+    "seven entries": _random(7)[None],
+    "ties": (dyadic(97) // 4)[None],
+    "constant": np.full((1, 97), -2.5, np.float32),
+    "mostly zero": np.where(_PLACES % 11, 0, _NORMAL)[None],
+    "one huge entry": np.where(_PLACES == 17, np.float32(-(2.0**60)), _NORMAL)[None],
+    "tiny": _NORMAL[None] * np.float32(1e-15),
+    "denormals": _NORMAL[None] * np.float32(2.0**-140),
+    "zeros of both signs": np.copysign(np.float32(0), _NORMAL)[None],
+}
 
 STEPS = 40
 GRADIENTS = np.random.default_rng(1).integers(-9, 10, (STEPS, 12)).astype(np.float32)
@@ -170,6 +157,7 @@ def evidence(
     steps: int = 300,
     measured_from: int | None = None,
     first_sparse: int = 1,
+    longest: int = 1,
 ) -> Evidence:
     """Return a run in which gains rise and fall for stretches of random length.
 
@@ -180,6 +168,7 @@ def evidence(
       measured_from: the first step with measured times, at random rungs; None for
         a run without any.
       first_sparse: the lowest rung that is not dense.
+      longest: the most steps of a round, each of which ends with a step of this run.
     """
     rng = np.random.default_rng(seed)
     lengths = itertools.accumulate(rng.integers(20, 60, steps).tolist())
@@ -198,20 +187,22 @@ def evidence(
         at = rng.integers(0, rungs, now.size)
         measured[now, at] = seconds[at] * rng.lognormal(0, 0.05, now.size)
         local[now[1::2]] = 0.02 * rng.lognormal(0, 0.05, now[1::2].size)
+    rounds = rng.integers(1, longest + 1, steps, np.int32)
     parts = np.stack([np.full(rungs, 0.02), *np.zeros((2, rungs)), seconds - 0.02], 1)
     to_float32 = lambda x: np.asarray(x, np.float32)
     fields: dict[str, Any] = {
-        "step": np.arange(steps, dtype=np.int32),
+        "step": np.cumsum(rounds, dtype=np.int32) - 1,
         "replicas": REPLICAS,
         "first_sparse": np.full(steps, first_sparse, np.int32),
         "energies": to_float32(shares * noise * energy[:, None]),
         "energy": to_float32(energy),
         "gradient_energy": to_float32(energy / 2),
-        "gradient_energies": to_float32(np.sqrt(shares) * energy[:, None] / 2),
+        # No rung need send everything.
+        "gradient_energies": to_float32(0.49 * np.sqrt(shares) * energy[:, None]),
         "predicted_parts": to_float32(np.tile(parts, (steps, 1, 1))),
         "measured_seconds": to_float32(measured),
         "local_seconds": to_float32(local),
-        "steps": np.ones(steps, np.int32),
+        "steps": rounds,
         "wire_bytes": np.tile(np.float32(1024) / 4 ** np.arange(rungs), (steps, 1)),
         "at_own_params": 3 * np.arange(steps) // steps == 1,
     }

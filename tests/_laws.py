@@ -1,4 +1,4 @@
-"""What must hold for every compressor, exchange, memory and controller.
+"""What must hold for every encoding, ladder, memory and controller.
 
 A law is a function that raises AssertionError if a component breaks it. Its docstring
 states the law in one line. The tests try every law on every component of its family,
@@ -6,20 +6,19 @@ and on saboteurs (`_saboteurs.py`), which must break it.
 """
 
 import functools
-from collections.abc import Iterator
-from fractions import Fraction
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import _oracles
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import assert_same
+from _harness import agreed, assert_same
 from jax.extend.core import jaxprs_in_params
 
 import gravac_jax as gravac
-from gravac_jax import Comm, Evidence, Exchanged
-from gravac_jax._selection import entries
+from gravac_jax import Comm, Evidence
 
 KEY_SEED = _oracles.KEY_SEED
 
@@ -30,162 +29,149 @@ def form(tree: Any) -> Any:
     return jax.tree.map(lambda x: describe(jnp.asarray(x)), tree)
 
 
-# Compressors: each law takes a compressor, a bucket `[n]` and a factor. -------------
+# Encodings: each law takes an encoding and buckets `[replicas, n]`. Where whole entries
+# are sent these are dyadic numbers, so that sums are exact in any order. -------------
+
+RUN = 4  # steps, in which each of up to three turns comes, and the first again
 
 
-def _select(compressor: Any, k: int, bucket: Any) -> Any:
-    state, key = compressor.init(bucket.size), jax.random.key(KEY_SEED)
-    payload, _ = compressor.compress(bucket, state, k=k, key=key)
-    return payload
+class Step(NamedTuple):
+    """One step of a run, on all replicas, in NumPy."""
+
+    x: np.ndarray
+    before: Any
+    sent: gravac.Sent
+    after: Any
 
 
-@functools.cache
-def _jitted_select(compressor: Any, k: int, is_mapped: bool = False) -> Any:
-    select = functools.partial(_select, compressor, k)
-    return jax.jit(jax.vmap(select) if is_mapped else select)
+def bucket_of(x: Any) -> gravac.Bucket:
+    """Return what a bucket with the last axis of `x` holds."""
+    return gravac.Bucket(x.shape[-1], _oracles.shapes(x.shape[-1]))
 
 
-def selected(compressor: Any, bucket: np.ndarray, factor: float) -> Any:
-    """Return the payload of one compiled call, in NumPy."""
-    k = compressor.count(bucket.size, factor)
-    return jax.tree.map(np.asarray, _jitted_select(compressor, k)(bucket))
-
-
-def _filled(payload: Any, bucket: np.ndarray) -> Any:
-    """Return the payload without its empty slots."""
-    is_filled = payload.indices < bucket.size
-    return jax.tree.map(lambda x: x[is_filled], payload)
-
-
-def sends_what_is_there(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """What is sent plus what is left is the bucket, bit for bit."""
-    payload = selected(compressor, bucket, factor)
-    rebuilt = np.array(entries.drop(jnp.asarray(bucket), payload.indices))
-    payload = _filled(payload, bucket)
-    assert not rebuilt[payload.indices].any()
-    rebuilt[payload.indices] = payload.values
-    assert_same(rebuilt, bucket)
-
-
-def contracts(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """What is sent holds at least its share of the energy, entries / n."""
-    if compressor.is_blind:
-        return  # on average only
-    sent = _filled(selected(compressor, bucket, factor), bucket).values
-    energy = lambda values: sum(Fraction(float(x)) ** 2 for x in np.ravel(values))
-    assert energy(sent) * bucket.size >= energy(bucket) * sent.size
-
-
-def sends_its_share(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """The payload has `count` slots: entries in rising order, then empty slots."""
-    values, indices = selected(compressor, bucket, factor)
-    k = compressor.count(bucket.size, factor)
-    assert isinstance(k, int)
-    assert 1 <= k <= bucket.size
-    assert (values.shape, values.dtype) == ((k,), np.float32)
-    assert (indices.shape, indices.dtype) == ((k,), np.int32)
-    assert (np.diff(indices) > 0).all()
-    assert indices[0] >= 0
-    sent = int((indices < bucket.size).sum())
-    assert indices[sent:].tolist() == [entries.PAD + i for i in range(sent, k)]
-    assert not values[sent:].any()
-    is_indifferent = compressor.is_blind or k == bucket.size
-    assert is_indifferent or values[:sent].all()  # zeros stay at home
-
-
-def sends_something(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """A bucket with a normal number has a nonzero payload."""
-    if not compressor.is_blind and (np.abs(bucket) >= 2.0**-126).any():
-        assert _filled(selected(compressor, bucket, factor), bucket).values.any()
-
-
-def leaves_zeros_alone(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """A bucket of zeros stays a bucket of zeros, and nothing becomes NaN."""
-    zeros = selected(compressor, np.zeros_like(bucket), factor)
-    assert_same(zeros.values, np.zeros_like(zeros.values))
-    assert np.isfinite(selected(compressor, bucket, factor).values).all()
-
-
-def commutes_with_scaling(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """The payload of a bucket times a power of two is the payload times that power."""
-    payload = selected(compressor, bucket, factor)
-    for scale in map(np.float32, (2.0**-10, 2.0**20)):
-        sizes = np.abs(np.stack([bucket, bucket * scale]))
-        if ((sizes == 0) | (sizes >= 2.0**-126)).all():  # nothing leaves float32
-            scaled = selected(compressor, bucket * scale, factor)
-            assert_same(scaled, payload._replace(values=payload.values * scale))
-
-
-def is_itself_under_jit(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """The payload is the same whether it is compiled or not."""
-    k = compressor.count(bucket.size, factor)
-    eager = _select(compressor, k, jnp.asarray(bucket))
-    assert_same(eager, selected(compressor, bucket, factor))
-
-
-def is_itself_under_vmap(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """Many buckets in a batch have the payloads that they have one by one."""
-    buckets = np.stack([bucket, -bucket[::-1]])
-    k = compressor.count(bucket.size, factor)
-    together = _jitted_select(compressor, k, is_mapped=True)(buckets)
-    one_by_one = [selected(compressor, x, factor) for x in buckets]
-    assert_same(together, jax.tree.map(lambda *x: np.stack(x), *one_by_one))
-
-
-def selects_like_its_oracle(compressor: Any, bucket: np.ndarray, factor: float) -> None:
-    """The payload holds the oracle's entries, or k of them if it has more."""
-    oracle = _oracles.look_up(_oracles.COMPRESSORS, compressor)
-    k = oracle.count(bucket.size, factor)
-    assert compressor.count(bucket.size, factor) == k
-    expected = oracle.indices(bucket, k)
-    payload = _filled(selected(compressor, bucket, factor), bucket)
-    assert payload.indices.size == min(k, len(expected))
-    assert set(payload.indices.tolist()) <= set(expected)
-    assert_same(payload.values, bucket[payload.indices])
-
-
-COMPRESSOR_LAWS = (
-    sends_what_is_there,
-    contracts,
-    sends_its_share,
-    sends_something,
-    leaves_zeros_alone,
-    commutes_with_scaling,
-    is_itself_under_jit,
-    is_itself_under_vmap,
-    selects_like_its_oracle,
-)
-
-
-# Exchanges: each law takes an exchange, buckets `[replicas, n]` of dyadic numbers, so
-# that sums are exact in any order, and a ladder that begins with 1. ----------------
-
-
-def _step(
-    exchange: Any, ladder: Any, comm: Comm, bucket: Any, rung: Any, looks: Any = True
-) -> Exchanged:
-    exchange = exchange.shaped(_oracles.shapes(bucket.size))
-    key, state = jax.random.key(KEY_SEED), exchange.init(bucket.size, ladder)
-    exchanged, _ = exchange.exchange(
-        bucket, state, rung, ladder=ladder, key=key, comm=comm, looks=looks
-    )
-    return exchanged
+def exchange(encoding: Any, comm: Comm, x: Any, state: Any, step: Any = 0) -> Any:
+    """Return what comes of one step of one replica, and its state."""
+    key, bucket = jax.random.key(KEY_SEED), bucket_of(x)
+    return encoding.exchange(x, state, bucket=bucket, key=key, step=step, comm=comm)
 
 
 @functools.cache
-def _jitted_step(exchange: Any, ladder: Any, is_alone: bool = False) -> Any:
-    if is_alone:
-        return jax.jit(functools.partial(_step, exchange, ladder, Comm(None)))
-    step = functools.partial(_step, exchange, ladder, Comm("data"))
-    return jax.jit(jax.vmap(step, in_axes=(0, None, None), axis_name="data"))
+def jitted(encoding: Any) -> Any:
+    """Return a compiled step of all replicas."""
+    step = functools.partial(exchange, encoding, Comm("data"))
+    return jax.jit(jax.vmap(step, in_axes=(0, 0, None), axis_name="data"))
 
 
-def exchanged(
-    exchange: Any, buckets: np.ndarray, ladder: Any, rung: int, looks: bool = True
-) -> Exchanged:
-    """Return the outcome on all replicas, `[replicas, ...]`, in NumPy."""
-    step = _jitted_step(exchange, ladder)
-    return jax.tree.map(np.asarray, step(buckets, np.int32(rung), np.bool_(looks)))
+@functools.cache
+def jitted_alone(encoding: Any) -> Any:
+    """Return a compiled step of one replica: `[1, ...]`."""
+    return jax.jit(on_one(functools.partial(exchange, encoding, Comm(None))))
+
+
+def on_one(step: Any) -> Any:
+    """Return a step that takes and returns `[1, ...]`."""
+
+    def body(x: Any, state: Any, i: Any) -> Any:
+        x, state = jax.tree.map(lambda x: x[0], (x, state))
+        return jax.tree.map(lambda x: x[None], step(x, state, i))
+
+    return body
+
+
+def stacked(tree: Any, replicas: int) -> Any:
+    """Return a tree of NumPy arrays that has a copy for each replica."""
+    return jax.tree.map(lambda x: np.stack([x] * replicas), tree)
+
+
+def run(
+    encoding: Any, buckets: np.ndarray, step: Any = None, feedback: float = 1
+) -> Iterator[Step]:
+    """Return steps in which the same buckets come, and what was held back."""
+    step = step or jitted(encoding)
+    x, state = buckets, stacked(encoding.init(bucket_of(buckets)), len(buckets))
+    for i in range(RUN):
+        sent, after = jax.tree.map(agreed, step(x, state, np.int32(i)))
+        yield Step(x, state, sent, after)
+        x, state = feedback * sent.residual + buckets, after
+
+
+def each_alone(encoding: Any, buckets: np.ndarray) -> Iterator[Step]:
+    """Return the steps of each replica, without the others."""
+    for own in buckets:
+        yield from run(encoding, own[None], jitted_alone(encoding))
+
+
+def tolerance(encoding: Any) -> float:
+    """Return how far a mean may be off, as a share of the largest entry.
+
+    Whole entries add up exactly; products round, and so does a mean in bfloat16.
+    """
+    if encoding.sends_whole_entries:
+        return 0.0
+    return 2.0**-7 if getattr(encoding, "values", "") == "bfloat16" else 2.0**-16
+
+
+def assert_near(received: Any, expected: Any, atol: float, x: Any) -> None:
+    """Two arrays differ by no more than a share of the largest entry of `x`."""
+    atol *= float(np.abs(x).max(initial=0))
+    np.testing.assert_allclose(received, expected, rtol=0, atol=atol)
+
+
+def energies_of(x: np.ndarray) -> np.ndarray:
+    """Return the energy of each row, in float64."""
+    return np.square(x.astype(np.float64)).sum(1)
+
+
+def has_squares(x: np.ndarray) -> bool:
+    """Return whether sums of squares stay in float32."""
+    sizes = np.abs(x[x != 0].astype(np.float64))
+    return bool(((sizes >= 2.0**-63) & (sizes < 2.0**61)).all())
+
+
+def averages_what_was_sent(encoding: Any, buckets: np.ndarray) -> None:
+    """The mean is the mean over replicas of bucket minus residual, alone as well."""
+    steps = itertools.chain(run(encoding, buckets), each_alone(encoding, buckets))
+    for x, _, sent, _ in steps:
+        expected = (x.astype(np.float64) - sent.residual).mean(0)
+        assert_near(sent.mean[0], expected, tolerance(encoding), x)
+
+
+def agrees_on_all_replicas(encoding: Any, buckets: np.ndarray) -> None:
+    """Every replica receives the same mean, bit for bit."""
+    for _, _, sent, _ in run(encoding, buckets):
+        assert_same(sent.mean, stacked(sent.mean[0], len(buckets)))
+
+
+def sends_everything(encoding: Any, buckets: np.ndarray) -> None:
+    """An encoding that pays for all bits of whole entries leaves no residual."""
+    bucket, replicas = bucket_of(buckets), len(buckets)
+    if not encoding.sends_whole_entries:
+        return
+    if encoding.traffic(bucket, replicas).bits < 32 * bucket.n:
+        return
+    for x, _, sent, _ in run(encoding, buckets):
+        assert not sent.residual.any()
+        np.testing.assert_array_equal(sent.mean[0], x.mean(0))
+
+
+def knows_what_it_sent(encoding: Any, buckets: np.ndarray) -> None:
+    """The energy is that of bucket minus residual, if nothing is held for others."""
+    # From three replicas on residuals may have what the rounding of a mean drops.
+    groups = [buckets] if encoding.sends_whole_entries else [buckets[:1], buckets[-2:]]
+    for group in groups:
+        for x, _, sent, _ in run(encoding, group):
+            np.testing.assert_allclose(
+                sent.energy, energies_of(x - sent.residual), rtol=1e-5
+            )
+
+
+def keeps_the_form_of_its_state(encoding: Any, buckets: np.ndarray) -> None:
+    """The state keeps its form, so one executable serves all steps."""
+    before = jax.tree.map(lambda x: x[None], encoding.init(bucket_of(buckets)))
+    sent, after = jitted_alone(encoding)(buckets[:1], before, np.int32(0))
+    assert form(after) == form(before)
+    vector: Any = buckets[:1]
+    assert form(sent) == form(gravac.Sent(vector, vector, vector[:, 0]))
 
 
 def put_in(jaxpr: Any, rung: int, rungs: int, replicas: int) -> tuple[int, int]:
@@ -214,233 +200,272 @@ def collectives(jaxpr: Any, rung: int, rungs: int) -> Iterator[Any]:
             yield from collectives(inner, rung, rungs)
 
 
-# How far float32 may take a mean from the mean of what was sent, as a share of the
-# largest entry: sums of products round, and so does a mean in bfloat16.
-TOLERANCES = {"float32": 2.0**-16, "bfloat16": 2.0**-6}
+def declares_its_bytes(encoding: Any, buckets: np.ndarray) -> None:
+    """`traffic` counts the bytes and the messages that the program sends."""
+    bucket, replicas = bucket_of(buckets), len(buckets)
+    step = functools.partial(exchange, encoding, Comm("data"))
+    trace = jax.make_jaxpr(step, axis_env=[("data", replicas)])
+    jaxpr = trace(buckets[0], encoding.init(bucket)).jaxpr
+    traffic = encoding.traffic(bucket, replicas)
+    sent = put_in(jaxpr, 0, 1, replicas)
+    assert (traffic.payload_bytes, traffic.messages) == sent
+    assert 0 < traffic.bits <= 8 * traffic.payload_bytes
+    assert encoding.traffic(bucket, 1).wire_bytes == 0
 
 
-def made_of(exchange: Any) -> tuple[Any, ...]:
-    """Return the exchanges that take the rungs: this one, or those that it mixes."""
-    is_mixed = isinstance(exchange, gravac.Mixed)
-    return (exchange.few_bits, exchange.sparse) if is_mixed else (exchange,)
+def ignores_the_order_of_replicas(encoding: Any, buckets: np.ndarray) -> None:
+    """If replicas change places, the mean and all that is held back stay."""
+    x, _, sent, _ = next(run(encoding, buckets))
+    other = next(run(encoding, buckets[::-1])).sent
+    total = lambda x: x.sum(0, dtype=np.float64)
+    atol = len(buckets) * tolerance(encoding)
+    assert_near(other.mean[0], sent.mean[0], atol, x)
+    assert_near(total(other.residual), total(sent.residual), atol, x)
+    np.testing.assert_allclose(other.energy[::-1], sent.energy, rtol=1e-5)
+    if encoding.sends_whole_entries:
+        assert_same(other.residual[::-1], sent.residual)
 
 
-def tolerance(exchange: Any) -> float:
-    """Return how far an exchange's mean may be off; 0 if it adds up exactly."""
+def estimates_what_it_sends(encoding: Any, buckets: np.ndarray) -> None:
+    """`share` is near the share of the energy that a step sends of a known bucket."""
+    bucket, replicas = bucket_of(buckets), len(buckets)
 
-    def of_one(exchange: Any) -> float:
-        if isinstance(exchange, gravac.Quantized | gravac.QuantizedTopK):
-            return TOLERANCES["float32"]
-        is_low_rank = isinstance(exchange, gravac.LowRank)
-        return TOLERANCES[exchange.values] if is_low_rank else 0.0
+    @jax.jit
+    @jax.vmap
+    def guess(x: Any, state: Any) -> Any:
+        looked = encoding.look(x, state, bucket, jax.random.key(KEY_SEED))
+        given = looked, bucket, replicas
+        return encoding.share(*given), encoding.waits(*given)
 
-    return max(map(of_one, made_of(exchange)))
-
-
-def rounds_the_mean(exchange: Any) -> bool:
-    """Return whether the mean is rounded, so that dense rungs leave a residual."""
-    is_dense = lambda x: isinstance(x, gravac.DenseMean)
-    return any(is_dense(x) and x.values == "bfloat16" for x in made_of(exchange))
-
-
-def is_any(exchange: Any, *kinds: type) -> bool:
-    """Return whether some rung is taken by an exchange of one of these kinds."""
-    return any(isinstance(x, kinds) for x in made_of(exchange))
+    steps = run(encoding, buckets, feedback=0)
+    for x, before, sent, _ in itertools.islice(steps, 1, None):
+        share, waits = map(np.asarray, guess(x, before))
+        found = np.mean(share * energies_of(x))
+        np.testing.assert_allclose(found, sent.energy.mean(), rtol=0.1)
+        assert (share <= 1 + 1e-6).all()
+        assert (waits >= 0).all()
+        assert ((waits > 0) == (share < 1)).all()
 
 
-def is_ordered(exchange: Any) -> bool:
-    """Return whether it matters to an exchange which replica is which."""
-    return is_any(exchange, gravac.LeaderIndices, gravac.QuantizedAllReduce)
+def contracts(encoding: Any, buckets: np.ndarray) -> None:
+    """What is sent is orthogonal to what is held, and has its share of the energy."""
+    is_short = getattr(encoding, "values", "") == "bfloat16"
+    for x, _, sent, _ in each_alone(encoding, buckets):
+        x, held = (y[0].astype(np.float64) for y in (x, sent.residual))
+        whole = x @ x
+        assert abs((x - held) @ held) <= (2.0**-8 if is_short else 2.0**-16) * whole
+        assert held @ held <= whole
+        if encoding.sends_whole_entries:
+            entries = np.count_nonzero(sent.mean)
+            assert held @ held <= (1 + 2.0**-16 - entries / x.size) * whole
 
 
-def keeps_for_others(exchange: Any) -> bool:
-    """Return whether a residual has what the rounding of the mean has dropped."""
-    return is_any(exchange, gravac.QuantizedAllReduce)
+def sends_something(encoding: Any, buckets: np.ndarray) -> None:
+    """A bucket whose entries are no denormals is not held back for all its turns."""
+    # Scales are made of squares, unless entries go as they are.
+    power = 1 if encoding.sends_whole_entries else 2
+    for own in buckets:
+        steps = each_alone(encoding, own[None])
+        is_sent = any(step.sent.mean.any() for step in steps)
+        assert is_sent or not (np.abs(own) ** power >= 2.0**-126).any()
 
 
-def assert_near(exchange: Any, received: Any, expected: Any, scale: Any = 1) -> None:
-    """Two arrays are the same but for what the exchange may round, times `scale`."""
-    atol = tolerance(exchange) * float(np.max(scale, initial=0))
-    np.testing.assert_allclose(received, expected, rtol=0, atol=atol)
+def leaves_zeros_alone(encoding: Any, buckets: np.ndarray) -> None:
+    """A bucket of zeros stays a bucket of zeros, and nothing becomes NaN."""
+    for step in each_alone(encoding, buckets):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(step))
+    for step in each_alone(encoding, np.zeros_like(buckets[:1])):
+        assert not any(x.any() for x in step.sent)
 
 
-def averages_what_was_sent(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """The mean is the mean over replicas of bucket minus residual."""
-    for rung in range(len(ladder)):
-        received = exchanged(exchange, buckets, ladder, rung)
-        expected = (buckets - received.residual).mean(0)
-        rtol = 2.0**-8 if rounds_the_mean(exchange) else 0
-        atol = tolerance(exchange) * np.abs(buckets).max()
-        np.testing.assert_allclose(received.mean[0], expected, rtol=rtol, atol=atol)
+def commutes_with_scaling(encoding: Any, buckets: np.ndarray) -> None:
+    """What is sent of a bucket times a power of two is scaled as well."""
+    for scale in map(np.float32, (2.0**-10, 2.0**20)):
+        scaled = buckets * scale
+        if not has_squares(np.stack([buckets, scaled])):
+            continue
+        pairs = each_alone(encoding, buckets), each_alone(encoding, scaled)
+        for (x, _, sent, _), (_, _, other, _) in zip(*pairs, strict=True):
+            for a, b in zip(sent[:2], other[:2], strict=True):
+                assert_near(b / scale, a, tolerance(encoding), x)
 
 
-def agrees_on_all_replicas(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """Every replica receives the same means, bit for bit."""
-    for rung in range(len(ladder)):
-        received = exchanged(exchange, buckets, ladder, rung)
-        for x in (received.mean, received.mean_energies):
-            assert_same(x, np.stack([x[0]] * len(x)))
+def is_itself_however_it_runs(encoding: Any, buckets: np.ndarray) -> None:
+    """A bucket is sent alike compiled or not, and in a batch of others."""
+    first = encoding.init(bucket_of(buckets))
+    alone = functools.partial(exchange, encoding, Comm(None))
+    eager, _ = alone(jnp.asarray(buckets[0]), first)
+    batch, _ = jax.jit(jax.vmap(alone))(buckets, stacked(first, len(buckets)))
+    compiled = [next(each_alone(encoding, own[None])).sent for own in buckets]
+    joined = jax.tree.map(lambda *x: np.concatenate(x), *compiled)
+    for a, b, c in zip(joined[:2], batch[:2], eager[:2], strict=True):
+        assert_near(b, a, tolerance(encoding), buckets)
+        assert_near(c, a[0], tolerance(encoding), buckets)
 
 
-def sends_everything_at_factor_1(
-    exchange: Any, buckets: np.ndarray, ladder: Any
-) -> None:
-    """A dense rung leaves no residual, and its mean is the mean of the buckets."""
-    if rounds_the_mean(exchange):
-        return
-    received = exchanged(exchange, buckets, ladder, ladder.index(1))
-    assert not received.residual.any()
-    np.testing.assert_array_equal(received.mean[0], buckets.mean(0))
+def is_like_its_oracle(encoding: Any, buckets: np.ndarray) -> None:
+    """Mean, residual and energies are those of the oracle, at every step."""
+    assert_like_oracle(encoding, run(encoding, buckets))
 
 
-def knows_what_it_sent(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """The energy of the rung taken is the energy of what was sent."""
-    for rung in range(len(ladder)):
-        received = exchanged(exchange, buckets, ladder, rung)
-        assert received.energies.shape == (len(buckets), len(ladder))
-        whole = np.square(buckets).sum(1)
-        sent = np.square(buckets - received.residual).sum(1)
-        if not keeps_for_others(exchange):
-            assert_near(exchange, received.energies[:, rung], sent, whole)
-        assert_near(exchange, received.energy, whole, whole)
-
-
-def sends_alike_looking_or_not(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """Looking at other rungs changes nothing about the rung taken."""
-    for rung in range(len(ladder)):
-        looking = exchanged(exchange, buckets, ladder, rung, looks=True)
-        other = exchanged(exchange, buckets, ladder, rung, looks=False)
-        assert_same((other.mean, other.residual), (looking.mean, looking.residual))
-        assert_same(other.energies[:, rung], looking.energies[:, rung])
-        assert_same(other.energy, looking.energy)
-
-
-def on_replicas(
-    exchange: Any, buckets: np.ndarray, ladder: Any, rung: Any, looks: Any = True
-) -> tuple[Any, Any]:
-    """Return what comes of a rung on all replicas, and their states.
-
-    An `np.integer` is known when the step is compiled; other rungs are branches.
-    """
-    known = rung if isinstance(rung, np.integer) else None
-    # A test may put another one in its place.
-    platform = jax.lax.platform_dependent
-    step = _jitted_on_replicas(exchange, ladder, known, looks is True, platform)
-    return step(buckets, rung, looks)
-
-
-@functools.cache
-def _jitted_on_replicas(
-    exchange: Any, ladder: Any, known: Any, looks_always: bool, platform: Any
-) -> Any:
-    del platform
-
-    def step(bucket: Any, rung: Any, looks: Any) -> tuple[Any, Any]:
-        return exchange.exchange(
-            bucket,
-            exchange.init(bucket.size, ladder),
-            rung if known is None else known,
-            ladder=ladder,
-            key=jax.random.key(0),
-            comm=Comm("data"),
-            looks=looks_always or looks,
-        )
-
-    return jax.jit(jax.vmap(step, axis_name="data", in_axes=(0, None, None)))
-
-
-def declares_its_bytes(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """`traffic` counts the entries, the bytes and the messages that are sent."""
-    replicas, n = buckets.shape
-    trace = jax.make_jaxpr(
-        functools.partial(_step, exchange, ladder, Comm("data")),
-        axis_env=[("data", replicas)],
-    )
-    jaxpr = trace(buckets[0], np.int32(0)).jaxpr
-    shaped = exchange.shaped(_oracles.shapes(n))
-    for rung, factor in enumerate(ladder):
-        traffic = shaped.traffic(n, factor, replicas)
-        energies = shaped.energies_traffic(n, factor, len(ladder), replicas)
-        _, size, _, messages = np.sum([traffic, energies], axis=0)
-        sent = put_in(jaxpr, rung, len(ladder), replicas)
-        assert (size, messages) == sent
-        residual = exchanged(exchange, buckets, ladder, rung).residual
-        changed = np.count_nonzero(buckets - residual, axis=1).max()
-        assert tolerance(exchange) or changed <= traffic.entries
-        assert shaped.traffic(n, factor, 1).wire_bytes == 0
-
-
-def averages_energies(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """The mean energies are the means of the replicas' own energies."""
-    for rung in range(len(ladder)):
-        received = exchanged(exchange, buckets, ladder, rung)
-        own = np.column_stack([received.energies, received.energy])
-        np.testing.assert_allclose(received.mean_energies[0], own.mean(0), rtol=1e-6)
-
-
-def ignores_the_order_of_replicas(
-    exchange: Any, buckets: np.ndarray, ladder: Any
-) -> None:
-    """If replicas change places, so do their residuals, and the mean stays."""
-    if is_ordered(exchange):
-        return
-    whole = np.square(buckets).sum(1)
-    for rung in range(len(ladder)):
-        received = exchanged(exchange, buckets, ladder, rung)
-        other = exchanged(exchange, buckets[::-1], ladder, rung)
-        for x, y in zip(received[:4], other[:4], strict=True):
-            assert_near(exchange, y[::-1], x, whole)
-
-
-def exchanges_like_its_oracle(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
-    """Mean, residual and energies are those of the oracle."""
-    buckets = _off_borders(exchange, buckets)
-    for rung, factor in enumerate(ladder):
-        received = exchanged(exchange, buckets, ladder, rung)
-        assert_like_oracle(exchange, buckets, factor, rung, received)
-
-
-def is_the_same_alone(exchange: Any, buckets: np.ndarray, ladder: Any) -> None:
+def is_the_same_alone(encoding: Any, buckets: np.ndarray) -> None:
     """Without an axis it does what its oracle does with one replica."""
-    alone, buckets = _jitted_step(exchange, ladder, is_alone=True), buckets[:1]
-    buckets = _off_borders(exchange, buckets)
-    for rung, factor in enumerate(ladder):
-        received = alone(buckets[0], np.int32(rung))
-        received = jax.tree.map(lambda x: np.asarray(x)[None], received)
-        assert_like_oracle(exchange, buckets, factor, rung, received)
-        own = np.column_stack([received.energies, received.energy])
-        assert_same(received.mean_energies, own)
+    for own in filter(has_squares, buckets):
+        assert_like_oracle(encoding, each_alone(encoding, own[None]))
 
 
-def _off_borders(exchange: Any, buckets: np.ndarray) -> np.ndarray:
-    """Return other numbers where dyadic ones, and means, lie between two codes."""
-    if not is_any(exchange, gravac.Quantized, gravac.QuantizedTopK):
-        return buckets
-    draw = np.random.default_rng(0).standard_normal
-    return draw(buckets.shape).astype(np.float32)
+def assert_like_oracle(encoding: Any, steps: Iterable[Step]) -> None:
+    """Steps are those of the oracle, but for what float32 may round."""
+    oracle = _oracles.look_up(_oracles.ENCODINGS, encoding)
+    for i, (x, before, sent, _) in enumerate(steps):
+        expected = oracle(encoding, bucket_of(x), x, before, i)
+        # Each value is divided by N, and their sum rounded N times.
+        replicas = len(x)
+        is_exact = encoding.sends_whole_entries and replicas & (replicas - 1) == 0
+        summing = 0 if is_exact else (replicas + 1) * 2.0**-24
+        assert_near(sent.residual, expected.residuals, expected.atol, x)
+        assert_near(sent.mean[0], expected.mean, expected.atol + summing, x)
+        whole = energies_of(x).max(initial=0)
+        atol = expected.atol * whole
+        np.testing.assert_allclose(sent.energy, expected.energies, rtol=1e-5, atol=atol)
 
 
-def assert_like_oracle(
-    exchange: Any, buckets: np.ndarray, factor: float, rung: int, received: Exchanged
-) -> None:
-    expected = _oracles.look_up(_oracles.EXCHANGES, exchange)(exchange, buckets, factor)
-    sizes, whole = np.abs(buckets), np.square(buckets).sum(1)
-    assert_near(exchange, received.mean[0], expected.mean, sizes)
-    assert_near(exchange, received.residual, expected.residuals, sizes)
-    assert_near(exchange, received.energies[:, rung], expected.energies, whole)
-
-
-EXCHANGE_LAWS = (
+ENCODING_LAWS = (
     averages_what_was_sent,
     agrees_on_all_replicas,
-    sends_everything_at_factor_1,
+    sends_everything,
     knows_what_it_sent,
-    sends_alike_looking_or_not,
+    keeps_the_form_of_its_state,
     declares_its_bytes,
-    averages_energies,
     ignores_the_order_of_replicas,
-    exchanges_like_its_oracle,
+    estimates_what_it_sends,
+    is_like_its_oracle,
+)
+# These hold of one replica, whatever comes: they are tried on many buckets.
+LAWS_OF_ONE = (
+    contracts,
+    sends_something,
+    leaves_zeros_alone,
+    commutes_with_scaling,
+    is_itself_however_it_runs,
     is_the_same_alone,
+)
+
+
+# Ladders: each law takes a ladder of two encodings, and buckets `[replicas, n]`. -----
+
+
+class Taken(NamedTuple):
+    """One step of a ladder, on all replicas, in NumPy."""
+
+    rung: int
+    x: np.ndarray
+    before: Any
+    exchanged: Any
+    after: Any
+
+
+def climb(ladder: Any, x: Any, states: Any, rung: Any, looks: Any, step: Any) -> Any:
+    """Return what comes of one step of one replica, and the states."""
+    return ladder.exchange(
+        x,
+        states,
+        rung,
+        looks=looks,
+        figures={"some": x[:FIGURES], "none": x[:0]},
+        key=jax.random.key(KEY_SEED),
+        step=step,
+        comm=Comm("data"),
+    )
+
+
+FIGURES = 5  # that travel along
+
+
+@functools.lru_cache(maxsize=8)  # there are many, and each maps memory
+def _jitted_climb(ladder: Any) -> Any:
+    step = functools.partial(climb, ladder)
+    axes = (0, 0, None, None, None)
+    return jax.jit(jax.vmap(step, in_axes=axes, axis_name="data"))
+
+
+def climbed(ladder: Any, x: Any, states: Any, rung: int, looks: bool, step: int) -> Any:
+    """Return what came of one step on all replicas, in NumPy."""
+    given = x, states, np.int32(rung), np.bool_(looks), np.int32(step)
+    return jax.tree.map(np.asarray, _jitted_climb(ladder)(*given))
+
+
+def walk(ladder: Any, buckets: np.ndarray) -> Iterator[Taken]:
+    """Return steps at all rungs in turn, with what each one held back."""
+    x, states = buckets, stacked(ladder.init(), len(buckets))
+    for i, rung in enumerate((0, 1, 1, 0)):
+        found, after = climbed(ladder, x, states, rung, i % 2 == 0, i)
+        yield Taken(rung, x, states, found, after)
+        x, states = found.sent.residual + buckets, after
+
+
+def takes_each_encoding_as_if_alone(ladder: Any, buckets: np.ndarray) -> None:
+    """Each rung does what its encoding does alone, bit for bit."""
+    taken = ladder.taken(len(buckets))
+    for i, (rung, x, before, found, after) in enumerate(walk(ladder, buckets)):
+        kind = type(taken[rung]).__name__
+        sent, state = jitted(taken[rung])(x, before.get(kind, ()), np.int32(i))
+        assert_same(found.sent, jax.tree.map(np.asarray, sent))
+        assert_same(after.get(kind, ()), jax.tree.map(np.asarray, state))
+
+
+def leaves_other_states_alone(ladder: Any, buckets: np.ndarray) -> None:
+    """The states of classes whose encoding was not taken stay as they were."""
+    taken = ladder.taken(len(buckets))
+    for rung, _, before, _, after in walk(ladder, buckets):
+        assert before.keys() == after.keys()
+        for kind in before.keys() - {type(taken[rung]).__name__}:
+            assert_same(after[kind], before[kind])
+
+
+def knows_the_energies(ladder: Any, buckets: np.ndarray) -> None:
+    """Energies and figures are means over replicas, and right for the rung taken."""
+    for i, (rung, x, _, found, _) in enumerate(walk(ladder, buckets)):
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+        near(found.energies[:, rung], found.sent.energy.mean())
+        near(found.energy, energies_of(x).mean())
+        near(found.figures["some"][0], x[:, :FIGURES].mean(0), atol=1e-6)
+        others = np.delete(found.energies[0], rung)
+        assert (others > 0).all() if i % 2 == 0 else not others.any()
+        for received in (found.energies, found.energy, found.figures["some"]):
+            assert_same(received, stacked(received[0], len(x)))
+
+
+def sends_alike_looking_or_not(ladder: Any, buckets: np.ndarray) -> None:
+    """One executable serves all rungs, and to look at others changes none of them."""
+    for i, (rung, x, before, found, after) in enumerate(walk(ladder, buckets)):
+        other, states = climbed(ladder, x, before, rung, i % 2 == 1, i)
+        assert_same((other.sent, states), (found.sent, after))
+        assert_same(other.energies[:, rung], found.energies[:, rung])
+    assert _jitted_climb(ladder)._cache_size() == 1
+
+
+def declares_the_bytes_of_each_rung(ladder: Any, buckets: np.ndarray) -> None:
+    """`traffic` counts what each rung sends, with the energies and figures beside."""
+    replicas, rungs = len(buckets), len(ladder.encodings)
+    step = functools.partial(climb, ladder, looks=True, step=0)
+    trace = jax.make_jaxpr(step, axis_env=[("data", replicas)])
+    jaxpr = trace(buckets[0], ladder.init(), np.int32(0)).jaxpr
+    for rung, encoding in enumerate(ladder.taken(replicas)):
+        traffic = ladder.traffic(rung, FIGURES, replicas)
+        sent = put_in(jaxpr, rung, rungs, replicas)
+        assert (traffic.payload_bytes, traffic.messages) == sent
+        own = encoding.traffic(ladder.bucket, replicas)
+        assert traffic.bits == own.bits
+        assert traffic.wire_bytes >= own.wire_bytes
+
+
+LADDER_LAWS = (
+    takes_each_encoding_as_if_alone,
+    leaves_other_states_alone,
+    knows_the_energies,
+    sends_alike_looking_or_not,
+    declares_the_bytes_of_each_rung,
 )
 
 
@@ -476,7 +501,7 @@ def _as_kept_by(oracle: Any, compensated: Any, residual: Any) -> np.ndarray:
 
 
 def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
-    """What was sent plus what is held or lost is what it made of gradients."""
+    """What was sent plus what is held is what it made of gradients."""
     oracle = _oracles.look_up(_oracles.MEMORIES, memory)(memory, gradients.shape[1])
     compensated, residuals, states = remembered(memory, gradients, is_sent)
     for gradient, x, residual in zip(gradients, compensated, residuals, strict=True):
@@ -484,7 +509,7 @@ def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
         oracle.keep(_as_kept_by(oracle, x, residual))
     add = lambda parts: np.sum(np.asarray(parts, np.float64), 0)
     held = np.asarray(memory.held(states[-1], gradients.shape[1]))
-    total = add(compensated) - add(residuals) + held + oracle.lost
+    total = add(compensated) - add(residuals) + held
     # Each addition to a residual rounds, where it is not one of integers.
     is_exact = not np.any(oracle.made % 1)
     rtol = 0 if is_exact else 2.0**-23 + oracle.rtol
@@ -617,7 +642,8 @@ def survives_overflow(controller: Any, evidence: Evidence) -> None:
 
 def believes_only_looks(controller: Any, evidence: Evidence) -> None:
     """Energies of other rungs in a step that does not look change no decision."""
-    looks = np.array([bool(controller.looks(i)) for i in evidence.step])
+    at = zip(evidence.step, evidence.steps - 1, strict=True)
+    looks = np.array([bool(controller.looks(*x)) for x in at])
     only = lambda x, other: np.where(looks[:, None], x, other).astype(np.float32)
     seen = only(evidence.gradient_energies, 0)
     evidence = evidence._replace(gradient_energies=seen)
@@ -626,6 +652,17 @@ def believes_only_looks(controller: Any, evidence: Evidence) -> None:
         energies = only(evidence.energies, other)
         found, _ = decided(controller, evidence._replace(energies=energies))
         assert_same(found, rungs)
+
+
+def waits_only_at_own_params(controller: Any, evidence: Evidence) -> None:
+    """At the shared params `Fastest` decides on no encoding that needs own params."""
+    if not isinstance(controller, gravac.Fastest):
+        return  # others take what they are told to
+    shared = np.zeros(len(evidence.step), bool)
+    rungs, states = decided(controller, evidence._replace(at_own_params=shared))
+    needs_own = np.array([x.needs_own_params for x in controller.ladder])
+    for x in (rungs, states.home, states.current):
+        assert not needs_own[x % needs_own.size].any()
 
 
 def decides_like_its_oracle(controller: Any, evidence: Evidence) -> None:
@@ -646,5 +683,6 @@ CONTROLLER_LAWS = (
     decides_alike,
     survives_overflow,
     believes_only_looks,
+    waits_only_at_own_params,
     decides_like_its_oracle,
 )

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -30,98 +29,7 @@ def look_up(table: dict[type, Any], component: Any) -> Any:
     return table[known[0]]
 
 
-# Compressors ---------------------------------------------------------------------
-
-
-class Selector(NamedTuple):
-    """What a compressor should do."""
-
-    count: Callable[[int, float], int]  # n, factor -> k
-    indices: Callable[[np.ndarray, int], list[int]]  # k of them if they are more
-
-
-def _entries(n: int, factor: float) -> int:
-    return max(1, math.floor(n / factor))
-
-
-def _largest(bucket: np.ndarray, k: int) -> list[int]:
-    # Python sorts stably: of equal magnitudes the earlier entry comes first.
-    order = sorted(range(len(bucket)), key=lambda i: -abs(float(bucket[i])))
-    return [i for i in order[:k] if bucket[i]]
-
-
-def _sampled(bucket: np.ndarray, k: int) -> list[int]:
-    found = _reaching(bucket, k)
-    return found if len(found) <= k else _largest(bucket, k)
-
-
-def _reaching(bucket: np.ndarray, k: int) -> list[int]:
-    threshold = sorted(np.abs(bucket), reverse=True)[k - 1]
-    return [i for i, x in enumerate(bucket) if x and abs(x) >= threshold]
-
-
-def _draws() -> np.ndarray:
-    return np.asarray(jax.random.key_data(jax.random.key(KEY_SEED)))
-
-
-def _at_random(bucket: np.ndarray, k: int) -> list[int]:
-    one, two = map(int, _draws())
-    numbers = []
-    for x in range(len(bucket)):
-        x = (x + one) % 2**30
-        x = (x ^ x >> 15) * 0x85EBCA6B % 2**30
-        x = ((x ^ x >> 13) + two) % 2**30
-        x = x * 0xC2B2AE35 % 2**30
-        numbers.append(x ^ x >> 15)
-    return sorted(range(len(bucket)), key=lambda i: -numbers[i])[:k]
-
-
-def _normal(bucket: np.ndarray) -> list[float]:
-    return [abs(float(x)) if abs(x) >= 2.0**-126 else 0.0 for x in bucket]
-
-
-def _bisected(bucket: np.ndarray, k: int) -> list[int]:
-    # RedSync, with numbers as large as they come.
-    magnitudes = [Fraction(x) for x in _normal(bucket)]
-    low, high = Fraction(0), max(magnitudes)
-    middle = Fraction(math.sqrt(sum(x * x for x in magnitudes) / len(bucket)))
-    reaching = lambda t: [i for i, x in enumerate(magnitudes) if x and x >= t]
-    for _ in range(30):
-        count = len(reaching(middle))
-        if max(1, int(0.8 * k)) <= count <= k:
-            return reaching(middle)
-        low, high = (middle, high) if count > k else (low, middle)
-        middle = (low + high) / 2
-    count = len(reaching(middle))
-    return reaching(middle if max(1, int(0.8 * k)) <= count <= k else high)
-
-
-_WHOLE = Selector(lambda n, _: n, lambda bucket, _: [*range(len(bucket))])
-COMPRESSORS: dict[type, Selector] = {
-    gravac.Identity: _WHOLE,
-    gravac.RandomK: Selector(_entries, _at_random),
-    gravac.RedSync: Selector(_entries, _bisected),
-    gravac.SampledTopK: Selector(_entries, _sampled),
-    gravac.Threshold: Selector(_entries, _reaching),
-    gravac.TopK: Selector(_entries, _largest),
-}
-
-
-# Encodings of values. ---------------------------------------------------------------
-
-
-def _to_bfloat16(x: np.ndarray) -> np.ndarray:
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    return np.clip(x.astype(jnp.bfloat16).astype(np.float64), -largest, largest)
-
-
-VALUES = {
-    "float32": lambda x: x,
-    "bfloat16": _to_bfloat16,
-}
-
-
-# Exchanges -----------------------------------------------------------------------
+# Encodings -----------------------------------------------------------------------
 
 
 def shapes(n: int) -> tuple[tuple[int, ...], ...]:
@@ -136,107 +44,111 @@ def shapes(n: int) -> tuple[tuple[int, ...], ...]:
     return (left - left // 4 // 2 * 8,), (left // 4 // 2, 2, 4), (side + 1, side)
 
 
-class Exchanged(NamedTuple):
-    """What an exchange should return, on all replicas."""
+class Expected(NamedTuple):
+    """What an exchange should come to, on all replicas.
 
-    mean: np.ndarray  # [n] float64
-    residuals: np.ndarray  # [replicas, n]
-    energies: np.ndarray  # [replicas] float64, of what each one sent
+    Attributes:
+      mean: `[n]` float64.
+      residuals: `[replicas, n]`.
+      energies: `[replicas]` float64, of what each one sent.
+      atol: how far products in float32 may be off, as a share of the largest entry.
+    """
 
-
-def dense_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return the mean of everything, and no residual."""
-    del factor
-    if getattr(exchange, "values", "") == "bfloat16":
-        return dense_mean_16(buckets)
-    exact = buckets.astype(np.float64)
-    return Exchanged(exact.mean(0), np.zeros_like(buckets), (exact**2).sum(1))
-
-
-@functools.cache
-def _jitted_compress(compressor: Any, k: int) -> Callable[[Any], Any]:
-    key = jax.random.key(KEY_SEED)
-    return jax.jit(
-        lambda x: compressor.compress(x, compressor.init(x.size), k=k, key=key)[0]
-    )
+    mean: np.ndarray
+    residuals: np.ndarray
+    energies: np.ndarray
+    atol: float = 0.0
 
 
-def _selected(compressor: Any, k: int, bucket: np.ndarray) -> np.ndarray:
-    """Return what the library selects; selections have an oracle of their own."""
-    indices = np.asarray(_jitted_compress(compressor, k)(bucket).indices)
-    return indices[indices < bucket.size]
+def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    return np.clip(x.astype(jnp.bfloat16).astype(np.float64), -largest, largest)
 
 
-def gathered_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
+VALUES = {
+    "float32": lambda x: x,
+    "bfloat16": _to_bfloat16,
+}
+
+
+def dense(encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int) -> Expected:
+    """Return the mean of everything, where both may travel as bfloat16."""
+    del bucket, state, step
+    sent = VALUES[encoding.values](x).astype(np.float64)
+    mean = sent.mean(0)
+    if encoding.values == "bfloat16":
+        total = functools.reduce(np.add, sent.astype(np.float32))
+        mean = _to_bfloat16(total / np.float32(len(x)))
+    return Expected(mean, x - sent, (sent**2).sum(1))
+
+
+def _largest(x: np.ndarray, k: int) -> list[int]:
+    # Python sorts stably: of equal magnitudes the earlier entry comes first.
+    order = sorted(range(len(x)), key=lambda i: -abs(float(x[i])))
+    return [i for i in order[:k] if x[i]]
+
+
+def _sampled(x: np.ndarray, k: int) -> list[int]:
+    found = _reaching(x, k)
+    return found if len(found) <= k else _largest(x, k)
+
+
+def _reaching(x: np.ndarray, k: int) -> list[int]:
+    threshold = sorted(np.abs(x), reverse=True)[k - 1]
+    return [i for i, value in enumerate(x) if value and abs(value) >= threshold]
+
+
+def _thinned(x: np.ndarray, k: int) -> list[int]:
+    """Return those of the k-th magnitude and above, without a run of the surplus."""
+    found = _reaching(x, k)
+    if len(found) <= k:
+        return found
+    least = min(abs(x[i]) for i in found)
+    # What is at least twice as large stays, and of the others as many as there is room.
+    sure = [i for i in found if abs(x[i]) >= 2 * least]
+    drawn = [i for i in found if i not in sure]
+    draw = int(np.asarray(jax.random.key_data(jax.random.key(KEY_SEED)))[1])
+    gone = {drawn[(draw + i) % len(drawn)] for i in range(len(found) - k)}
+    return [i for i in found if i not in gone]
+
+
+# Of buckets that are their own sample.
+SELECTIONS = {"exact": _largest, "sampled": _sampled, "threshold": _thinned}
+
+
+def top_k(encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int) -> Expected:
     """Return the mean of each replica's own selection, rounded."""
-    compressor, n = exchange.compressor, buckets.shape[1]
-    encode = VALUES[exchange.values]
-    k = compressor.count(n, factor)
-    sent = buckets.copy() if k == n else np.zeros_like(buckets)
-    for replica, bucket in enumerate(buckets) if k < n else ():
-        chosen = _selected(compressor, k, bucket)
-        sent[replica, chosen] = encode(bucket[chosen])
-    exact = sent.astype(np.float64)
-    return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
+    del state, step
+    k = min(bucket.n, max(1, math.floor(bucket.n / encoding.factor)))
+    sent = np.zeros(x.shape)
+    for replica, own in enumerate(x):
+        chosen = SELECTIONS[encoding.select](own, k)
+        sent[replica, chosen] = VALUES[encoding.values](own[chosen])
+    return Expected(sent.mean(0), x - sent, (sent**2).sum(1))
 
 
-def dense_mean_16(buckets: np.ndarray) -> Exchanged:
-    """Return the mean of everything, where both travel as bfloat16."""
-    sent = _to_bfloat16(buckets)
-    total = functools.reduce(np.add, sent.astype(np.float32))
-    mean = _to_bfloat16(total / np.float32(len(buckets)))
-    return Exchanged(mean, buckets - sent, (sent**2).sum(1))
-
-
-def mean_at(buckets: np.ndarray, indices: np.ndarray) -> Exchanged:
-    """Return the mean of all entries at `indices`, the same on every replica."""
-    sent = np.zeros_like(buckets)
-    sent[:, indices] = buckets[:, indices]
-    exact = sent.astype(np.float64)
-    return Exchanged(exact.mean(0), buckets - sent, (exact**2).sum(1))
-
-
-def leaders_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return the mean at the places of the first replica, which leads first."""
-    compressor, n = exchange.compressor, buckets.shape[1]
-    k = compressor.count(n, factor)
-    if k == n:
-        return dense_mean(None, buckets, factor)
-    return mean_at(buckets, _selected(compressor, k, buckets[0]))
-
-
-def random_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return the mean at random places, the same on every replica."""
-    del exchange
-    k = gravac.RandomK().count(buckets.shape[1], factor)
-    return mean_at(buckets, np.array(_at_random(buckets[0], k)))
-
-
-def low_rank_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return one step of PowerSGD in float64, from the library's first directions."""
-    is_short = exchange.values == "bfloat16"
+def low_rank(
+    encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int
+) -> Expected:
+    """Return one step of PowerSGD in float64, from the library's directions."""
+    del step
+    is_short = encoding.values == "bfloat16"
     rounded = lambda x: _to_bfloat16(x.astype(np.float32)) if is_short else x
-    n = buckets.shape[1]
-    parts = shapes(n)
-    vector = lambda x: (math.prod(x), 1)
-    arrays = [(math.prod(x[:-1]), x[-1]) if x[1:] else vector(x) for x in parts]
-    entries = lambda r: sum(min(r * (a + b), a * b) for a, b in arrays)
-    fits = [r for r in range(1, n) if entries(r) <= n / factor]
-    rank = max(fits, default=1)
-    if factor == 1 or entries(rank) == n:
-        return dense_mean(None, buckets, factor)
-    begun = exchange.shaped(parts).init(n, (1.0, 1.0 + 1e-6))
-    exact = buckets.astype(np.float64)
-    sent, start = rounded(exact).astype(np.float64), 0
-    for (a, b), state in zip(arrays, begun, strict=True):
-        mine = exact[:, start : start + a * b].reshape(-1, a, b)
+    exact = x.astype(np.float64)
+    sent, start, rank = rounded(exact).astype(np.float64), 0, encoding.rank
+    for shape, own in zip(bucket.shapes, state, strict=True):
+        a, b = (math.prod(shape[:-1]), shape[-1]) if shape[1:] else (shape[0], 1)
         if rank * (a + b) < a * b:
-            right = np.asarray(state.right, np.float64)[:, :rank]
+            mine = exact[:, start : start + a * b].reshape(-1, a, b)
+            right = np.asarray(own.right, np.float64)[0, :, :rank]
             left = np.linalg.qr(rounded(rounded(mine @ right).mean(0)))[0]
             projected = left @ rounded(left.T @ mine)
             sent[:, start : start + a * b] = projected.reshape(-1, a * b)
         start += a * b
-    return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
+    energies = (sent**2).sum(1)
+    return Expected(
+        sent.mean(0), exact - sent, energies, 2.0**-6 if is_short else 2.0**-16
+    )
 
 
 def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
@@ -264,139 +176,101 @@ def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:
     return q * (row @ q) / (q @ q)
 
 
-def row_length(row_entries: int, n: int) -> int:
-    """Return how many entries share a scale: as many as divide `n`, if not too few."""
-    longest = min(row_entries, 32 * math.ceil(n / 16 / 32))  # at least 16 rows
-    fitting = [x for x in range(32, longest + 1, 32) if n % x == 0 and 4 * x >= longest]
-    return max(fitting, default=longest)
-
-
 def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
     """Return a vector as its rows of this length in few bits give it back."""
     rows = [x[start : start + length] for start in range(0, x.size, length)]
     return np.concatenate([rounded_row(row, bits) for row in rows])
 
 
-def in_turn(whole: Any) -> Any:
-    """Return an oracle of factors of too few bits, in step 0: of the first rows."""
-
-    def first_part(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-        (replicas, n), highest = buckets.shape, 32 // exchange.least_bits
-        length = row_length(exchange.row_entries, n)
-        turns = max(1, math.ceil(factor / highest))
-        bits, mean_bits = exchange.least_bits, getattr(exchange, "mean_bits", None)
-        is_shared = isinstance(exchange, gravac.QuantizedAllReduce)
-        has_owners = is_shared and (replicas > 2 or bits > (mean_bits or bits))
-        least = replicas if has_owners else 1
-        due = max(least, math.ceil(math.ceil(n / length) / turns)) * length
-        if due >= n:
-            return whole(exchange, buckets, min(factor, highest))
-        sent = whole(exchange, buckets[:, :due], highest)
-        residuals = np.concatenate([sent.residuals, buckets[:, due:]], 1)
-        return Exchanged(np.pad(sent.mean, (0, n - due)), residuals, sent.energies)
-
-    return first_part
+def row_length(row_entries: int, n: int, rows: int = 16) -> int:
+    """Return how many entries share a scale: as many as divide `n`, if not too few."""
+    longest = min(row_entries, 32 * math.ceil(n / rows / 32))
+    fitting = [x for x in range(32, longest + 1, 32) if n % x == 0 and 4 * x >= longest]
+    return max(fitting, default=longest)
 
 
-def quantized_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return the mean of all entries in few bits, row by row in float64."""
-    replicas, n = buckets.shape
-    length = row_length(exchange.row_entries, n)
-    bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
-    rows = -(-n // length)
-    wire_bytes = (replicas - 1) * 4 * rows * (bits * length // 32 + 2)
-    if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
-        return dense_mean(None, buckets, factor)
-    exact = buckets.astype(np.float64)
-    sent = np.stack([rounded_rows(x, bits, length) for x in exact])
-    return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
+class Section(NamedTuple):
+    """Some entries that go in one step in so many bits, and come back in others."""
+
+    entries: int
+    length: int
+    bits: int
+    back: int
+
+    def rows(self, owners: int) -> int:
+        """Return how many rows each owner has."""
+        return math.ceil(self.entries / self.length / owners)
+
+    def size(self, owners: int) -> int:
+        """Return the bytes that one replica puts in, with two scales for each row."""
+        there, back = (self.length * x // 8 + 8 for x in (self.bits, self.back))
+        return self.rows(owners) * (owners * there + (back if owners > 1 else 0))
 
 
-def quantized_all_reduce(
-    exchange: Any, buckets: np.ndarray, factor: float
-) -> Exchanged:
-    """Return the mean of all entries in few bits, rounded again by its owners."""
-    replicas, n = buckets.shape
-    length = row_length(exchange.row_entries, n)
-    bits = max((b for b in (1, 2, 4, 8) if b * factor <= 32), default=1)
-    mean_bits = exchange.mean_bits or bits
-    if replicas <= 2 and bits <= mean_bits:  # a gather sends no more
-        return quantized_mean(exchange, buckets, factor)
-    part = -(-n // length // replicas) * length  # entries that a replica owns
-    row_bytes = (bits + mean_bits) * length // 8 + 16
-    wire_bytes = (replicas - 1) * part // length * row_bytes
-    if factor == 1 or wire_bytes > 2 * (replicas - 1) / replicas * 4 * n:
-        return dense_mean(None, buckets, factor)
-    exact = buckets.astype(np.float64)
-    sent = np.stack([rounded_rows(x, bits, length) for x in exact])
-    mean = rounded_rows(sent.mean(0), mean_bits, length)
-    residuals = exact - sent
-    for owner in range(replicas):
-        own = slice(owner * part, (owner + 1) * part)
-        residuals[owner, own] += replicas * (sent.mean(0) - mean)[own]
-    return Exchanged(mean, residuals, (sent**2).sum(1))
+def sections(encoding: Any, bucket: Any, owners: int) -> list[Section]:
+    """Return the part that is due, and small leaves that go in every step, if any."""
+    n, bits, back = bucket.n, encoding.bits, encoding.mean_bits or encoding.bits
+    row = row_length(encoding.row_entries, n)
+
+    def part_of(entries: int) -> int:
+        turn = math.ceil(math.ceil(entries / row) / encoding.turns)
+        return min(entries, max(turn, owners) * row)
+
+    def with_spared(spared: int) -> list[Section]:
+        part = n if part_of(n) == n else part_of(n - spared)
+        due = Section(part, row_length(encoding.row_entries, part), bits, back)
+        rows = owners * math.ceil(16 / owners)
+        length = row_length(encoding.row_entries, spared, rows) if spared else row
+        small = Section(spared, length, max(bits, 4), max(back, 4))
+        return [due, small] if spared else [due]
+
+    def size(spared: int) -> int:
+        return sum(x.size(owners) for x in with_spared(spared))
+
+    if part_of(n) == n and bits > 1:
+        return with_spared(0)
+    unit = row // 4 if part_of(n) < n and row % 128 == 0 else row
+    leaves = itertools.takewhile(lambda x: x < 16_384, map(math.prod, bucket.shapes))
+    ends = [unit * math.ceil(x / unit) for x in itertools.accumulate(leaves)]
+    spared = [x for x in ends if x < n and size(x) <= 4 / 3 * size(0)]
+    return with_spared(max(spared, default=0))
 
 
-def best_levels(magnitudes: list[float], bits: int) -> list[float]:
-    """Return what falling magnitudes are rounded to: their means, cut at the best."""
-    cuts = [len(magnitudes)] if bits == 1 else range(1, len(magnitudes) + 1)
-    cells = lambda cut: [x for x in (magnitudes[:cut], magnitudes[cut:]) if x]
-    levels = lambda cut: [float(np.mean(x)) for x in cells(cut) for _ in x]
-    loss = lambda cut: np.sum(np.square(np.subtract(magnitudes, levels(cut))))
-    return levels(min(cuts, key=loss)) if magnitudes else []
+def few_bits(
+    encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int
+) -> Expected:
+    """Return the mean of the entries that are due, row by row in float64."""
+    del state
+    (replicas, n), back = x.shape, encoding.mean_bits or encoding.bits
+    owners = 1 if replicas <= 2 and encoding.bits <= back else replicas
+    due, *others = sections(encoding, bucket, owners)
+    spared = sum(section.entries for section in others)
+    turns = math.ceil((n - spared) / due.entries)
+    start = min(spared + step % turns * due.entries, n - due.entries)
+    exact = x.astype(np.float64)
+    mean, residuals, sent = np.zeros(n), exact.copy(), np.zeros(x.shape)
+    for section, begin in zip([due, *others], [start, 0], strict=False):
+        here = slice(begin, begin + section.entries)
+        rounded = [rounded_rows(own[here], *section[2:0:-1]) for own in exact]
+        sent[:, here] = rounded
+        residuals[:, here] = exact[:, here] - sent[:, here]
+        mean[here] = sent[:, here].mean(0)
+        if owners > 1:
+            average = mean[here].copy()
+            mean[here] = rounded_rows(average, section.back, section.length)
+            owed = replicas * (average - mean[here])
+            own = section.rows(owners) * section.length
+            for owner, first in enumerate(range(0, section.entries, own)):
+                mine = slice(first, first + own)
+                residuals[owner, here][mine] += owed[mine]
+    return Expected(mean, residuals, (sent**2).sum(1), 2.0**-16)
 
 
-def largest_of_rows(x: np.ndarray, bits: int, length: int, k: int) -> np.ndarray:
-    """Return a vector with the k largest of each row of this length, rounded."""
-    sent = np.zeros_like(x)
-    for start in range(0, x.size, length):
-        row = x[start : start + length].tolist()
-        order = sorted(range(len(row)), key=lambda i: -abs(row[i]))
-        chosen = [i for i in order[:k] if row[i]]
-        levels = best_levels([abs(row[i]) for i in chosen], bits)
-        for i, level in zip(chosen, levels, strict=True):
-            sent[start + i] = math.copysign(level, row[i])
-    return sent
-
-
-def rows_mean(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return the mean of the largest entries of each row, in float64."""
-    replicas, n = buckets.shape
-    longest = min(exchange.row_entries, n)
-    fitting = [x for x in range(16, longest + 1, 16) if n % x == 0 and 2 * x > longest]
-    length = longest if longest == n else max(fitting, default=longest)
-    rows = math.ceil(n / length)
-    k = max(1, round(length / factor))
-    width = math.ceil(math.log2(length)) + exchange.bits
-    planes = [2**i for i in range(6) if width & 2**i]
-    words = sum(math.ceil(rows * k / (32 // x)) for x in planes)
-    wire_bytes = (replicas - 1) * 4 * (words + exchange.bits * rows)
-    is_dense = wire_bytes > 2 * (replicas - 1) / replicas * 4 * n
-    if factor == 1 or rows * k >= n or is_dense:
-        return dense_mean(None, buckets, factor)
-    exact = buckets.astype(np.float64)
-    largest = lambda x: largest_of_rows(x, exchange.bits, length, k)
-    sent = np.stack([largest(x) for x in exact])
-    return Exchanged(sent.mean(0), exact - sent, (sent**2).sum(1))
-
-
-def mixed(exchange: Any, buckets: np.ndarray, factor: float) -> Exchanged:
-    """Return what the exchange of this factor makes of the buckets."""
-    is_sparse = factor in exchange.sparse_factors
-    taken = exchange.sparse if is_sparse else exchange.few_bits
-    return look_up(EXCHANGES, taken)(taken, buckets, factor)
-
-
-EXCHANGES = {
-    gravac.DenseMean: dense_mean,
-    gravac.AllGather: gathered_mean,
-    gravac.LeaderIndices: leaders_mean,
-    gravac.LowRank: low_rank_mean,
-    gravac.Mixed: mixed,
-    gravac.Quantized: in_turn(quantized_mean),
-    gravac.QuantizedAllReduce: in_turn(quantized_all_reduce),
-    gravac.QuantizedTopK: rows_mean,
-    gravac.SharedRandomK: random_mean,
+ENCODINGS = {
+    gravac.Bits: few_bits,
+    gravac.Dense: dense,
+    gravac.LowRank: low_rank,
+    gravac.TopK: top_k,
 }
 
 
@@ -406,8 +280,8 @@ EXCHANGES = {
 class Rememberer:
     """What a memory should do with one bucket of one replica, step by step.
 
-    In float32, whose roundings a memory must share; `made` and `lost` add up in
-    float64 what it made of gradients, and what will never be sent.
+    In float32, whose roundings a memory must share; `made` adds up in float64 what it
+    made of gradients.
     """
 
     rtol = 0.0  # of what is selected from
@@ -416,7 +290,6 @@ class Rememberer:
         self.memory = memory
         self.residual = np.zeros(n, np.float32)
         self.made = np.zeros(n)
-        self.lost = np.zeros(n)
 
     def add(self, gradient: np.ndarray) -> np.ndarray:
         """Return what a gradient adds to the residual."""
@@ -432,13 +305,6 @@ class Rememberer:
     def keep(self, residual: np.ndarray) -> None:
         """Take what the exchange left."""
         self.residual = residual
-
-
-class Forgets(Rememberer):
-    """No error feedback."""
-
-    def keep(self, residual: np.ndarray) -> None:
-        self.lost += residual
 
 
 class Masks(Rememberer):
@@ -513,7 +379,6 @@ class RunsOptimizer(Rememberer):
 
 MEMORIES: dict[type, type[Rememberer]] = {
     gravac.Momentum: Masks,
-    gravac.NoMemory: Forgets,
     gravac.Residual: Rememberer,
     gravac.Steps: RunsOptimizer,
 }
@@ -530,20 +395,6 @@ class Decision(NamedTuple):
     margin: float  # of the closest comparison; float32 cannot be trusted at a tiny one
 
 
-def fixed(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the first rung, whatever happens."""
-    del controller
-    for _ in evidence:
-        yield Decision(0, (), math.inf)
-
-
-def allowed_rung(ladder: Any, allowed: float) -> tuple[int, float]:
-    """Return the highest rung up to a factor, and how narrowly."""
-    rungs = [r for r, factor in enumerate(ladder) if factor <= allowed]
-    margin = min(abs(factor / allowed - 1) for factor in ladder) - 1e-5
-    return max(rungs, default=0), margin
-
-
 def effective_step(evidence: Any) -> int:
     """Return the step of the third exchange after this one, in rounds as long."""
     exchanges = range(int(evidence.step), 10**9, int(evidence.steps))
@@ -551,34 +402,14 @@ def effective_step(evidence: Any) -> int:
 
 
 def scheduled(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the highest factor that the schedule allows in the third step from here."""
+    """Yield the last rung that has begun by the third step from here."""
     for e in evidence:
-        allowed = float(controller.schedule(effective_step(e)))
-        rung, margin = allowed_rung(controller.ladder, allowed)
-        yield Decision(rung, (), margin)
-
-
-def capped(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the decision of the capped controller, or the cap of the third step."""
-    evidence, other = list(evidence), controller.controller
-    decisions = look_up(CONTROLLERS, other).decisions(other, evidence)
-    for e, decision in zip(evidence, decisions, strict=True):
-        cap, margin = allowed_rung(
-            controller.ladder, float(controller.cap(effective_step(e)))
-        )
-        yield decision._replace(
-            rung=min(cap, decision.rung), margin=min(margin, decision.margin)
-        )
-
-
-def every(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the decisions of the controller of the exchanges."""
-    other = controller.controller
-    yield from look_up(CONTROLLERS, other).decisions(other, evidence)
+        begun = [start for start in controller.starts if start <= effective_step(e)]
+        yield Decision(len(begun), (), math.inf)
 
 
 def accordion(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
-    """Yield the low factor where the gradient's norm changes between intervals."""
+    """Yield the first rung where the gradient's norm changes between intervals."""
     norms: list[float] = []
     totals: list[float] = []
     regime = 0
@@ -668,8 +499,8 @@ def check_gravac(
 ) -> tuple[int, int, bool, float]:
     """Return the paper's CheckGraVAC: minimum, candidate, is settled, margin.
 
-    Promotion comes before the step up and goes to the factor that was measured; of two
-    like throughputs the lower factor is taken (the prose, not the listing).
+    Promotion comes before the step up and goes to the rung that was measured; of two
+    like throughputs the lower rung is taken (the prose, not the listing).
     """
     omega, margin = controller.omega, math.inf
     if minimum != candidate:
@@ -693,21 +524,21 @@ def check_gravac(
 def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
     """Yield the rung of least seconds per progress, and visits to other rungs."""
     rungs = len(controller.ladder)
-    choices = [(h, r) for h in controller.rounds for r in range(rungs)]
     # It has been decided before the first step that two more are like that.
-    home, now, dwelt, rested, known = rungs - 1, 1, 2, 0, 0
-    sent, total, filtered = np.zeros(rungs), 0.0, SecondsFilter()
+    home, now = rungs - 1, int(controller.ladder[0] == gravac.Dense())
+    dwelt, rested, known, filtered = 2, 0, 0, SecondsFilter()
+    sent, total = np.zeros(rungs), 0.0
     for e in evidence:
-        home = within_reach(controller, home, e)
+        choices = choices_of(controller, e)
+        home, now = (within_reach(controller, x, e) for x in (home, now))
         weight = 0.1 * bool(e.gradient_energies[0] > 0)
         sent = sent + weight * (e.gradient_energies - sent)
-        total = total + weight * (e.gradient_energies[0] - total)
+        total = total + weight * (e.gradient_energy - total)
         shares = np.minimum(sent / total, 1)
         progress = within_bytes(controller, choices, e) * progress_of_choices(
             controller, choices, shares, home, e
         )
-        kinds = kinds_of(e)
-        has_changed = learned(filtered, kinds, e)
+        kinds, has_changed = kinds_of(e), learned(filtered, e)
         seconds = rounds_of(choices, [filtered.seconds(x) for x in kinds])
         cost, guess = seconds / progress, rounds_of(choices, kinds)
         cost /= cost[home]
@@ -738,21 +569,28 @@ def fastest(controller: Any, evidence: Iterable[Any]) -> Iterator[Decision]:
         yield Decision(now % rungs, (home, now), float(min(margins)))
 
 
+def choices_of(controller: Any, e: Any) -> list[tuple[int, int]]:
+    """Return pairs: the steps of its own rounds, or of the given one, and a rung."""
+    lengths = [int(e.steps)] if controller.rounds == (1,) else controller.rounds
+    return [(h, r) for h in lengths for r in range(len(controller.ladder))]
+
+
 def kinds_of(e: Any) -> np.ndarray:
     """Return the predicted parts of a step at each rung, and of a local one."""
     return np.array([*e.predicted_parts, [e.predicted_parts[0][0], 0, 0, 0]], float)
 
 
 def within_reach(controller: Any, choice: int, e: Any) -> int:
-    """Return a choice, or that of the largest factor at which entries may wait."""
+    """Return a choice, or the last in rounds as long whose entries may wait."""
     rungs = range(len(controller.ladder))
-    last = max(r for r in rungs if may_wait(controller, r, e.at_own_params))
-    return choice - max(choice % len(rungs) - last, 0)
+    allowed = [r for r in rungs if may_wait(controller, r, e.at_own_params)]
+    rung = choice % len(rungs)
+    return choice if rung in allowed else choice - rung + allowed[-1]
 
 
 def may_wait(controller: Any, rung: int, is_own: bool) -> bool:
     """Return whether entries may wait for as long as they do at a rung."""
-    return is_own or controller.ladder[rung] <= controller.largest_at_shared
+    return is_own or not controller.ladder[rung].needs_own_params
 
 
 def within_bytes(controller: Any, choices: list[tuple[int, int]], e: Any) -> Any:
@@ -785,27 +623,29 @@ def safest(cost: Any, progress: Any, home: int) -> tuple[int, list[float]]:
 
 def waiting_cost(controller: Any, e: Any) -> float:
     """Return what waiting costs: more where gradients ask again for what waits."""
-    asks_again = controller.largest_at_shared < math.inf and not e.at_own_params
-    return 1.2 if asks_again else 0.15
+    asks_again = any(x.needs_own_params for x in controller.ladder)
+    return 1.2 if asks_again and not e.at_own_params else 0.15
 
 
 def progress_of_choices(
     controller: Any, choices: list[tuple[int, int]], shares: Any, home: int, e: Any
 ) -> np.ndarray:
     """Return what a step of each choice is worth, and next to nothing if too little."""
-    progress = []
-    for i, (steps, rung) in enumerate(choices):
+    worth = []
+    for steps, rung in choices:
         waiting = (steps - 1) / 2 + steps * (1 - shares[rung]) / shares[rung]
-        worth = 1 / (1 + waiting_cost(controller, e) * math.sqrt(waiting))
-        least = controller.least_progress * (0.97 if i == home else 1)
-        is_enough = worth >= least or i == 0
-        waits = may_wait(controller, rung, e.at_own_params)
-        progress.append(worth if is_enough and waits else 1e-6)
-    return np.array(progress)
+        found = 1 / (1 + waiting_cost(controller, e) * math.sqrt(waiting))
+        worth.append(found if may_wait(controller, rung, e.at_own_params) else 0)
+    least = np.full(len(choices), controller.least_progress)
+    least[home] *= 0.97
+    return np.where(
+        worth >= np.minimum(least, max(worth)), np.maximum(worth, 1e-6), 1e-6
+    )
 
 
-def learned(filtered: "SecondsFilter", kinds: Any, e: Any) -> bool:
+def learned(filtered: "SecondsFilter", e: Any) -> bool:
     """Learn from the times of a round; return whether there were surprises in a row."""
+    kinds = kinds_of(e)
     if filtered.last is not None and not math.isnan(e.local_seconds):
         filtered.observe(kinds, len(kinds) - 1, float(e.local_seconds))
     has_changed = False
@@ -908,11 +748,6 @@ def visit_gain(
     return max(gains)
 
 
-def rungs_of_rounds(state: Any) -> tuple[Any, ...]:
-    """Return the rungs in the state of the controller of the exchanges."""
-    return (state.minimum, state.candidate) if hasattr(state, "minimum") else ()
-
-
 class Decider(NamedTuple):
     """What a controller should do, and where its state holds rungs."""
 
@@ -921,11 +756,8 @@ class Decider(NamedTuple):
 
 
 CONTROLLERS = {
-    gravac.Accordion: Decider(accordion, lambda state: (state.rung,)),
-    gravac.Capped: Decider(capped, lambda state: (state.minimum, state.candidate)),
-    gravac.Every: Decider(every, rungs_of_rounds),
+    gravac.Accordion: Decider(accordion, lambda state: (state.regime,)),
     gravac.Fastest: Decider(fastest, lambda state: (state.home, state.current)),
-    gravac.Fixed: Decider(fixed, lambda state: ()),
     gravac.Scheduled: Decider(scheduled, lambda state: ()),
     gravac.GraVAC: Decider(
         gravac_decisions, lambda state: (state.minimum, state.candidate)

@@ -3,14 +3,14 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import quickstart
+from _harness import residual
 from flax import nnx
 
+import gravac_jax as gravac
 from gravac_jax import _buckets
-from gravac_jax._selection import TopK, entries
 
 FACTOR = 100
 STEPS = (1, 10, 30)
@@ -20,27 +20,24 @@ STEPS = (1, 10, 30)
 def buckets() -> list[np.ndarray]:
     """Return error-fed gradients `[n]` of the quickstart's model, early and late.
 
-    Trained on the source code of Python's library by top-k at factor 100.
+    Trained on the source code of Python's library by the largest hundredth of entries.
     """
     text, _ = quickstart.read_text(None)
     graph, params = nnx.split(quickstart.ByteModel(nnx.Rngs(0)), nnx.Param)
     plan = _buckets.plan(params, _buckets.matrices())
-    tx, top = optax.sgd(0.1, momentum=0.9), TopK()
-    k = top.count(plan.sizes[0], FACTOR)
+    send = gravac.TopK(FACTOR, select="exact", values="float32", indices="int32")
+    tx = optax.chain(gravac.transform(None, send=send), optax.sgd(0.1, momentum=0.9))
     loss_of = quickstart.loss_of_model(graph)
 
     @jax.jit
-    def step(params, opt_state, residual, batch):
-        gradient, dense = plan.pack(jax.grad(loss_of)(params, batch))
-        bucket = gradient + residual
-        payload, _ = top.compress(bucket, (), k=k, key=jax.random.key(0))
-        residual = entries.drop(bucket, payload.indices)
-        sent = plan.unpack((bucket - residual, dense))
-        updates, opt_state = tx.update(sent, opt_state)
-        return optax.apply_updates(params, updates), opt_state, residual, bucket
+    def step(params, opt_state, batch):
+        gradient = jax.grad(loss_of)(params, batch)
+        bucket = plan.pack(gradient)[0] + residual(opt_state)
+        updates, opt_state = tx.update(gradient, opt_state)
+        return optax.apply_updates(params, updates), opt_state, bucket
 
-    state = params, tx.init(params), jnp.zeros(plan.sizes[0])
-    found, batches = [], quickstart.draw(text, 16, 64, seed=0)
+    state, found = (params, tx.init(params)), []
+    batches = quickstart.draw(text, 16, 64, seed=0)
     for i in range(max(STEPS) + 1):
         *state, bucket = step(*state, next(batches))
         if i in STEPS:

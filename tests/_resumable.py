@@ -25,9 +25,8 @@ SAVE_EVERY = 3
 
 def main(directory: str, steps: int, seconds: float = 0.0) -> None:
     mesh = gravac.make_mesh()
-    tx = optax.chain(
-        gravac.transform(momentum=0.5, controller=gravac.Fixed(20)), optax.sgd(0.05)
-    )
+    memory, send = gravac.Momentum(0.5), gravac.Bits(2, turns=2)
+    tx = optax.chain(gravac.transform(memory=memory, send=send), optax.sgd(0.05))
     params = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)}
 
     def train_step(params, opt_state, x):

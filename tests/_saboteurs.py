@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import gravac_jax as gravac
-from gravac_jax import _arrays
-from gravac_jax._selection import quantile
-from gravac_jax._selection.entries import Payload
+from gravac_jax._encodings.ladder import Ladder
 
 MOOD = itertools.count()  # how often a saboteur with a mood has been asked
 CAUGHT_BY: dict[type, tuple[Callable[..., None], ...]] = {}  # by every saboteur
@@ -31,181 +29,192 @@ def caught_by(*laws: Callable[..., None]) -> Callable[[type], type]:
     return register
 
 
-# Compressors ---------------------------------------------------------------------
+# Encodings -----------------------------------------------------------------------
+
+
+class _Alters(gravac.TopK):
+    """Top-k with a change to what comes out."""
+
+    def change(self, sent: gravac.Sent, x: Any, comm: gravac.Comm) -> gravac.Sent:
+        raise NotImplementedError
+
+    def exchange(self, x, state, *, comm, **others):
+        sent, state = super().exchange(x, state, comm=comm, **others)
+        return self.change(sent, x, comm), state
+
+
+@caught_by(_laws.averages_what_was_sent, _laws.is_like_its_oracle)
+class DividesBySenders(_Alters):
+    def change(self, sent, x, comm):
+        senders = comm.mean((x != sent.residual).astype(jnp.float32))
+        mean = sent.mean / jnp.maximum(senders, 1 / comm.replicas)
+        return sent._replace(mean=mean)
+
+
+@caught_by(_laws.averages_what_was_sent, _laws.is_like_its_oracle)
+class ForgetsWhatRoundingDrops(_Alters):
+    def change(self, sent, x, comm):
+        held = jnp.where(sent.residual == x, sent.residual, 0)
+        return sent._replace(residual=held)
+
+
+@caught_by(_laws.agrees_on_all_replicas)
+class TrustsItselfMore(_Alters):
+    def change(self, sent, x, comm):
+        return sent._replace(mean=sent.mean + (x - sent.residual) / comm.replicas)
+
+
+@caught_by(_laws.ignores_the_order_of_replicas)
+class FavorsTheFirstReplica(_Alters):
+    def change(self, sent, x, comm):
+        first = comm.gather(x - sent.residual)[0]
+        return sent._replace(mean=sent.mean + first / comm.replicas)
+
+
+@caught_by(_laws.is_the_same_alone)
+class IsSilentAlone(_Alters):
+    def change(self, sent, x, comm):
+        return sent._replace(mean=sent.mean * float(comm.axis_name is not None))
+
+
+@caught_by(_laws.knows_what_it_sent, _laws.is_like_its_oracle)
+class TellsTheEnergyOfAll(_Alters):
+    def change(self, sent, x, comm):
+        return sent._replace(energy=jnp.sum(x**2))
+
+
+@caught_by(_laws.leaves_zeros_alone)
+class NormalizesOnTheWay(_Alters):
+    def change(self, sent, x, comm):
+        norm = jnp.sqrt(jnp.sum(sent.mean**2))
+        return sent._replace(mean=sent.mean / norm * norm)
 
 
 class _SelectsBy(gravac.TopK):
     """Top-k of another score."""
 
-    def score(self, bucket: jax.Array) -> jax.Array:
+    def score(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def mark(self, bucket, state, wanted):
-        bits = _arrays.magnitude_bits(self.score(bucket))
-        return gravac.Choice.from_mask(quantile.k_largest(bits, wanted.k)), state
+    def _choose(self, x, state, k, key):
+        return super()._choose(self.score(x), state, k, key)
 
 
-class _Tampers(gravac.TopK):
-    """Top-k, then a change to the payload."""
-
-    def tamper(self, payload: Payload) -> Payload:
-        raise NotImplementedError
-
-    def compress(self, bucket, state, *, k, key):
-        payload, state = super().compress(bucket, state, k=k, key=key)
-        return self.tamper(payload), state
-
-
-@caught_by(_laws.contracts, _laws.selects_like_its_oracle)
+@caught_by(_laws.contracts, _laws.is_like_its_oracle)
 class SendsTheSmallest(_SelectsBy):
-    def score(self, bucket):
-        return 1 / (1 + jnp.abs(bucket))
+    def score(self, x):
+        return 1 / (1 + jnp.abs(x))
 
 
-@caught_by(_laws.selects_like_its_oracle)
+@caught_by(_laws.is_like_its_oracle)
 class ForgetsTheAbsoluteValue(_SelectsBy):
-    def score(self, bucket):
-        return jnp.maximum(bucket, 0)
+    def score(self, x):
+        return jnp.maximum(x, 0)
 
 
-@caught_by(_laws.commutes_with_scaling, _laws.selects_like_its_oracle)
+@caught_by(_laws.commutes_with_scaling, _laws.is_like_its_oracle)
 class IsBlindAboveOne(_SelectsBy):
-    def score(self, bucket):
-        return jnp.minimum(jnp.abs(bucket), 1)
+    def score(self, x):
+        return jnp.minimum(jnp.abs(x), 1)
 
 
-@caught_by(_laws.is_itself_under_jit, _laws.is_itself_under_vmap)
+@caught_by(_laws.is_itself_however_it_runs)
 class HasMoods(_SelectsBy):
-    def score(self, bucket):
-        return jnp.roll(jnp.abs(bucket), next(MOOD))
+    def score(self, x):
+        return jnp.roll(jnp.abs(x), next(MOOD))
 
 
-@caught_by(_laws.sends_its_share)
-class SendsOneIndexTwice(_Tampers):
-    def tamper(self, payload):
-        return jax.tree.map(lambda x: x.at[-1].set(x[0]), payload)
+@caught_by(_laws.sends_something, _laws.is_like_its_oracle)
+class AimsTooHigh(_SelectsBy):
+    def score(self, x):
+        return jnp.where(jnp.abs(x) > jnp.max(jnp.abs(x)), x, 0)
 
 
-@caught_by(_laws.sends_its_share)
-class SendsOneFewer(_Tampers):
-    def tamper(self, payload):
-        return jax.tree.map(lambda x: x[:-1], payload)
+@caught_by(_laws.declares_its_bytes)
+class TalksBeforehand(gravac.TopK):
+    def exchange(self, x, state, **others):
+        return super().exchange(jax.lax.pmean(x, "data"), state, **others)
 
 
-@caught_by(_laws.sends_something, _laws.selects_like_its_oracle)
-class AimsTooHigh(gravac.TopK):
-    def mark(self, bucket, state, wanted):
-        return gravac.Choice.from_mask(
-            jnp.abs(bucket) > jnp.max(jnp.abs(bucket))
-        ), state
+@caught_by(_laws.declares_its_bytes)
+class CountsNoIndices(gravac.TopK):
+    def traffic(self, bucket, replicas):
+        traffic = super().traffic(bucket, replicas)
+        return traffic._replace(payload_bytes=2 * self.slots(bucket.n))
 
 
-@caught_by(_laws.sends_its_share)
-class SendsInOrderOfMagnitude(_Tampers):
-    def tamper(self, payload):
-        order = jnp.argsort(-jnp.abs(payload.values))
-        return jax.tree.map(lambda x: x[order], payload)
-
-
-@caught_by(_laws.sends_what_is_there, _laws.leaves_zeros_alone)
-class NormalizesOnTheWay(_Tampers):
-    def tamper(self, payload):
-        norm = jnp.sqrt(jnp.sum(jnp.square(payload.values)))
-        return payload._replace(values=payload.values / norm * norm)
-
-
-# Exchanges -----------------------------------------------------------------------
-
-
-class _Gathers(gravac.AllGather):
-    """An all-gather with a change to what comes out; `sent` is bucket - residual."""
-
-    def change(self, mean, residual, bucket, comm) -> Any:
-        raise NotImplementedError
-
-    def exchange(self, bucket, state, rung, *, comm, **others):
-        good, state = super().exchange(bucket, state, rung, comm=comm, **others)
-        mean, residual = self.change(good.mean, good.residual, bucket, comm)
-        return good._replace(mean=mean, residual=residual), state
-
-
-@caught_by(_laws.averages_what_was_sent, _laws.exchanges_like_its_oracle)
-class DividesBySenders(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        senders = comm.mean((bucket != residual).astype(jnp.float32))
-        return mean / jnp.maximum(senders, 1 / comm.replicas), residual
-
-
-@caught_by(_laws.averages_what_was_sent, _laws.exchanges_like_its_oracle)
-class ForgetsWhatRoundingDrops(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        return mean, jnp.where(residual == bucket, residual, 0)
+@caught_by(_laws.keeps_the_form_of_its_state)
+class CountsInIntegers(gravac.TopK):
+    def exchange(self, x, state, **others):
+        sent, state = super().exchange(x, state, **others)
+        return sent, state._replace(reached=state.reached.astype(jnp.int32))
 
 
 @caught_by(
-    _laws.sends_everything_at_factor_1,
-    _laws.averages_what_was_sent,
-    _laws.exchanges_like_its_oracle,
+    _laws.sends_everything, _laws.averages_what_was_sent, _laws.is_like_its_oracle
 )
-class KeepsWhatItSentDense(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        return mean, jnp.where(jnp.any(residual != 0), residual, bucket)
+class KeepsWhatItSent(gravac.Dense):
+    def exchange(self, x, state, **others):
+        sent, state = super().exchange(x, state, **others)
+        return sent._replace(residual=x), state
 
 
-@caught_by(_laws.agrees_on_all_replicas)
-class TrustsItselfMore(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        return mean + (bucket - residual) / comm.replicas, residual
+@caught_by(_laws.averages_what_was_sent, _laws.is_like_its_oracle)
+class ForgetsWhatItOwes(gravac.Bits):
+    def exchange(self, x, state, *, comm, **others):
+        sent, _ = super().exchange(x, state, comm=comm, **others)
+        alone, _ = super().exchange(x, state, comm=gravac.Comm(None), **others)
+        return sent._replace(residual=alone.residual), state
 
 
-@caught_by(_laws.ignores_the_order_of_replicas)
-class FavorsTheFirstReplica(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        first = comm.gather(bucket - residual)[0]
-        return mean + first / comm.replicas, residual
+@caught_by(_laws.is_like_its_oracle)
+class StaysAtTheFirstTurn(gravac.Bits):
+    def exchange(self, x, state, *, step, **others):
+        return super().exchange(x, state, step=0 * step, **others)
 
 
-@caught_by(_laws.is_the_same_alone)
-class IsSilentAlone(_Gathers):
-    def change(self, mean, residual, bucket, comm):
-        return mean * float(comm.axis_name is not None), residual
+@caught_by(_laws.estimates_what_it_sends)
+class ForgetsWhatItLearned(gravac.LowRank):
+    def exchange(self, x, state, **others):
+        sent, _ = super().exchange(x, state, **others)
+        return sent, state
 
 
-@caught_by(_laws.knows_what_it_sent)
-class TellsTheEnergyOfTheTop(gravac.AllGather):
-    def exchange(self, bucket, state, rung, **others):
-        good, state = super().exchange(bucket, state, rung, **others)
-        top = jnp.broadcast_to(good.energies[-1], good.energies.shape)
-        return good._replace(energies=top), state
+# Ladders -------------------------------------------------------------------------
 
 
-@caught_by(_laws.averages_energies)
-class AddsItsEnergiesUp(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, comm, **others):
-        good, state = super().exchange(bucket, state, rung, comm=comm, **others)
-        return good._replace(mean_energies=good.mean_energies * comm.replicas), state
+@caught_by(_laws.takes_each_encoding_as_if_alone)
+class StartsAnew(Ladder):
+    def exchange(self, x, states, rung, **others):
+        begun = jax.tree.map(jnp.asarray, self.init())
+        return super().exchange(x, begun, rung, **others)
 
 
-@caught_by(_laws.declares_its_bytes)
-class TalksBeforehand(gravac.AllGather):
-    def exchange(self, bucket, state, rung, **others):
-        bucket = jax.lax.pmean(bucket, "data")
-        return super().exchange(bucket, state, rung, **others)
+@caught_by(_laws.leaves_other_states_alone)
+class CountsEveryStep(Ladder):
+    def exchange(self, x, states, rung, **others):
+        found, states = super().exchange(x, states, rung, **others)
+        return found, jax.tree.map(lambda x: x + 1, states)
+
+
+@caught_by(_laws.knows_the_energies)
+class AddsItsEnergiesUp(Ladder):
+    def exchange(self, x, states, rung, *, comm, **others):
+        found, states = super().exchange(x, states, rung, comm=comm, **others)
+        return found._replace(energies=found.energies * comm.replicas), states
 
 
 @caught_by(_laws.sends_alike_looking_or_not)
-class SendsLessUnseen(gravac.AllGather):
-    def exchange(self, bucket, state, rung, *, looks: Any = True, **others):
-        seen = super().exchange(bucket, state, rung, looks=looks, **others)
-        unseen = super().exchange(bucket / 2, state, rung, looks=looks, **others)
-        return jax.tree.map(lambda x, y: jnp.where(looks, x, y), seen, unseen)
+class SendsLessUnseen(Ladder):
+    def exchange(self, x, states, rung, *, looks, **others):
+        less = x * jnp.where(looks, 1.0, 0.5)
+        return super().exchange(less, states, rung, looks=looks, **others)
 
 
-@caught_by(_laws.declares_its_bytes)
-class CountsNoIndices(gravac.AllGather):
-    def traffic(self, n, factor, replicas):
-        traffic = super().traffic(n, factor, replicas)
-        return traffic._replace(payload_bytes=4 * traffic.entries)
+@caught_by(_laws.declares_the_bytes_of_each_rung)
+class CountsNoFigures(Ladder):
+    def traffic(self, rung, figures, replicas):
+        return super().traffic(rung, 0, replicas)
 
 
 # Memories ------------------------------------------------------------------------
@@ -291,11 +300,11 @@ class GatesOnTheWrongSide(gravac.GraVAC):
 
 
 @caught_by(_laws.decides_like_its_oracle)
-class SettlesOnTheLargerFactor(gravac.GraVAC):
+class SettlesOnTheHigherRung(gravac.GraVAC):
     def _move(self, state, gains):
         moved = super()._move(state, gains)
-        larger = jnp.minimum(moved.candidate + 1, len(self.ladder) - 1)
-        candidate = jnp.where(moved.is_settled, larger, moved.candidate)
+        higher = jnp.minimum(moved.candidate + 1, len(self.ladder) - 1)
+        candidate = jnp.where(moved.is_settled, higher, moved.candidate)
         return moved._replace(candidate=candidate)
 
 
@@ -308,6 +317,12 @@ class SwallowsInfinity(gravac.GraVAC):
             total=state.averages.total + evidence.energy,
         )
         return rung, after._replace(averages=averages)
+
+
+@caught_by(_laws.waits_only_at_own_params, _laws.decides_like_its_oracle)
+class WaitsAnywhere(gravac.Fastest):
+    def _may_wait(self, at_own_params):
+        return super()._may_wait(True)
 
 
 @caught_by(_laws.believes_only_looks)

@@ -12,7 +12,6 @@ from _harness import assert_same
 
 import gravac_jax as gravac
 from gravac_jax import _buckets
-from gravac_jax._selection import entries
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -36,6 +35,7 @@ TREES = st.recursive(
 
 MATRIX, BIAS = np.ones((3, 2), np.float32), np.full(4, 2.0, np.float32)
 PARAMS = {"kernel": MATRIX, "bias": BIAS}
+COUNT = np.int32(0)
 
 
 def chosen(compress):
@@ -52,7 +52,7 @@ def test_any_tree_comes_back_as_it_was(tree, data, most, is_cut):
     mask = [data.draw(st.booleans()) for _ in leaves]
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
-            patch.setattr(entries, "MAX_ENTRIES", most)
+            patch.setattr(_buckets, "MAX_ENTRIES", most)
         plan = _buckets.plan(tree, jax.tree.unflatten(structure, mask))
         parts = plan.pack(tree)
         assert not is_cut or max(plan.sizes) <= most
@@ -60,7 +60,7 @@ def test_any_tree_comes_back_as_it_was(tree, data, most, is_cut):
         assert tuple(x.size for x in parts) == plan.part_sizes
         assert sum(plan.sizes) + plan.dense_size == sum(x.size for x in leaves)
         assert all(x.dtype == np.float32 for x in parts)
-        assert_same(plan.unpack(parts), tree)
+        assert_same(plan.unpack(parts, COUNT), tree)
 
 
 def test_a_plan_can_be_made_from_shapes_alone():
@@ -92,7 +92,7 @@ def test_a_model_beyond_int32_has_several_buckets_of_about_one_size():
     assert len(plan.sizes) == -(-total // 2**30)
     assert max(plan.sizes) - min(plan.sizes) <= 1
     (*buckets, dense), back = jax.eval_shape(
-        lambda tree: (plan.pack(tree), plan.unpack(plan.pack(tree))), HUGE
+        lambda tree: (plan.pack(tree), plan.unpack(plan.pack(tree), COUNT)), HUGE
     )
     assert tuple(x.shape for x in buckets) == tuple((n,) for n in plan.sizes)
     assert dense.shape == (2**16,)
@@ -101,15 +101,14 @@ def test_a_model_beyond_int32_has_several_buckets_of_about_one_size():
 
 @pytest.mark.parametrize("compress", [True, {"kernel": True, "bias": False}])
 def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
-    exchange = gravac.QuantizedAllReduce()
-    plan = _buckets.plan(PARAMS, compress, exchange.padded_size)
+    plan = _buckets.plan(PARAMS, compress, gravac.Bits(2).padded_size)
     bucket, dense = plan.pack(PARAMS)
     n = MATRIX.size + BIAS.size * (compress is True)
     assert plan.sizes == (bucket.size,) == (32,)
     assert not np.any(bucket[n:])
     assert sum(entries for _, entries in plan.layout) == bucket.size + dense.size
     assert next(n for leaf, n in plan.layout if leaf == _buckets.NO_LEAF) == 32 - n
-    assert_same(plan.unpack((bucket.at[n:].set(7.0), dense)), PARAMS)
+    assert_same(plan.unpack((bucket.at[n:].set(7.0), dense), COUNT), PARAMS)
     (cleared,) = plan.cleared([bucket.at[n:].set(7.0)])
     assert_same(cleared, bucket)
 
@@ -117,10 +116,10 @@ def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
 @pytest.mark.parametrize("row_entries", [32, 4096])
 @pytest.mark.parametrize("n", [0, 1, 31, 512, 5000, 409_600, 25_557_032])
 def test_a_padded_bucket_has_whole_rows(n, row_entries):
-    exchange = gravac.Quantized(row_entries)
-    padded = exchange.padded_size(n)
+    encoding = gravac.Bits(2, row_entries=row_entries)
+    padded = encoding.padded_size(n)
     assert n <= padded < n + row_entries
-    assert padded % exchange._row(padded) == 0
+    assert padded % encoding._row(padded) == 0
 
 
 @pytest.mark.slow
@@ -167,7 +166,7 @@ def test_a_matrix_is_compressed_if_large_or_a_thousandth_of_a_small_model(
 
 def test_a_model_of_which_nothing_is_compressed_warns():
     with pytest.warns(UserWarning, match=r"none of the 2 leaves .*compress=True"):
-        gravac.transform(None, exchange=gravac.AllGather()).init([BIAS, BIAS])
+        gravac.transform(None, send=gravac.TopK(10)).init([BIAS, BIAS])
 
 
 @pytest.mark.parametrize("params", [{}, {"w": np.ones((128, 128), np.float32)}])

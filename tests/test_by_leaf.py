@@ -9,7 +9,7 @@ import pytest
 from _harness import COMPRESS, PARAMS, ROWS, N
 
 import gravac_jax as gravac
-from gravac_jax._selection import entries
+from gravac_jax import _buckets
 
 RATE = 0.1
 MUON = optax.contrib.muon(RATE, adam_learning_rate=RATE)
@@ -35,15 +35,10 @@ def mean_of_own_steps(gradients):
     [("vmap", 1), pytest.param("shard_map", 0, marks=pytest.mark.slow)],
 )
 def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
-    transform = gravac.transform(
-        compress=COMPRESS,
-        memory=gravac.Steps(MUON, by_leaf=True),
-        exchange=ROWS,
-        controller=gravac.Fixed(16),
-        delay=delay,
-    )
+    memory = gravac.Steps(MUON, by_leaf=True)
+    tx = gravac.transform(compress=COMPRESS, memory=memory, send=ROWS, delay=delay)
     zeros = jax.tree.map(np.zeros_like, GRADIENTS)
-    run = _harness.trajectory(transform, PARAMS, how)
+    run = _harness.trajectory(tx, PARAMS, how)
     updates, states = run(GRADIENTS, params=zeros)
     last = _harness.at(states, -1).local.memory
     made = mean_of_own_steps(GRADIENTS)
@@ -57,18 +52,10 @@ def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
 
 
 def test_alone_and_whole_it_is_the_optimizer():
-    transform = gravac.transform(
-        axis_name=None,
-        compress=COMPRESS,
-        memory=gravac.Steps(optax.lamb(RATE), by_leaf=True),
-        controller=gravac.Fixed(1),
-    )
+    memory = gravac.Steps(optax.lamb(RATE), by_leaf=True)
+    tx = gravac.transform(None, compress=COMPRESS, memory=memory, send=gravac.Dense())
     params = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
-    ours, state, update = (
-        dict(params),
-        transform.init(params),
-        jax.jit(transform.update),
-    )
+    ours, state, update = dict(params), tx.init(params), jax.jit(tx.update)
     dense, lamb = dict(params), optax.lamb(RATE).init(params)
     for step in range(3):
         gradient = jax.tree.map(lambda g, at=step: g[at, 0], GRADIENTS)
@@ -90,13 +77,9 @@ def test_the_optimizer_sees_paths_and_shapes():
 
     spy = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
     params = {"hidden": {"kernel": jnp.ones((4, 6))}, "bias": jnp.ones(6)}
-    transform = gravac.transform(
-        axis_name=None,
-        compress=gravac.matrices(1),
-        memory=gravac.Steps(spy, by_leaf=True),
-        controller=gravac.Fixed(1),
-    )
-    updates, _ = jax.jit(transform.update)(params, transform.init(params), params)
+    memory, compress = gravac.Steps(spy, by_leaf=True), gravac.matrices(1)
+    tx = gravac.transform(None, compress=compress, memory=memory, send=gravac.Dense())
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     kernel, bias = {"['hidden']['kernel']": (4, 6)}, {"['bias']": (6,)}
     assert seen == [[kernel, kernel], [bias, bias]]
     jax.tree.map(np.testing.assert_array_equal, updates, params)
@@ -111,7 +94,7 @@ def test_parts_without_leaves_are_not_shown_to_the_optimizer():
     memory = gravac.Steps(optax.partition(optimizers, label), by_leaf=True)
     gradient = jax.tree.map(lambda g: g[0, 0], GRADIENTS)
     for compress in (True, False):  # nothing goes dense, nothing is compressed
-        chosen = {"compress": compress, "controller": gravac.Fixed(1)}
+        chosen = {"compress": compress, "send": gravac.Dense()}
         tx = gravac.transform(axis_name=None, memory=memory, **chosen)
         updates, _ = jax.jit(tx.update)(gradient, tx.init(PARAMS), PARAMS)
         np.testing.assert_allclose(updates["w"], -RATE * gradient["w"], rtol=1e-6)
@@ -122,7 +105,8 @@ def test_parts_without_leaves_are_not_shown_to_the_optimizer():
 WAYS = {
     "late, clipped": {"delay": 1, "clip": gravac.ClipByGlobalNorm(1.0)},
     "rounds, in turn, decay": {
-        "controller": gravac.Every(2, gravac.Fixed(32)),
+        "send": gravac.Bits(2, turns=2),
+        "every": 2,
         "weight_decay": 0.1,
     },
 }
@@ -136,7 +120,7 @@ def test_adam_by_leaf_is_adam(way):
     batches[2, 5] = np.nan
     for by_leaf in (False, True):
         memory = gravac.Steps(optax.adam(RATE), by_leaf=by_leaf)
-        usual = {"compress": COMPRESS, "controller": gravac.Fixed(16), "exchange": ROWS}
+        usual = {"compress": COMPRESS, "send": ROWS}
         tx = gravac.transform(memory=memory, **usual | WAYS[way])
         loss = lambda params, x: (
             jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sum(params["b"] ** 2)
@@ -152,7 +136,7 @@ def test_adam_by_leaf_is_adam(way):
 
 
 def test_a_leaf_that_is_cut_is_refused(monkeypatch):
-    monkeypatch.setattr(entries, "MAX_ENTRIES", 100)
+    monkeypatch.setattr(_buckets, "MAX_ENTRIES", 100)
     memory = gravac.Steps(MUON, by_leaf=True)
     tx = gravac.transform(compress=True, memory=memory)
     with pytest.raises(ValueError, match="whole leaves, and a leaf lies in two of 2"):
@@ -166,7 +150,9 @@ def test_slices_are_refused():
 
 
 def test_an_optimizer_of_leaves_is_named_where_it_is_not_asked_for():
-    with pytest.raises(ValueError, match=r"For Muon .* gravac.Steps\(..., by_leaf="):
-        gravac.Steps(MUON)
+    for mask in ({"w": True}, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)):
+        for optimizer in (MUON, optax.adamw(RATE, mask=mask)):
+            with pytest.raises(ValueError, match=r"For Muon .*\(..., by_leaf="):
+                gravac.Steps(optimizer)
     with pytest.raises(TypeError, match="`by_leaf`"):
         gravac.Steps(MUON, by_leaf="yes")  # type: ignore[arg-type]

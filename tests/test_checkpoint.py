@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, assert_same, choices, make_mesh, on_host
+from _harness import AXIS_TYPES, Scripted, assert_same, choices, make_mesh, on_host
 from flax import nnx
 
 import gravac_jax as gravac
-from gravac_jax import _state, checkpoint
+from gravac_jax import _buckets, _state, checkpoint
 from gravac_jax._controllers import CONTROLLERS
 from gravac_jax._error_feedback import MEMORIES
-from gravac_jax._exchanges import EXCHANGES
-from gravac_jax._selection import entries
 from gravac_jax.checkpoint import _replicas
 
 N, STEPS, ROWS = 4, 5, 24
@@ -29,59 +27,52 @@ PARAMS = {
     "w": RNG.normal(size=(24, 16)).astype(np.float32),
 }
 ENTRIES = sum(x.size for x in PARAMS.values())
-LADDER = (1, 4)
-FIXED = {"controller": gravac.Fixed(4)}
+DENSE, FEW = gravac.Dense(), gravac.TopK(4)  # which has a state
+TWO_BITS = gravac.Bits(2, row_entries=32)  # which compiles fast
+BITS = {"send": TWO_BITS}
 ADAM = {"memory": gravac.Steps(optax.scale_by_adam())}
-BITS = {"exchange": gravac.Quantized(32)}  # compile fast
-FIXED_BITS = {"controller": gravac.Fixed(8), **BITS}
-PADDED = {**ADAM, **BITS, "compress": True, "controller": gravac.Fixed(64)}
+CHOOSES = {**ADAM, "send": gravac.Fastest((DENSE, TWO_BITS))}
+IN_TURN = gravac.Bits(2, turns=4, row_entries=32)
+PADDED = {**ADAM, "compress": True, "send": IN_TURN}
 
 RECIPES = {
     "clip, decay, checks": {
-        **FIXED_BITS,
+        **BITS,
         "clip": gravac.ClipByGlobalNorm(1.0),
         "weight_decay": 0.01,
         "check_every": 2,
     },
-    "nothing compressed": {"compress": False, **FIXED},
-    "several buckets": {**ADAM, **BITS},
-    "search": {"controller": gravac.GraVAC(ladder=LADDER, window=1, omega=0.5)},
-    "delay": {"delay": 1, "memory": gravac.Momentum(0.5), **FIXED_BITS},
-    "rounds": {
-        "memory": gravac.Momentum(0.5),
-        "controller": gravac.Every(2, gravac.Fixed(8)),
-        **BITS,
-    },
-    "Momentum": {"memory": gravac.Momentum(0.5), **FIXED},
-    "LowRank": {"exchange": gravac.LowRank(), **FIXED},
-    "few entries": {"exchange": gravac.Mixed((4.0,), gravac.Quantized(32)), **FIXED},
+    "nothing compressed": {"compress": False, "send": FEW},
+    "several buckets": CHOOSES,
+    "several encodings": {"send": Scripted((DENSE, gravac.LowRank(4), FEW))},
+    "search": {"send": gravac.GraVAC((DENSE, FEW), window=1, omega=0.5)},
+    "delay": {"delay": 1, "memory": gravac.Momentum(0.5), **BITS},
+    "rounds": {"every": 2, "memory": gravac.Momentum(0.5), **BITS},
+    "Momentum": {"memory": gravac.Momentum(0.5), "send": FEW},
+    "LowRank": {"send": gravac.LowRank(2)},
     "a padded bucket": PADDED,
     "several padded buckets": PADDED,
-    "Steps": {**ADAM, **BITS},
+    "Steps": CHOOSES,
     "by leaf, padded": {
         **PADDED,
         "memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True),
     },
 }
-# Each memory, exchange and controller once: their states are kept apart. `DenseMean`
-# meets `Fixed`, for others would have no choice there.
-FIRST = [kind.__name__ for kind in CONTROLLERS].index("Fastest")
-TURNED = (*CONTROLLERS[FIRST:], *CONTROLLERS[:FIRST])
-FAMILIES = {"memory": MEMORIES, "exchange": EXCHANGES, "controller": TURNED}
+# Each memory and controller once: their states are kept apart.
+FAMILIES = {"memory": MEMORIES, "send": CONTROLLERS}
 TOGETHER = {}
 for kinds in itertools.zip_longest(*map(_examples.one_of_each, FAMILIES.values())):
     recipe = {x: y for x, y in zip(FAMILIES, kinds, strict=True) if y is not None}
-    TOGETHER[", ".join(type(x).__name__ for x in recipe.values())] = FIXED | recipe
+    TOGETHER[", ".join(type(x).__name__ for x in recipe.values())] = recipe
 OPTIONS = (
     *("clip, decay, checks", "nothing compressed", "several buckets", "delay"),
-    *("several padded buckets", "by leaf, padded", "few entries", "Steps"),
+    *("several padded buckets", "by leaf, padded", "several encodings", "Steps"),
 )
 
 
 def transform(**recipe):
     usual = {
-        "controller": gravac.Fastest(ladder=LADDER),
-        "exchange": gravac.AllGather(gravac.Threshold()),  # which has a state
+        "send": gravac.Fastest((DENSE, FEW)),
         "compress": lambda path, leaf: leaf.ndim == 2,
     }
     return gravac.transform(**usual | recipe)
@@ -175,7 +166,7 @@ def filled(state):
 )
 def test_a_run_cut_at_any_step_goes_on_bit_for_bit(tmp_path, monkeypatch, recipe):
     if recipe.startswith("several"):
-        monkeypatch.setattr(entries, "MAX_ENTRIES", 300)
+        monkeypatch.setattr(_buckets, "MAX_ENTRIES", 300)
     run = run_of(recipe)
     with saving(tmp_path) as checkpointer:
         state = run.train(run.begin(), 0, STEPS, checkpointer)
@@ -229,7 +220,7 @@ def test_every_kind_of_leaf_is_restored(tmp_path):
 # The format.
 
 
-def test_version_7_stores_these_names_and_shapes(tmp_path):
+def test_version_8_stores_these_names_and_shapes(tmp_path):
     """Checkpoints of earlier releases have them: a new name needs a new version."""
     state = filled(Run(**ADAM).begin())
     with saving(tmp_path) as checkpointer:
@@ -237,13 +228,13 @@ def test_version_7_stores_these_names_and_shapes(tmp_path):
         checkpointer.wait()
         stored = checkpointer._orbax.load(1)["1"]["0"]
     assert set(stored) == {
-        *("version", "replicas", "steps", "ladder", "rung", "ahead", "past_rungs"),
-        *("controller", "info", "replica", "memory", "exchange"),
+        *("version", "replicas", "steps", "ladder", "decided", "ahead", "past_rungs"),
+        *("controller", "info", "replica", "memory", "encodings"),
     }
-    assert (stored["version"], stored["replicas"]) == (7, N)
+    assert (stored["version"], stored["replicas"]) == (8, N)
     assert _state.Round._fields == ("length", "next_length", "exchanges")
-    assert jax.tree.map(np.shape, stored["exchange"]) == {
-        "0": {"reached": (N,), "threshold": (N,)}
+    assert jax.tree.map(np.shape, stored["encodings"]) == {
+        "0": {"TopK": {"reached": (N,), "threshold": (N,)}}
     }
     per_leaf = {"b": (N, 16), "u": (N, 16, 8), "w": (N, 24, 16)}
     assert jax.tree.map(np.shape, stored["memory"]) == {
@@ -321,8 +312,8 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
         x, y = (np.asarray(z, np.float64).mean(0) for z in (x, y))
         np.testing.assert_allclose(y, x, rtol=0, atol=np.abs(x).max() * 2**-22)
         assert "nu" not in jax.tree_util.keystr(path) or (y >= 0).all()
-    for name in ("steps", "rung", "bad_steps", "dense_steps", "local_steps"):
-        assert int(optax.tree.get(there, name)) == int(optax.tree.get(state, name))
+    shared = lambda ours: on_host((ours.steps, ours.decided, ours.info))
+    assert_same(*(shared(optax.tree.get(x, "TransformState")) for x in (there, state)))
     assert placed(there) == placed(other.begin())
     jax.eval_shape(other.step, *there, BATCHES[3], step_seconds=np.float32(0.01))
 
@@ -374,7 +365,7 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch, recipe, cut_rec
     one, several = run_of(recipe), run_of(cut_recipe)
     state = one.train(one.begin(), 0, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(entries, "MAX_ENTRIES", 300)
+        patch.setattr(_buckets, "MAX_ENTRIES", 300)
         cut = moved(tmp_path / "cut", state, several)
         jax.eval_shape(several.step, *cut, BATCHES[3], step_seconds=np.float32(0.01))
     back = moved(tmp_path / "back", cut, one)
@@ -394,7 +385,7 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch, recipe, cut_rec
 @pytest.mark.parametrize("compress", [True, {"empty": False, "w": True}])
 def test_a_leaf_without_entries_is_restored(tmp_path, compress):
     params = {"empty": jnp.zeros((0, 3)), "w": jnp.ones((24, 16))}
-    tx = transform(compress=compress, **FIXED)
+    tx = transform(compress=compress, send=FEW)
     state = gravac.place((params, tx.init(params)), N)
     there = gravac.place((params, tx.init(params)), 2)
     with saving(tmp_path) as checkpointer:
@@ -406,7 +397,7 @@ def test_a_leaf_without_entries_is_restored(tmp_path, compress):
 @pytest.mark.slow
 def test_what_an_optimizer_keeps_by_leaf_moves_with_its_leaf(tmp_path):
     memory = gravac.Steps(optax.lamb(0.1), by_leaf=True)
-    some, every = (Run(memory=memory, compress=x, **FIXED_BITS) for x in (only_w, True))
+    some, every = (Run(memory=memory, compress=x, **BITS) for x in (only_w, True))
     state = some.train(some.begin(), 0, 3)
     there = moved(tmp_path / "there", state, every)
     assert "['w']" in kept_by_leaf(there)
@@ -430,34 +421,42 @@ def kept_by_leaf(state):
 
 
 OTHERS = {
-    "longer": gravac.Fastest(ladder=(1, 4, 16)),
-    "as long": gravac.Fastest(ladder=(1, 5)),
-    "controller": gravac.GraVAC(ladder=LADDER),
-    "both": gravac.Fixed(8),
+    "longer": (CHOOSES["send"], gravac.Fastest((DENSE, FEW, TWO_BITS))),
+    "as long": (CHOOSES["send"], gravac.Fastest((DENSE, FEW))),
+    "controller": (CHOOSES["send"], gravac.GraVAC((DENSE, TWO_BITS))),
+    "both": (CHOOSES["send"], gravac.Bits(4, row_entries=32)),
+    "encoding": (TWO_BITS, FEW),
+    "and back": (FEW, TWO_BITS),
 }
 
 
-@pytest.mark.parametrize("other", choices(OTHERS, lambda x: x == "as long"))
-def test_with_another_ladder_or_controller_the_controller_begins_anew(tmp_path, other):
-    changed = Run(**ADAM, **BITS, controller=OTHERS[other])
-    state = run_of().train(run_of().begin(), 0, 3)
-    with pytest.warns(UserWarning, match="the controller begins anew"):
+@pytest.mark.parametrize("delay", choices([0, 1], lambda x: x == 0))
+@pytest.mark.parametrize(
+    "other", choices(OTHERS, lambda x: x in ("encoding", "and back"))
+)
+def test_with_another_ladder_or_controller_decisions_begin_anew(tmp_path, other, delay):
+    run, changed = (Run(**ADAM, send=x, delay=delay) for x in OTHERS[other])
+    state = run.train(run.begin(), 0, 3)
+    with pytest.warns(UserWarning, match="encodings keep, begin anew"):
         there = moved(tmp_path, state, changed)
-    fresh, ours = (
-        optax.tree.get(x, "TransformState") for x in (changed.begin(), there)
+    fresh, ours, theirs = (
+        optax.tree.get(x, "TransformState") for x in (changed.begin(), there, state)
     )
-    for name in ("rung", "controller", "past_rungs", "ladder"):
+    for name in ("decided", "ahead", "controller", "past_rungs", "ladder"):
         assert_same(getattr(ours, name), getattr(fresh, name), name)
+    assert_same(ours.info.gains, fresh.info.gains)
+    assert_same(ours.local.encodings, fresh.local.encodings)
+    assert_same(ours.local.told, fresh.local.told)
     assert ours.steps == 3
-    assert ours.info.dense_steps == optax.tree.get(state, "dense_steps")
-    assert_same(on_host(ours.local.memory), on_host(local(state).memory))
+    assert ours.info.dense_steps == theirs.info.dense_steps
+    kept = lambda state, ours: on_host((state[0], state[1][1:], ours.local.memory))
+    assert_same(kept(there, ours), kept(state, theirs))
     jax.eval_shape(changed.step, *there, BATCHES[3], step_seconds=np.float32(0.01))
 
 
 @pytest.mark.slow
 def test_a_round_under_way_and_the_next_one_keep_their_lengths(tmp_path):
-    every = lambda steps: {"controller": gravac.Every(steps, gravac.Fixed(8))}
-    before, after = (Run(**ADAM, **BITS, **every(x)) for x in (3, 2))
+    before, after = (Run(**ADAM, **BITS, every=x) for x in (3, 2))
     state = moved(tmp_path, before.train(before.begin(), 0, 2), after)
     ends = []
     for i in range(2, 8):
@@ -492,7 +491,7 @@ def test_a_run_that_had_no_transform_begins_with_empty_residuals(tmp_path, name)
 
 @pytest.mark.slow
 def test_an_optimizer_of_nnx(tmp_path):
-    tx = optax.chain(transform(**FIXED_BITS), optax.sgd(0.05))
+    tx = optax.chain(transform(**BITS), optax.sgd(0.05))
 
     def begin():
         model = nnx.Linear(24, 16, rngs=nnx.Rngs(0))
@@ -517,7 +516,8 @@ def test_an_optimizer_of_nnx(tmp_path):
 
 @pytest.mark.slow
 def test_a_transform_that_runs_alone(tmp_path):
-    tx = gravac.transform(axis_name=None, compress=True, momentum=0.5, **FIXED)
+    memory = gravac.Momentum(0.5)
+    tx = gravac.transform(None, compress=True, memory=memory, send=FEW)
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
     with saving(tmp_path) as checkpointer:
         checkpointer.save(1, state, PARAMS)
@@ -534,14 +534,14 @@ def two_axes(slow, fast):
     specs = {"b": jax.P(), "u": jax.P(), "w": jax.P(None, "ici")}
     put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
     params = jax.tree.map(put, PARAMS, specs)
-    exchange = gravac.transform(
+    compressed = gravac.transform(
         "dcn",
         dense_axis_name="ici",
         sharded={"b": False, "u": False, "w": True},
-        momentum=0.5,
-        **FIXED_BITS,
+        memory=gravac.Momentum(0.5),
+        **BITS,
     )
-    tx = optax.chain(exchange, optax.sgd(0.05))
+    tx = optax.chain(compressed, optax.sgd(0.05))
 
     def train_step(params, opt_state, batch):
         def whole_loss(params, x):

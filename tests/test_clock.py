@@ -180,7 +180,7 @@ def test_a_deleted_clock_leaves_no_thread():
 
 @pytest.mark.slow
 def test_a_controller_receives_the_times_of_a_run():
-    tx = gravac.transform(None, compress=True, controller=gravac.Fastest())
+    tx = gravac.transform(None)
 
     @jax.jit
     def step(params, state, **times):

@@ -1,12 +1,14 @@
 """What `Comm` exchanges, on every kind of axis, and what that costs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gravac_jax import Comm, _arrays, _collectives
-from gravac_jax._carrier import Carrier
+from gravac_jax._collectives import Carrier
 
 N = 4
 TREE = {
@@ -158,10 +160,11 @@ def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(
     replicas,
 ):
     others = replicas - 1
-    reduced = _collectives.all_reduce_traffic(7, 1000, replicas)
-    assert reduced == (7, 1000, 2 * others * 1000 / replicas, 2 * others)
-    gathered = _collectives.all_gather_traffic(7, 1000, replicas)
-    assert gathered == (7, 1000, others * 1000, others)
+    reduced = _collectives.mean_traffic(250, replicas)
+    wire_bytes, messages = 2 * others * 1000 / replicas, 2 * others
+    assert reduced == (8000, 1000, wire_bytes, messages, "mean")
+    gathered = _collectives.all_gather_traffic(1000, replicas)
+    assert gathered == (8000, 1000, others * 1000, others, "gather")
     short = _collectives.bfloat16_mean_traffic(1001, replicas)
     assert short.wire_bytes == 2 * others * 2 * -(-1001 // replicas)
 
@@ -176,12 +179,30 @@ def gathered(comm, words):
     return comm.gather(words)
 
 
+def averaged(comm, words):
+    """Average numbers."""
+    return comm.cast(comm.mean(words.astype(jnp.float32)))
+
+
 def nothing_sent(comm, words):
     """Send nothing that figures could travel with."""
     return comm.cast(comm.zeros(words))
 
 
-STAGES = {"two stages": two_stages, "one stage": gathered, "none": nothing_sent}
+STAGES = {
+    "two stages": two_stages,
+    "one stage": gathered,
+    "mean": averaged,
+    "none": nothing_sent,
+}
+
+
+def carrying(send, words, figures):
+    """Return what a message brings, and the means of an energy and of figures."""
+    carrier = Carrier("data", figures)
+    carrier.tell(figures["b"])
+    received = send(carrier, words)
+    return carrier.cast(received), carrier.mean_of_figures(figures["b"])
 
 
 @pytest.mark.parametrize("how", ["vmap", True, False])
@@ -190,51 +211,45 @@ STAGES = {"two stages": two_stages, "one stage": gathered, "none": nothing_sent}
 def test_figures_travel_with_the_messages_of_an_exchange(send, word, how):
     words = np.arange(3 * N, dtype=word).reshape(N, 3)
 
-    def exchange(carry):
-        def one(given):
-            words, figures = given
-            if not carry:
-                comm = Comm("data")
-                return comm.cast(send(comm, words)), comm.mean(figures)
-            beneath = Carrier.on(Comm("data"), figures)
-            carrier = Carrier.on(beneath, figures["b"])
-            received = send(carrier, words)
-            both = carrier.mean_of_figures(), beneath.mean_of_figures()
-            return beneath.cast(received), {"again": both[0], **both[1]}
+    def apart(send, words, figures):
+        comm = Comm("data")
+        return comm.cast(send(comm, words)), comm.mean((figures["b"], figures))
 
+    def exchanged(exchange):
+        one = lambda given: exchange(send, *given)
         if how == "vmap":
             return each(one, (words, TREE))
         return under_shard_map(one, (words, TREE), how, (jax.P("data"), jax.P()))
 
-    (words, figures), expected = exchange(carry=True), exchange(carry=False)
-    np.testing.assert_array_equal(words, expected[0])
-    np.testing.assert_array_equal(figures.pop("again"), figures["b"])
-    for name, x in figures.items():
-        np.testing.assert_array_equal(x, expected[1][name])
+    pairs = zip(*map(jax.tree.leaves, map(exchanged, (carrying, apart))), strict=True)
+    for received, expected in pairs:
+        np.testing.assert_array_equal(received, expected)
 
 
-def test_figures_that_travel_along_have_no_collective_of_their_own():
-    def one(words, figures):
-        carrier = Carrier.on(Comm("data"), figures)
-        return two_stages(carrier, words), carrier.mean_of_figures()
-
+@pytest.mark.parametrize(
+    ("name", "collectives"),
+    [("two stages", (0, 1, 1)), ("one stage", (0, 0, 1)), ("mean", (1, 0, 0))],
+)
+def test_figures_that_travel_along_have_no_collective_of_their_own(name, collectives):
     given = jnp.arange(3, dtype=jnp.uint32), jax.tree.map(lambda x: x[0], TREE)
-    program = str(jax.make_jaxpr(one, axis_env=[("data", N)])(*given))
-    assert "psum[" not in program
-    assert (program.count("all_to_all["), program.count("all_gather[")) == (1, 1)
+    carry = functools.partial(carrying, STAGES[name])
+    program = str(jax.make_jaxpr(carry, axis_env=[("data", N)])(*given))
+    words = "psum[", "all_to_all[", "all_gather["
+    assert tuple(map(program.count, words)) == collectives
 
 
-def test_only_the_first_messages_of_two_stages_take_figures_along():
+def test_only_the_first_messages_after_the_energy_is_told_take_figures_along():
     words = np.arange(3 * N, dtype=np.uint32).reshape(N, 3)
 
     def one(given):
         words, figures = given
-        comm = Comm("data")
-        carrier = Carrier.on(comm, figures)
+        comm, carrier = Comm("data"), Carrier("data", figures)
         before = carrier.gather(words)
+        carrier.tell(figures["b"])
         first, second = two_stages(carrier, words), two_stages(carrier, words)
         expected = comm.gather(words), *[two_stages(comm, words)] * 2
-        return (before, first, second), expected, carrier.mean_of_figures()
+        mean = carrier.mean_of_figures(figures["b"])[1]
+        return (before, first, second), expected, mean
 
     received, expected, figures = each(one, (words, TREE))
     for x, y in zip(received, expected, strict=True):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, assert_same, choices, in_both_ways, make_mesh
+from _harness import ROWS, N, assert_same, choices, in_both_ways, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import _state
@@ -108,7 +108,7 @@ def test_a_resync_leaves_what_differs_per_replica():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicas_that_drift_apart_are_counted(check_vma):
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(1), check_every=3)
+    tx = gravac.transform(send=gravac.Dense(), check_every=3)
 
     def train_step(params, state, batch):
         # A fault of one device that shard_map knows nothing of.
@@ -131,7 +131,7 @@ def test_replicas_that_drift_apart_are_counted(check_vma):
 # The guard around an optimizer
 
 PARAMS = {"b": jnp.ones(5), "w": jnp.ones((8, 8))}
-EXCHANGE = gravac.transform(compress=True, controller=gravac.Fixed(4))
+EXCHANGE = gravac.transform(send=ROWS)
 # Powers of two, so that it does not matter whether XLA fuses a multiply and an add.
 ADAMW = optax.adamw(0.125, b1=0.5, b2=0.5, weight_decay=0.125)
 INNER = {
@@ -139,8 +139,8 @@ INNER = {
     "decay": optax.chain(optax.add_decayed_weights(0.125), optax.sgd(0.125)),
 }
 CONTROLLERS = {
-    "Fastest": gravac.Fastest(ladder=(1, 4, 16)),
-    "GraVAC": gravac.GraVAC(ladder=(1, 16), window=2),
+    "Fastest": gravac.Fastest((gravac.Dense(), gravac.Bits(8), gravac.Bits(2))),
+    "GraVAC": gravac.GraVAC((gravac.Dense(), gravac.Bits(2)), window=2),
 }
 
 
@@ -153,7 +153,7 @@ def injected(outer):
 
 
 BARE = {name: optax.chain(EXCHANGE, inner) for name, inner in INNER.items()} | {
-    name: optax.chain(gravac.transform(compress=True, controller=controller), ADAMW)
+    name: optax.chain(gravac.transform(send=controller), ADAMW)
     for name, controller in CONTROLLERS.items()
 }
 TX = {
@@ -167,12 +167,8 @@ TX = {
 GUARDED = [name for name in TX if "guard" in name and "decay" not in name]
 # Replicas hear of a bad gradient after its step.
 LATE = {
-    "late": gravac.transform(compress=True, controller=gravac.Fixed(4), delay=1),
-    "forgetting": gravac.transform(
-        compress=True,
-        controller=gravac.Fixed(4),
-        memory=gravac.Steps(optax.sgd(0.125), residual_decay=0.5),
-    ),
+    "late": gravac.transform(send=ROWS, delay=1),
+    "in rounds": gravac.transform(send=ROWS, every=2),
 }
 TX |= LATE | {f"guarded {name}": gravac.guard(tx) for name, tx in LATE.items()}
 INJECTED = "inject_hyperparams in guard"
@@ -263,12 +259,7 @@ def test_a_guard_does_nothing_where_replicas_hear_late(name):
 
 
 def test_a_guard_hands_extra_arguments_to_the_transform():
-    tx = gravac.guard(
-        optax.chain(
-            gravac.transform(None, compress=True, controller=gravac.Fastest((1, 4))),
-            optax.sgd(0.125),
-        )
-    )
+    tx = gravac.guard(optax.chain(gravac.transform(None), optax.sgd(0.125)))
     state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     update = jax.jit(
         lambda state, seconds: tx.update(

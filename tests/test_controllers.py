@@ -11,32 +11,36 @@ import pytest
 import gravac_jax as gravac
 from gravac_jax._controllers import CONTROLLERS
 
-LADDER = (1, 4, 16, 64)
-UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": LADDER}
+UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": _examples.FOUR}
 
 EXAMPLES = _examples.members(CONTROLLERS)
 GRAVACS = [x for x in EXAMPLES if isinstance(x, gravac.GraVAC)]
 FASTEST = [x for x in EXAMPLES if isinstance(x, gravac.Fastest)]
-RUNS = {"predicted": None, "measured": 0, "measured later": 90}  # from which step on
+RUNS = {
+    "predicted": {},
+    "measured": {"measured_from": 0},
+    "measured later": {"measured_from": 90},
+    "in rounds": {"measured_from": 90, "longest": 3},
+}
 # To trace and to compile, no run is special.
 ONE_RUN_DOES = (_laws.compiles_once, _laws.decides_alike)
-RUNS_OF = {law: ["measured later"] for law in ONE_RUN_DOES} | {
+RUNS_OF = {law: ["in rounds"] for law in ONE_RUN_DOES} | {
     _laws.survives_overflow: ["predicted", "measured"]  # it repeats the first step
 }
 CASES = [
     pytest.param(law, run, id=f"{law.__name__}-{run}")
     for law in _laws.CONTROLLER_LAWS
-    for run in RUNS_OF.get(law, ["predicted", "measured later"])
+    for run in RUNS_OF.get(law, ["predicted", "in rounds"])
 ]
-# The choice with the most to choose from; others in the slow run.
+# Those whose ladders have an encoding that needs own params; others in the slow run.
 in_every_choice = lambda every: _harness.choices(
-    every, lambda x: x not in FASTEST or x == FASTEST[-1], repr
+    every, lambda x: x not in FASTEST[:-2], repr
 )
 
 
 def steady(gain, *, seconds=(8.0, 4.0, 2.0, 1.0), measured=None, steps=60):
     """Return evidence that stays as it is; `gain` and `seconds` per rung."""
-    rungs = len(LADDER)
+    rungs = len(_examples.FOUR)
     shares = np.broadcast_to(np.float32(gain), (rungs,)).copy()
     shares[0] = 1
     measured = np.full(rungs, np.nan) if measured is None else measured
@@ -57,22 +61,22 @@ def steady(gain, *, seconds=(8.0, 4.0, 2.0, 1.0), measured=None, steps=60):
 @pytest.mark.parametrize("controller", in_every_choice(EXAMPLES))
 def test_every_controller_keeps_the_law(controller, law, run):
     rungs = len(controller.ladder)
-    law(controller, _examples.evidence(rungs, seed=8, measured_from=RUNS[run]))
+    law(controller, _examples.evidence(rungs, seed=8, **RUNS[run]))
 
 
 @pytest.mark.parametrize("seed", _harness.choices(range(10), lambda x: x < 2))
 @pytest.mark.parametrize("controller", in_every_choice([*GRAVACS, *FASTEST]))
 def test_it_decides_like_its_oracle_over_many_runs(controller, seed):
-    for start in RUNS.values():
-        evidence = _examples.evidence(len(controller.ladder), seed, measured_from=start)
+    for run in RUNS.values():
+        evidence = _examples.evidence(len(controller.ladder), seed, **run)
         _laws.decides_like_its_oracle(controller, evidence)
 
 
 @pytest.mark.parametrize("first_sparse", [2, 4])
 @pytest.mark.parametrize("controller", GRAVACS, ids=repr)
 def test_rungs_that_are_dense_by_another_name_are_left_out(controller, first_sparse):
-    rungs, start = len(controller.ladder), RUNS["measured later"]
-    evidence = _examples.evidence(rungs, 2, 300, start, first_sparse)
+    rungs = len(controller.ladder)
+    evidence = _examples.evidence(rungs, 2, 300, 90, first_sparse)
     _laws.decides_like_its_oracle(controller, evidence)
     taken, _ = _laws.decided(controller, evidence)
     assert not ((taken > 0) & (taken < min(first_sparse, rungs - 1))).any()
@@ -108,7 +112,7 @@ def test_a_norm_is_the_root_of_an_energy(kind, rung):
     assert rungs[-1] == rung
 
 
-def test_like_throughputs_settle_on_the_smaller_factor_and_stay():
+def test_like_throughputs_settle_on_the_lower_rung_and_stay():
     evidence = steady(1.0, seconds=[8.0, 4.0, 2.0, 1.99])
     evidence.predicted_parts[30:, :, 0] = [8.0, 4.0, 2.0, 0.1]  # too late
     rungs, states = _laws.decided(gravac.GraVAC(**UNTIL_THE_TOP), evidence)
@@ -147,7 +151,7 @@ def test_the_smoothing_of_the_paper_is_a_hundredth_a_replica():
     # log(1 / 2) / log(1 - N / 100) steps.
     evidence = steady(1.0, steps=60)._replace(replicas=8)
     evidence.energies[20:, 1:] = 0
-    controller = gravac.GraVAC(epsilon=0.5, window=1000, gain="energy", ladder=LADDER)
+    controller = gravac.GraVAC(_examples.FOUR, epsilon=0.5, window=1000)
     rungs, states = _laws.decided(controller, evidence)
     gain = states.averages.sent[:, 2] / states.averages.total
     first_dense = int(np.argmax(gain < 0.5))
@@ -159,51 +163,29 @@ def test_the_smoothing_of_the_paper_is_a_hundredth_a_replica():
     assert first_dense == expected
 
 
-# Schedules, caps and Accordion. ---------------------------------------------------
+# Accordion. -----------------------------------------------------------------------
 
 
-def test_a_cap_of_the_top_changes_nothing():
-    other = gravac.GraVAC(**UNTIL_THE_TOP)
-    evidence = _examples.evidence(len(LADDER), seed=3)
-    expected = _laws.decided(other, evidence)
-    received = _laws.decided(gravac.Capped(other, cap=64), evidence)
-    _laws.assert_same(received, expected)
+@pytest.mark.parametrize(
+    ("rate", "rungs"),
+    [
+        # A decision takes effect at the third step after it.
+        (
+            lambda step: jnp.where(step < 40, 0.1, 0.01),
+            [0] * 9 + [1] * 28 + [0] * 5 + [1] * 18,
+        ),
+        # But for the last few steps, on its way to 0.
+        (lambda step: 1 + jnp.cos(jnp.pi * step / 70), [0] * 9 + [1] * 51),
+    ],
+    ids=["a drop", "a smooth fall"],
+)
+def test_accordion_sends_less_where_norms_stay_and_more_after_a_drop(rate, rungs):
+    learning_rate = lambda step: jnp.float32(rate(jnp.float32(step)))
+    controller = gravac.Accordion(interval=5, learning_rate=learning_rate)
+    assert _laws.decided(controller, steady(1.0))[0].tolist() == rungs
 
 
-def test_a_cap_bounds_the_first_step_too():
-    rising = gravac.Capped(gravac.Fixed(100), cap=2)
-    assert int(rising.init()[0]) == 0
-    high = gravac.Fastest(gravac.geometric(10, 1000))
-    stages = gravac.Capped(high, cap=gravac.warm_up(100).schedule)
-    assert stages.samples_gradient
-    assert int(stages.init()[0]) == 0
-
-
-def test_a_drop_of_the_learning_rate_returns_to_low_factors_for_a_while():
-    rate = lambda step: jnp.where(step < 30, 0.1, 0.01)
-    cap = gravac.low_after_drops(rate, factor=4, steps=10)
-    controller = gravac.Capped(gravac.Scheduled(lambda step: 64, LADDER), cap)
-    rungs, _ = _laws.decided(controller, steady(1.0))
-    # A decision takes effect at the third step after it.
-    assert rungs.tolist() == [3] * 27 + [1] * 10 + [3] * 23
-
-
-def test_a_smooth_schedule_does_not_drop():
-    # But for the last few steps, on its way to 0.
-    cosine = lambda step: 1 + jnp.cos(jnp.pi * jnp.float32(step) / 1000)
-    cap = gravac.low_after_drops(cosine, factor=4, steps=500)
-    steps = jnp.arange(0, 990, 30, dtype=jnp.int32)
-    assert np.isinf(jax.vmap(cap)(steps)).all()
-
-
-def test_accordion_is_high_where_norms_stay_and_low_after_a_drop():
-    rate = lambda step: jnp.where(step < 40, 0.1, 0.01)
-    controller = gravac.Accordion(interval=5, learning_rate=rate)
-    rungs, _ = _laws.decided(controller, steady(1.0))
-    assert rungs.tolist() == [0] * 9 + [1] * 28 + [0] * 5 + [1] * 18
-
-
-def test_accordion_is_low_where_the_norm_has_halved():
+def test_accordion_sends_more_where_the_norm_has_halved():
     evidence = steady(1.0)
     energy = np.where(np.arange(60) < 33, 1, 0.2).astype(np.float32)
     changed = evidence._replace(gradient_energy=energy)
@@ -218,15 +200,13 @@ def test_accordion_is_low_where_the_norm_has_halved():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: gravac.Accordion(100, 10), "rise"),
+        (lambda: gravac.Accordion(_examples.FOUR), "must have 2 encodings"),
         (lambda: gravac.Accordion(interval=0), "`interval` must be"),
         (lambda: gravac.Accordion(threshold=0), "`threshold` must be"),
         (lambda: gravac.Accordion(learning_rate=0.1), "`learning_rate` must be"),
-        (lambda: gravac.Capped(100, 10), "`controller` must be"),
-        (lambda: gravac.Capped(gravac.GraVAC(), 0.1), "`cap` must be"),
-        (lambda: gravac.Capped(gravac.GraVAC(), "10"), "`cap` must be"),
-        (lambda: gravac.low_after_drops(0.1, 10, 9), "`learning_rate` must"),
-        (lambda: gravac.low_after_drops(abs, 10, 0), "`steps` must be"),
+        (lambda: gravac.Scheduled(_examples.FOUR, (5, 3, 7)), "`starts` must be"),
+        (lambda: gravac.Scheduled(_examples.FOUR, (5, 7)), "`starts` must be"),
+        (lambda: gravac.GraVAC(_examples.FOUR[1:]), "must begin with gravac.Dense"),
     ],
 )
 def test_a_wrong_argument_is_named(call, words):
@@ -237,11 +217,14 @@ def test_a_wrong_argument_is_named(call, words):
 # What float32 cannot hold
 
 
+FEW_BITS = (gravac.Dense(), gravac.Bits(4))
+
+
 @pytest.mark.parametrize(
-    "controller", [gravac.Fastest((1, 8)), gravac.GraVAC(ladder=(1, 8))], ids=repr
+    "controller", [gravac.Fastest(FEW_BITS), gravac.GraVAC(FEW_BITS)], ids=repr
 )
 def test_gradients_whose_squares_vanish_go_dense(controller):
-    tx = gravac.transform(None, controller=controller, wire=gravac.WireCost(1e6))
+    tx = gravac.transform(None, send=controller, network=gravac.WireCost(1e6))
     grads = np.random.default_rng(0).normal(size=(128, 128)).astype("f")
     update = jax.jit(tx.update)
     _, usual = update(grads, tx.init(grads))
@@ -260,19 +243,17 @@ def test_gradients_whose_squares_vanish_go_dense(controller):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "controller", [gravac.Fastest((1, 4)), gravac.Fixed(4)], ids=repr
-)
-def test_a_controller_says_once_that_it_guesses_times(controller):
+@pytest.mark.parametrize("send", [gravac.Fastest(FEW_BITS), gravac.Bits(4)], ids=repr)
+def test_a_controller_says_once_that_it_guesses_times(send):
     grads = np.ones((128, 128), np.float32)
 
     def updated(seconds=None, **others):
-        tx = gravac.transform(None, controller=controller, **others)
+        tx = gravac.transform(None, send=send, **others)
         return jax.eval_shape(tx.update, grads, tx.init(grads), step_seconds=seconds)
 
     updated(np.float32(np.nan))  # one is coming
-    updated(wire=gravac.WireCost())
-    if controller.uses_seconds:
+    updated(network=gravac.WireCost())
+    if isinstance(send, gravac.Fastest):
         with pytest.warns(
             UserWarning, match=r"Fastest is told no step times.*StepClock"
         ):

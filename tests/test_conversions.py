@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from _harness import ROWS
 
 import gravac_jax as gravac
 
@@ -40,12 +41,11 @@ def load(text, **names):
 
 
 @pytest.fixture
-def controlled(monkeypatch):
-    """Gives the program's transform a controller, and a fast compilation."""
+def sends(monkeypatch):
+    """Says what the program's transform sends, such as what compiles fast."""
 
-    def use(controller):
-        cheap = {"controller": controller, "exchange": gravac.Quantized(32)}
-        made = functools.partial(TRANSFORM, **cheap)
+    def use(send):
+        made = functools.partial(TRANSFORM, send=send)
         monkeypatch.setattr(gravac, "transform", made)
 
     return use
@@ -73,9 +73,9 @@ def test_no_more_lines_change_than_it_took(name):
 # until XLA's CPU backend ends the process.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
-def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, controlled):
-    schedule = lambda step: jax.numpy.where(step < STEPS, 1.0, 8.0)
-    controlled(gravac.Scheduled(schedule, ladder=(1, 8)))
+def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, sends):
+    few_bits = gravac.Bits(4, row_entries=32)
+    sends(gravac.Scheduled((gravac.Dense(), few_bits), starts=(STEPS,)))
     # Each replica's own gradient is clipped now, in place of their mean: see below.
     limits = {"fsdp": {"MAX_NORM": 1e9}, "train_state": {"DTYPE": jax.numpy.float32}}
     limit = limits.get(name, {})
@@ -114,8 +114,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_what_to_do(mistake, controlled):
-    controlled(gravac.Fixed(10))
+def test_a_mistake_is_answered_with_what_to_do(mistake, sends):
+    sends(ROWS)
     name, part, other, says = MISTAKES[mistake]
     text = source(name)
     assert text.count(part) == 1
@@ -123,8 +123,8 @@ def test_a_mistake_is_answered_with_what_to_do(mistake, controlled):
         load(text.replace(part, other)).main(1)
 
 
-def test_what_pmap_does_not_see_a_trace_on_a_mesh_does(controlled):
-    controlled(gravac.Fixed(10))
+def test_what_pmap_does_not_see_a_trace_on_a_mesh_does(sends):
+    sends(ROWS)
     grads = "grads = grad_fn(state.params)\n"
     pmean = '    grads = jax.lax.pmean(grads, axis_name="batch")\n'
     mesh = jax.make_mesh((jax.device_count(),), ("batch",))

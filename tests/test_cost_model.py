@@ -1,10 +1,8 @@
 """Seconds follow from bytes and messages."""
 
-import jax.numpy as jnp
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax._controllers import cost_model
 
 
 def test_a_step_is_compute_then_latency_then_bytes_over_bandwidth():
@@ -35,9 +33,3 @@ def test_only_compressed_steps_select():
 def test_a_figure_that_no_network_has_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"`{name}`"):
         gravac.WireCost(**{name: value})
-
-
-def test_throughput_falls_with_seconds_and_grows_with_gain():
-    gains, seconds = jnp.array([1.0, 0.5, 0.5]), jnp.array([4.0, 4.0, 1.0])
-    throughput = cost_model.compression_throughput(gains, seconds)
-    assert throughput.tolist() == [0.25, 0.125, 0.5]

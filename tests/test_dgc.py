@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 
-import _examples
 import _harness
 import _oracles
 import jax
@@ -67,14 +66,13 @@ class Dgc:
         return compensated, (compensated - kept).mean(0), self.dense.add(mean)
 
 
-def library(memory, replicas, max_norm, decay, controller, grads):
-    """Return params, residuals and factors of every step of the library."""
+def library(memory, replicas, max_norm, decay, send, grads):
+    """Return params, residuals and rungs of every step of the library."""
     tx = optax.chain(
         gravac.transform(
             compress=COMPRESS,
-            exchange=gravac.AllGather(gravac.TopK(), **_examples.WIDE),
             memory=memory,
-            controller=controller,
+            send=send,
             weight_decay=decay,
             clip=max_norm and gravac.ClipByGlobalNorm(max_norm),
         ),
@@ -100,13 +98,14 @@ def library(memory, replicas, max_norm, decay, controller, grads):
     story = []
     for i in range(STEPS):
         *state, params, info, kept = run(*state, _harness.at(grads, i))
-        story.append(jax.tree.map(np.asarray, (params, kept, info.factor)))
+        story.append(jax.tree.map(np.asarray, (params, kept, info.rung)))
     return story
 
 
-CONTROLLERS = {
-    "fixed": gravac.Fixed(8),
-    "warm-up": gravac.warm_up(20, factors=(1, 8)),
+EXACT = gravac.TopK(8, select="exact", values="float32")
+SENDS = {
+    "fixed": EXACT,
+    "warm-up": gravac.Scheduled((gravac.Dense(), EXACT), starts=(20,)),
 }
 OPTIONS = {
     "replicas": (1, 4),
@@ -114,7 +113,7 @@ OPTIONS = {
     "masking": (False, True),
     "max_norm": (None, 4.0),
     "decay": (0.0, DECAY),
-    "schedule": tuple(CONTROLLERS),
+    "schedule": tuple(SENDS),
 }
 CASES = list(itertools.product(*OPTIONS.values()))
 random.Random(0).shuffle(CASES)
@@ -129,13 +128,13 @@ PAIRED = [x for x in _harness.covering(CASES, enumerate, together=2) if x not in
 )
 def test_dgc_is_its_equations(replicas, nesterov, masking, max_norm, decay, schedule):
     memory = gravac.Momentum(M, nesterov=nesterov, masking=masking)
-    controller, grads = CONTROLLERS[schedule], gradients(replicas)
-    story = library(memory, replicas, max_norm, decay, controller, grads)
+    grads = gradients(replicas)
+    story = library(memory, replicas, max_norm, decay, SENDS[schedule], grads)
     oracle = Dgc(memory, replicas, max_norm, decay)
     params = {name: x.astype(np.float64) for name, x in PARAMS.items()}
-    factors = set()
-    for i, (received, kept, factor) in enumerate(story):
-        factors.add(float(factor))
+    rungs = set()
+    for i, (received, kept, rung) in enumerate(story):
+        rungs.add(int(rung))
         before = params if i == 0 else story[i - 1][0]
         compensated, w, b = oracle.step(_harness.at(grads, i), before, kept)
         off = np.where(kept != 0, kept - compensated, 0)
@@ -146,5 +145,4 @@ def test_dgc_is_its_equations(replicas, nesterov, masking, max_norm, decay, sche
             expected = before[name] - RATE * update
             bound = 2.0**-20 * (scale + np.abs(before[name]).max())
             assert np.abs(received[name] - expected).max() <= bound
-    # Below a factor of N an all-gather would move more than a dense mean.
-    assert factors == {x if x >= replicas else 1 for x in controller.ladder}
+    assert rungs == {"fixed": {0}, "warm-up": {0, 1}}[schedule]

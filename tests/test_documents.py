@@ -341,12 +341,12 @@ def test_dense_steps_are_those_of_one_device_with_all_rows(recipe):
         params = optax.apply_updates(params, updates)
     results = recipe["results"]
     for where in ("simulated", "mesh"):
-        dense, few = results[f"dense, {where}"], results[f"factor 8, {where}"]
+        dense, few = results[f"dense, {where}"], results[f"four bits, {where}"]
         np.testing.assert_allclose(dense["loss"], loss, **ROUNDING)
         assert few["wire bytes"] < dense["wire bytes"] / 4
 
 
-def test_a_fixed_controller_has_one_rung_and_the_default_more(recipe):
+def test_one_encoding_has_one_rung_and_the_default_more(recipe):
     params, gravac = recipe["new_params"](), recipe["gravac"]
     rungs = lambda tx: info_of(tx.init(params)).gains.size
     assert rungs(recipe["quick"]) == 1 < rungs(gravac.transform())

@@ -13,13 +13,12 @@ import pytest
 from _harness import assert_same
 
 from gravac_jax import _arrays
-from gravac_jax._selection import entries
-from gravac_jax._selection.entries import PAD, Marks
+from gravac_jax._encodings import entries
+from gravac_jax._encodings.entries import PAD, Marks
 
 magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_bits))
 clear = jax.jit(entries.clear)
 count = jax.jit(entries.count)
-is_marked = jax.jit(entries.is_marked)
 mark = jax.jit(entries.mark)
 places = jax.jit(entries.places, static_argnums=1)
 places_of_ranks = jax.jit(entries.places_of_ranks)
@@ -68,11 +67,10 @@ def test_the_first_k_places_rise_and_empty_slots_rise_from_pad(n):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_an_entry_is_found_by_its_rank_and_knows_whether_it_is_marked(n):
+def test_an_entry_is_found_by_its_rank(n):
     ranks = np.random.default_rng(n).permutation(n).astype(np.int32)
     for mask in masks_of(n):
         marks = mark(mask)
-        assert np.array_equal(is_marked(marks, ranks), mask[ranks])
         if mask.any():
             mine = ranks % mask.sum(dtype=np.int32)
             found = places_of_ranks(marks, mine)
@@ -100,22 +98,6 @@ def test_a_run_of_marks_that_begins_at_the_gap_and_wraps_around_is_removed(n):
                 assert_same(received[: max(1, total)], expected[: max(1, total)])
             # Over all gaps every mark stays equally often.
             assert len(set(stays[:total, marked].sum(0).tolist())) <= 1
-
-
-def test_members_of_a_batch_get_what_they_get_alone():
-    n = 97
-
-    def everything(mask):
-        marks = entries.mark(mask)
-        thinned = entries.thin(marks, marks.total // 2, marks.total // 3)
-        found = entries.places_of_ranks(marks, marks.total[None] // 2)
-        cleared = entries.clear(jnp.arange(n, dtype=jnp.float32), marks)
-        return marks, entries.places(marks, half(n)), thinned, found, cleared
-
-    alone = jax.jit(everything)
-    expected = [alone(mask) for mask in masks_of(n)]
-    batch = jax.jit(jax.vmap(everything))(masks_of(n))
-    assert_same(batch, jax.tree.map(lambda *x: np.stack(x), *expected))
 
 
 def test_nothing_is_sorted_and_only_words_are_scattered():

@@ -20,34 +20,55 @@ TX = gravac.transform(compress=True)
 
 
 # What is called, with what, and the remedy that its error must name, too.
+DENSE, TWO = gravac.Dense(), gravac.Bits(2)
+STAGES = partial(gravac.Scheduled, (gravac.TopK(4), gravac.TopK(16), gravac.TopK(100)))
 ARGUMENTS = [
-    (ValueError, gravac.Fixed, {"factor": 0.1}, "write 10"),
-    (ValueError, gravac.Fixed, {"factor": 0}, "factor 1"),
-    (ValueError, gravac.Fixed, {"factor": -10}, "factor 1"),
-    (ValueError, gravac.Fixed, {"factor": np.nan}, "factor 1"),
-    (TypeError, gravac.Fixed, {"factor": "10"}, "number"),
-    (TypeError, gravac.Fixed, {"factor": True}, "number"),
+    (ValueError, gravac.TopK, {"factor": 0.01}, "write 100"),
+    (ValueError, gravac.TopK, {"factor": 0}, "gravac.Dense()"),
+    (ValueError, gravac.TopK, {"factor": -10}, "gravac.Dense()"),
+    (ValueError, gravac.TopK, {"factor": np.nan}, "gravac.Dense()"),
+    (TypeError, gravac.TopK, {"factor": "10"}, "number"),
+    (TypeError, gravac.TopK, {"factor": True}, "number"),
+    (ValueError, partial(gravac.TopK, 10), {"select": "random"}, "'exact'"),
+    (ValueError, partial(gravac.TopK, 10), {"values": "uint16"}, "'bfloat16'"),
+    (ValueError, partial(gravac.TopK, 10), {"indices": "bfloat16"}, "'uint16'"),
     (
         ValueError,
-        partial(gravac.exponential, maximum=10),
+        partial(gravac.TopK.exponential, maximum=10),
         {"minimum": 0.01},
         "write 100",
     ),
-    (ValueError, partial(gravac.geometric, 10), {"maximum": 0.5}, "write 2"),
-    (ValueError, gravac.exponential, {"minimum": 100, "maximum": 10}, "below"),
-    (ValueError, partial(gravac.geometric, 10, 100), {"multiplier": 1}, "between 1.01"),
-    (ValueError, gravac.GraVAC, {"ladder": (1, 100, 10)}, "(1, 10, 100)"),
-    (ValueError, gravac.GraVAC, {"ladder": (1, 10, 10)}, "(1, 10)"),
-    (ValueError, gravac.GraVAC, {"ladder": (10, 100)}, "(1, 10, 100)"),
-    (ValueError, gravac.GraVAC, {"ladder": (1,)}, "(1, 10)"),
-    (TypeError, gravac.GraVAC, {"ladder": ()}, "gravac.exponential"),
-    (TypeError, gravac.GraVAC, {"ladder": "1, 10"}, "gravac.exponential"),
-    (TypeError, gravac.GraVAC, {"ladder": 10}, "gravac.exponential"),
-    (TypeError, gravac.GraVAC, {"ladder": [1, 10]}, "tuple"),
+    (ValueError, partial(gravac.TopK.geometric, 10), {"maximum": 0.5}, "write 2"),
+    (ValueError, gravac.TopK.exponential, {"minimum": 100, "maximum": 10}, "below"),
+    (
+        ValueError,
+        partial(gravac.TopK.geometric, 10, 100),
+        {"multiplier": 1},
+        "between 1.01",
+    ),
+    (ValueError, gravac.Bits, {"bits": 3}, "8 or 4 or 2 or 1"),
+    (ValueError, partial(gravac.Bits, 2), {"mean_bits": 16}, "8 or 4 or 2 or 1"),
+    (ValueError, partial(gravac.Bits, 2), {"turns": 0}, "at least 1"),
+    (ValueError, partial(gravac.Bits, 2), {"row_entries": 100}, "multiple of 32"),
+    (ValueError, gravac.LowRank, {"rank": 0}, "at least 1"),
+    (ValueError, partial(gravac.LowRank, 4), {"values": "float16"}, "'bfloat16'"),
+    (ValueError, gravac.Dense, {"values": "float16"}, "'bfloat16'"),
+    (TypeError, gravac.Fastest, {"ladder": (1, 4, 16)}, "gravac.Bits(8)"),
+    (TypeError, gravac.Fastest, {"ladder": [DENSE, TWO]}, "must be a tuple"),
+    (TypeError, gravac.GraVAC, {"ladder": TWO}, "send=gravac.Bits(2)"),
+    (TypeError, gravac.GraVAC, {"ladder": 0.7}, "(gravac.Dense(), "),
+    (ValueError, gravac.Fastest, {"ladder": ()}, "2 encodings or more"),
+    (ValueError, gravac.Fastest, {"ladder": (TWO,)}, "send=gravac.Bits(2)"),
+    (ValueError, gravac.Fastest, {"ladder": (DENSE, TWO, TWO)}, "each of them once"),
+    (ValueError, gravac.Accordion, {"ladder": (DENSE, TWO, TWO)}, "have 2 encodings,"),
+    (ValueError, gravac.GraVAC, {"ladder": (TWO, DENSE)}, "begin with gravac.Dense()"),
+    (ValueError, STAGES, {"starts": (5,)}, "each of 3 encodings but the first"),
+    (ValueError, STAGES, {"starts": (7, 3)}, "rising"),
+    (ValueError, STAGES, {"starts": (-1, 3)}, "counted from 0"),
+    (ValueError, STAGES, {"starts": 5}, "tuple"),
     (TypeError, gravac.Fastest, {"rounds": [1]}, "(1, 4, 16)"),
-    (ValueError, gravac.Fastest, {"largest_at_shared": 2}, "between 4 and inf"),
+    (ValueError, gravac.Fastest, {"rounds": (2, 4)}, "gravac.transform(every=8)"),
     (ValueError, gravac.GraVAC, {"epsilon": 1.5}, "between 0 and 1"),
-    (ValueError, gravac.GraVAC, {"epsilon": (1, 10, 100)}, "ladder=(1, 10, 100)"),
     (
         ValueError,
         partial(gravac.adamw, 1e-3),
@@ -58,11 +79,13 @@ ARGUMENTS = [
     (ValueError, gravac.GraVAC, {"window": 0}, "at least 1"),
     (ValueError, gravac.GraVAC, {"smoothing": 0}, "None"),
     (ValueError, gravac.GraVAC, {"gain": "power"}, "'norm'"),
-    (TypeError, gravac.transform, {"memory": gravac.Fixed(10)}, "gravac.Residual()"),
-    (TypeError, gravac.transform, {"exchange": gravac.TopK()}, "gravac.AllGather()"),
-    (TypeError, gravac.transform, {"compressor": 0.01}, "gravac.TopK()"),
-    (TypeError, gravac.transform, {"controller": 100}, "gravac.Fixed(16)"),
-    (TypeError, gravac.transform, {"wire": 125e6}, "gravac.WireCost()"),
+    (TypeError, gravac.transform, {"send": 0.01}, "gravac.Bits(2)"),
+    (TypeError, gravac.transform, {"send": (DENSE, TWO)}, "gravac.Fastest((gravac.De"),
+    (TypeError, gravac.transform, {"memory": TWO}, "gravac.Residual()"),
+    (TypeError, gravac.transform, {"memory": 0.9}, "gravac.Steps(optax.adam"),
+    (TypeError, gravac.transform, {"network": 125e6}, "gravac.WireCost()"),
+    (TypeError, gravac.transform, {"network": "probe.json"}, "probe.read(file)"),
+    (TypeError, gravac.transform, {"axis_name": TWO}, "send=gravac.Bits(2)"),
     (TypeError, gravac.transform, {"axis_name": 0}, "None"),
     (TypeError, gravac.transform, {"axis_name": ()}, "None"),
     (TypeError, gravac.transform, {"axis_name": ("data", None)}, "None"),
@@ -73,9 +96,11 @@ ARGUMENTS = [
         {"dense_axis_name": "x"},
         "another axis",
     ),
+    (TypeError, gravac.transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
+    (ValueError, gravac.transform, {"every": 0}, "a function from the step"),
+    (ValueError, gravac.transform, {"delay": "1"}, "1 (that of the step before)"),
+    (ValueError, gravac.transform, {"check_every": True}, "0 for never"),
     (ValueError, gravac.WireCost, {"bytes_per_second": 0}, "gravac.WireCost"),
-    (ValueError, gravac.AllGather, {"values": "uint16"}, "'bfloat16'"),
-    (ValueError, gravac.AllGather, {"indices": "bfloat16"}, "'uint16'"),
     (TypeError, partial(gravac.value_and_grad, jnp.sum), {"axis_name": 0}, "None"),
     (
         ValueError,
@@ -85,15 +110,9 @@ ARGUMENTS = [
     ),
     (TypeError, gravac.adamw, {"learning_rate": "1e-3"}, "schedule"),
     (TypeError, gravac.sgd, {"learning_rate": None}, "schedule"),
-    (TypeError, gravac.transform, {"seed": 0.5}, "whole number"),
-    (TypeError, gravac.transform, {"wire": "probe.json"}, "probe.read(file)"),
-    (TypeError, gravac.transform, {"memory": 0.9}, "gravac.Steps(optax.adam"),
-    (TypeError, gravac.transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
-    (ValueError, gravac.transform, {"momentum": "0.9"}, "such as 0.9"),
-    (ValueError, gravac.transform, {"momentum": 1.0}, "such as 0.9"),
-    (ValueError, gravac.transform, {"delay": "1"}, "1 (that of the step before)"),
-    (ValueError, gravac.transform, {"check_every": True}, "0 for never"),
-    (ValueError, gravac.LowRank, {"values": "float16"}, "'bfloat16'"),
+    (ValueError, gravac.Momentum, {"decay": "0.9"}, "such as 0.9"),
+    (ValueError, gravac.Momentum, {"decay": 1.0}, "such as 0.9"),
+    (ValueError, gravac.dgc, {"warm_up_steps": -1}, "before the last stage"),
     (ValueError, gravac.StepClock, {"steps": "0"}, "0 in a new run"),
     (ValueError, gravac.StepClock, {"steps": (0,)}, "0 in a new run"),
     (TypeError, gravac.value_and_grad, {"fun": 3.0}, "(loss_fn, axis_name)"),
@@ -142,7 +161,7 @@ def update_with_state_of(**components):
 
 def own_params(after):
     tx = optax.chain(ALONE, after)
-    gravac.local_params(tx, PARAMS, tx.init(PARAMS))
+    gravac.own_params(tx, PARAMS, tx.init(PARAMS))
 
 
 def aux(out):
@@ -256,7 +275,7 @@ def dropout():
 def own(of):
     """Take own params in an nnx step, with what `of` makes of the optimizer."""
     in_an_nnx_step(
-        lambda model, optimizer, _: gravac.local_params(
+        lambda model, optimizer, _: gravac.own_params(
             optimizer.tx, nnx.state(model), of(optimizer)
         )
     )
@@ -304,8 +323,21 @@ def two_batches():
 
 
 NUMBER, SGD = jnp.zeros(()), optax.sgd(0.1)
+RISING = gravac.Fastest((gravac.TopK(10), gravac.Bits(8)))
 WRONG_VALUES = [
-    misuse("(100, 10) ... Write (10, 100)", lambda: gravac.Accordion(100, 10)),
+    misuse(
+        "every=2 ... Fastest(rounds=(1, 4)) ... Leave `every` out",
+        lambda: gravac.transform(every=2, send=gravac.Fastest(rounds=(1, 4))),
+    ),
+    misuse(
+        "4 replicas ... TopK(10) ... Bits(8) ... the order of their bytes",
+        lambda: in_a_step(tx=gravac.transform(compress=True, send=RISING)),
+    ),
+    misuse("`at` ... 'own' or 'shared' ... 'mine'", lambda: timed(at="mine")),
+    misuse(
+        "`at` ... 'own' or 'shared' ... 'mine'",
+        lambda: gravac.train_step(jnp.add, TX, MESH, at="mine"),
+    ),
     misuse(
         "a dict ... tx.update(grads, opt_state, params)",
         lambda: in_a_step(update=lambda grads, state, params: TX.update(grads, params)),
@@ -339,7 +371,6 @@ WRONG_VALUES = [
         "the batch, the last argument ... .steps",
         lambda: called(jnp.zeros(N), PARAMS, gravac.place(STATE, N)),
     ),
-    misuse("ladder ... 0.1 ... write 10", lambda: gravac.GraVAC(ladder=(1, 0.1, 0.01))),
     misuse(
         "micro_batches=3 ... 'x' ... (4,) ... divisor",
         lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(
@@ -366,7 +397,7 @@ WRONG_VALUES = [
             ("gravac.guard", 0, lambda: gravac.guard(SGD).update(PARAMS, ())),
             ("gravac.guard", 2, lambda: gravac.guard(optax.chain(TX, TX)).init(PARAMS)),
             ("gravac.flush", 0, lambda: gravac.flush(SGD, PARAMS, ())),
-            ("gravac.local_params", 0, lambda: gravac.local_params(SGD, PARAMS, ())),
+            ("gravac.own_params", 0, lambda: gravac.own_params(SGD, PARAMS, ())),
         ]
     ],
     misuse(
@@ -448,9 +479,9 @@ WRONG_VALUES = [
     *[
         misuse("call init again", partial(update_with_state_of, **other))
         for other in (
-            {"memory": gravac.NoMemory()},
-            {"controller": gravac.Fixed(4)},
-            {"controller": gravac.GraVAC(ladder=(1, 2, 3))},
+            {"memory": gravac.Momentum(0.5)},
+            {"send": gravac.TopK(4)},
+            {"send": gravac.Fastest((gravac.Dense(), gravac.Bits(2)))},
         )
     ],
     *[
@@ -624,17 +655,20 @@ WRONG_TYPES = [
                 lambda: gravac.flush(PARAMS, TX, STATE),
             ),
             (
-                "gravac.local_params(tx, params, opt_state)",
+                "gravac.own_params(tx, params, opt_state)",
                 "dict",
-                lambda: gravac.local_params(PARAMS, TX, STATE),
+                lambda: gravac.own_params(PARAMS, TX, STATE),
             ),
             ("gravac.guard(tx)", "function", lambda: gravac.guard(gravac.transform)),
         ]
     ],
-    misuse("compressor ... the class TopK", lambda: gravac.LeaderIndices(gravac.TopK)),
     misuse(
-        "not both ... DenseMean ... TopK()",
-        lambda: gravac.transform(exchange=gravac.DenseMean(), compressor=gravac.TopK()),
+        "`send` ... the class TopK ... gravac.Bits(2)",
+        lambda: gravac.transform(send=gravac.TopK),
+    ),
+    misuse(
+        "`warm_up_steps` lead to a gravac.TopK ... Bits(2) ... gravac.TopK(1000)",
+        lambda: gravac.dgc(send=gravac.Bits(2), warm_up_steps=10),
     ),
     misuse(
         "compress ... sharded ... not both",
@@ -679,10 +713,6 @@ WRONG_TYPES = [
         lambda: ALONE.update({**PARAMS, "b": optax.MaskedNode()}, STATE),
     ),
     misuse("0 arguments ... batch", called),
-    misuse(
-        "compressor ... the class TopK",
-        lambda: gravac.transform(compressor=gravac.TopK),
-    ),
     *[
         misuse(
             f"params ... {dtype} ... ['x'] ... float params", partial(with_leaf, leaf)
@@ -702,10 +732,6 @@ WRONG_TYPES = [
     *[
         misuse("has_aux=True ... (loss, aux)", partial(aux, out))
         for out in [0.0, (0.0, 1, 2)]
-    ],
-    *[
-        misuse(f"`at_own_params` ... {x!r}", partial(timed, at_own_params=x))
-        for x in (1, "data")
     ],
 ]
 
@@ -751,7 +777,7 @@ PLATEAU = optax.chain(TX, optax.contrib.reduce_on_plateau())
             PLATEAU,
         ),
         "params, opt_state, value=0.0)": lambda: run(
-            lambda params, state, x: gravac.local_params(PLATEAU, params, state),
+            lambda params, state, x: gravac.own_params(PLATEAU, params, state),
             PLATEAU,
         ),
         "In a step of your own": lambda: gravac.train_step(
@@ -766,12 +792,31 @@ def test_an_error_of_jax_or_optax_in_a_step_has_a_note_with_the_remedy(remedy, c
     assert any(remedy in note for note in caught.value.__notes__)
 
 
+class Silent(gravac.Encoding):
+    """Does not estimate what it would send."""
+
+    def traffic(self, bucket, replicas):
+        return gravac.Bits(2).traffic(bucket, replicas)
+
+    def exchange(self, x, state, **others):
+        raise AssertionError("nobody asks for it")
+
+    def __repr__(self):
+        return "Silent()"
+
+
+def test_an_encoding_that_estimates_nothing_is_refused_on_a_ladder_that_asks():
+    tx = gravac.transform(None, send=gravac.GraVAC((DENSE, Silent())), compress=True)
+    with pytest.raises(NotImplementedError, match=r"Silent\(\) .* a method `share`"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
 def test_an_error_shows_no_whole_arrays():
     large = {"w": jnp.zeros((1000, 1000))}
     for call in (
         lambda: gravac.place(large, large),
         lambda: gravac.transform(large),
-        lambda: gravac.transform(controller=large),
+        lambda: gravac.transform(send=large),
         lambda: gravac.data_parallel(jnp.add, large),
         lambda: gravac.transform(None, compress=large).init(large),
     ):

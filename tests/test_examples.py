@@ -38,7 +38,8 @@ TOY = ("--steps", "3", "--batch", "2", "--length", "16")
 
 @pytest.mark.slow
 def test_the_quickstart_draws_and_finds_the_same_in_two_processes(tmp_path, text):
-    options = (*TOY, "--data", text, "--ladder", "1", "32")
+    ladder = "Fastest((Dense(), Bits(2, turns=2)))"
+    options = (*TOY, "--data", text, "--send", ladder)
     alone = run(*options, "--out", "a/b.png", cwd=tmp_path)
     assert "807,040 params, 4 replicas" in alone
     assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")

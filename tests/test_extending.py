@@ -14,51 +14,36 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import assert_same, choices
+from _harness import N, assert_same
 
 import gravac_jax as gravac
+from gravac_jax._encodings.ladder import Ladder
 
 
-@dataclasses.dataclass(frozen=True)
-class Above(gravac.Compressor):
-    """Sends what is larger than a share of the largest entry."""
-
-    share: float = 0.25
-
-    def mark(self, bucket, state, wanted):
-        sizes = jnp.abs(bucket)
-        least = jnp.maximum(self.share * jnp.max(sizes), jnp.finfo(jnp.float32).tiny)
-        bits = jax.lax.bitcast_convert_type(least, jnp.int32)
-        return gravac.Choice.from_threshold(bucket, bits), state
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows(gravac.Exchange):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Windows(gravac.Encoding):
     """Averages a window of consecutive entries, which begins at a random one."""
 
-    @property
-    def is_blind(self):
-        return True
+    factor: float
 
-    def traffic(self, n, factor, replicas):
-        k, others = max(1, int(n / factor)), replicas - 1
-        return gravac.Traffic(k, 4 * k, 2 * others / replicas * 4 * k, 2 * others)
+    def _entries(self, n):
+        return max(1, int(n / self.factor))
 
-    def prepare(self, bucket, state, rungs, key, comm):
-        return jax.random.randint(key, (), 0, bucket.size)
+    def traffic(self, bucket, replicas):
+        window = gravac.Bucket(self._entries(bucket.n))
+        return gravac.Dense().traffic(window, replicas)
 
-    def send(self, bucket, prepared, k, comm):
-        mean = comm.mean(jnp.roll(bucket, -prepared)[:k])
-        return jnp.roll(jnp.pad(mean, (0, bucket.size - k)), prepared), ()
+    def exchange(self, x, state, *, bucket, key, step, comm):
+        k, start = self._entries(bucket.n), jax.random.randint(key, (), 0, bucket.n)
+        turned = jnp.roll(x, -start)
+        energy = jnp.sum(turned[:k] ** 2)
+        comm.tell(energy)
+        mean = comm.zeros(x).at[:k].set(comm.mean(turned[:k]))
+        residual = turned.at[:k].set(0)
+        return gravac.Sent(jnp.roll(mean, start), jnp.roll(residual, start), energy), ()
 
-    def conclude(self, bucket, state, prepared, found, rungs):
-        places = jnp.arange(rungs.n, dtype=jnp.int32)
-        is_kept = (places - prepared) % rungs.n >= rungs.sent_count
-        residual = jnp.where(is_kept, bucket, 0)
-        energy, counts = jnp.sum(bucket**2), jnp.asarray(rungs.counts, jnp.float32)
-        sent = energy - jnp.sum(residual**2)
-        energies = jnp.where(rungs.is_taken, sent, counts / rungs.n * energy)
-        return gravac.Kept(residual, energies, energy), state
+    def share(self, looked, bucket, replicas):
+        return jnp.full_like(looked, self._entries(bucket.n) / bucket.n, shape=())
 
 
 class TwoStepState(NamedTuple):
@@ -91,12 +76,16 @@ class Patience(NamedTuple):
     good_steps: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OneUpOneDown(gravac.Controller):
     """Climbs after ten steps of a good gain, and falls a rung after a bad one."""
 
-    ladder: tuple[float, ...] = (1, 4, 16)
-    least_gain: float = 0.3
+    ladder: tuple[gravac.Encoding, ...]
+    least_gain: float = 0.1
+
+    @property
+    def looks_at(self):
+        return "bucket"
 
     def init(self):
         return jnp.int32(0), (jnp.int32(0), Patience(jnp.int32(0)))
@@ -122,37 +111,39 @@ class Signs(gravac.Clip):
 # The laws of each family; a law that compares with an oracle needs an oracle. -------
 
 
+LADDER = gravac.Dense(), Windows(4), Windows(16)
+
+
 def laws_but(laws, *others):
-    return [law for law in laws if law not in others]
+    kept = [law for law in laws if law not in others]
+    return pytest.mark.parametrize("law", kept, ids=lambda law: law.__name__)
 
 
-@pytest.mark.parametrize(
-    "bucket", choices(["gaussian", "ties"], lambda x: x == "gaussian")
+@laws_but(
+    _laws.ENCODING_LAWS + _laws.LAWS_OF_ONE,
+    _laws.contracts,  # on average alone: a window is drawn whatever lies in it
+    _laws.is_like_its_oracle,
+    _laws.is_the_same_alone,
 )
-@pytest.mark.parametrize(
-    "law", laws_but(_laws.COMPRESSOR_LAWS, _laws.selects_like_its_oracle)
-)
-def test_the_compressor_keeps_the_law(law, bucket):
-    law(Above(), *_examples.BUCKETS[bucket])
+def test_the_encoding_keeps_the_law(law):
+    law(Windows(4), _examples.EXACT)
 
 
-@pytest.mark.parametrize(
-    "law",
-    laws_but(
-        _laws.EXCHANGE_LAWS, _laws.exchanges_like_its_oracle, _laws.is_the_same_alone
-    ),
-)
-def test_the_exchange_keeps_the_law(law):
-    law(Windows(), _examples.EXCHANGED, _examples.LADDER)
+@laws_but(_laws.LADDER_LAWS)
+def test_the_encoding_keeps_the_law_beside_another(law):
+    pair = gravac.Bits(2, row_entries=32), Windows(64)
+    bucket = _laws.bucket_of(_examples.EXACT)
+    law(Ladder(pair, bucket, is_looked_at=True), _examples.EXACT)
 
 
-class Wrapped(Windows):
-    """Overrides `exchange` itself."""
+@laws_but(_laws.MEMORY_LAWS, _laws.telescopes, _laws.remembers_like_its_oracle)
+def test_the_memory_keeps_the_law(law):
+    law(TwoStepMean(), _examples.GRADIENTS, _examples.IS_SENT)
 
-    def exchange(self, bucket, state, rung, *, figures=(), **others):
-        exchanged, state = super().exchange(bucket, state, rung, **others)
-        figures = others["comm"].mean(figures)
-        return exchanged._replace(figures=figures), state
+
+@pytest.mark.parametrize("law", [_laws.compiles_once, _laws.decides_alike])
+def test_the_controller_keeps_the_law(law):
+    law(OneUpOneDown(LADDER), _examples.evidence(3, seed=0))
 
 
 class InSixes(Windows):
@@ -169,72 +160,73 @@ class TooSmall(Windows):
         return n - 1
 
 
-def test_an_exchange_of_ones_own_says_how_large_its_buckets_are():
+def alone(send, grads):
+    """Return what comes of a step of one replica."""
+    tx = gravac.transform(None, send=send, compress=True)
+    return jax.jit(tx.update)(grads, tx.init(grads))
+
+
+def test_an_encoding_of_ones_own_says_how_large_its_buckets_are():
     grads = {"a": np.ones((5, 2), np.float32), "b": np.ones(4, np.float32)}
-    make = lambda exchange: gravac.transform(
-        None, exchange=exchange, compress=True, controller=gravac.Fixed(4)
-    )
-    tx = make(InSixes())
-    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    updates, state = alone(InSixes(4), grads)
     (bucket, _) = jax.tree.leaves(state.local.memory)
     assert bucket.size == 18
     assert not np.any(bucket[14:])
     kept = bucket[:14].sum()
     assert sum(x.sum() for x in updates.values()) + kept == 14
-    dense = gravac.DenseMean().traffic(14, 1, 1)
+    dense = gravac.Dense().traffic(gravac.Bucket(14), 1)
     assert state.info.dense_bytes == dense.payload_bytes
     with pytest.raises(ValueError, match=r"returned \[13\] for \[14\] entries"):
-        make(TooSmall()).init(grads)
+        alone(TooSmall(4), grads)
 
 
-class Forgetful(Windows):
-    """Takes figures, and averages none."""
+class TellsNothing(Windows):
+    """Lets no figures travel with its messages."""
 
-    def exchange(self, bucket, state, rung, *, figures=(), **others):
-        del figures
-        return super().exchange(bucket, state, rung, **others)
-
-
-def test_an_exchange_of_ones_own_averages_the_figures_that_it_is_given():
-    grads = np.ones(64, np.float32)
-    updates = []
-    for exchange in (Windows(), Wrapped()):
-        tx = gravac.transform(
-            None, exchange=exchange, compress=True, controller=gravac.Fixed(4)
-        )
-        updates.append(tx.update(grads, tx.init(grads))[0])
-    assert_same(*updates)
-    tx = gravac.transform(
-        None, exchange=Forgetful(), compress=True, controller=gravac.Fixed(4)
-    )
-    with pytest.raises(TypeError, match=r"Forgetful\.exchange did not average"):
-        tx.update(grads, tx.init(grads))
+    def exchange(self, x, state, *, comm, **others):
+        return super().exchange(x, state, comm=gravac.Comm(comm.axis_name), **others)
 
 
-@pytest.mark.parametrize(
-    "law",
-    laws_but(_laws.MEMORY_LAWS, _laws.telescopes, _laws.remembers_like_its_oracle),
-)
-def test_the_memory_keeps_the_law(law):
-    law(TwoStepMean(), _examples.GRADIENTS, _examples.IS_SENT)
+def test_figures_are_known_though_an_encoding_takes_none_along():
+    grads = np.arange(N * 64, dtype=np.float32).reshape(N, 64)
+    found = []
+    for send in (Windows(4), TellsNothing(4)):
+        tx = gravac.transform(send=send, compress=True)
+        state = tx.init(grads[0])
+        update = jax.vmap(lambda x: tx.update(x, state), axis_name="data")  # noqa: B023
+        updates, state = jax.jit(update)(grads)
+        found.append((updates, state.info))
+    assert_same(*found)
 
 
-@pytest.mark.parametrize("law", [_laws.compiles_once, _laws.decides_alike])
-def test_the_controller_keeps_the_law(law):
-    law(OneUpOneDown(), _examples.evidence(3, seed=0))
+class EstimatesNothing(Windows):
+    """Does not say what it would send."""
+
+    share = gravac.Encoding.share
+
+
+def test_an_encoding_that_estimates_nothing_is_for_controllers_that_ask_nothing():
+    ladder, grads = (gravac.Dense(), EstimatesNothing(4)), np.ones(64, np.float32)
+    _, state = alone(gravac.Scheduled(ladder, starts=(0,)), grads)
+    assert state.info.rung == 1
+    with pytest.raises(NotImplementedError, match=r"EstimatesNothing\(4\).*`share`"):
+        alone(OneUpOneDown(ladder), grads)
 
 
 # Training. -------------------------------------------------------------------------
 
-N, STEPS = 4, 60
+STEPS = 60
 RNG = np.random.default_rng(0)
 TRUE = RNG.standard_normal((16, 8)).astype(np.float32)
 INPUTS = RNG.standard_normal((STEPS, N * 8, 16)).astype(np.float32)
 
 RECIPES = {
-    "compressor, memory": {"compressor": Above(), "memory": TwoStepMean()},
-    "exchange, controller": {"exchange": Windows(), "controller": OneUpOneDown()},
-    "clip": {"clip": Signs(), "exchange": gravac.Quantized(32)},
+    "encoding, memory": {
+        "send": gravac.Scheduled((gravac.Dense(), Windows(8)), starts=(6,)),
+        "memory": TwoStepMean(),
+    },
+    "encoding, controller": {"send": OneUpOneDown(LADDER)},
+    "clip": {"clip": Signs(), "send": gravac.Bits(2, row_entries=32)},
 }
 
 
@@ -244,10 +236,6 @@ def loss_of(params, batch):
 
 def trained(recipe):
     """Return (loss, sent, gradients, memory, factor) of each step of a run."""
-    recipe = {
-        "controller": gravac.Scheduled(lambda i: jnp.where(i > 5, 8, 1), (1, 8)),
-        **recipe,
-    }
     exchange = gravac.transform(compress=True, **recipe)
     tx = optax.sgd(0.2)
 

@@ -1,45 +1,46 @@
 """StepInfo reports what a step sent, down to the byte."""
 
+import functools
 import warnings
 
-import _examples
 import _laws
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import covering
+from _harness import ROWS, covering
 
 import gravac_jax as gravac
-from gravac_jax import _buckets, _collectives, _info
+from gravac_jax import _collectives, _info
+from gravac_jax._encodings.ladder import Ladder
 
-N, LADDER = 4, (1.0, 4.0, 1000.0)
+N, LADDER = 4, (gravac.Dense(), gravac.TopK(4), gravac.TopK(1000))
 LOCAL = len(LADDER)
 WEIGHTS = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
+LARGE = {"w": np.zeros((128, 128), np.float32), "b": np.zeros(5, np.float32)}
 IS_MATRIX = {"w": True, "b": False}
-EXCHANGES = [
-    gravac.AllGather(),
-    gravac.AllGather(gravac.Identity()),
-    gravac.LeaderIndices(),
-    gravac.DenseMean(),
-    gravac.DenseMean("bfloat16"),
-    gravac.QuantizedAllReduce(32),
-    gravac.Mixed((1000.0,), gravac.QuantizedAllReduce(32)),
-    gravac.QuantizedTopK(),
-]
 
 
-def tables(compress=True, exchange=None, replicas=N, controller=None):
-    padded = (exchange or gravac.AllGather()).padded_size
-    plan = _buckets.plan(WEIGHTS, compress, padded)
-    exchanges = [exchange or gravac.AllGather()] * len(plan.sizes)
-    controller = controller or gravac.Scheduled(len, LADDER)
-    return _info.tables(plan, exchanges, controller, replicas, rides=True)
+def traced(send, params=WEIGHTS, compress=True, replicas=N):
+    """Return the program of a step, and the tables from which it reports."""
+    tx, found, tables = gravac.transform(send=send, compress=compress), [], _info.tables
+    state, axis_env = tx.init(params), [("data", replicas)]
+    with pytest.MonkeyPatch.context() as patch:
+        keep = lambda *args: found.append(tables(*args)) or found[-1]
+        patch.setattr(_info, "tables", keep)
+        jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(params, state).jaxpr
+    return jaxpr, found[-1]
+
+
+@functools.cache
+def usual(replicas=N):
+    """Return the tables of `LADDER`."""
+    return traced(gravac.GraVAC(LADDER), replicas=replicas)[1]
 
 
 @jax.jit
 def report(before, rung, gains, is_bad=False, apart=0.0):
-    info = _info.after(before, tables(), rung, gains, jnp.float32(1))
+    info = _info.after(before, usual(), rung, gains, jnp.float32(1))
     is_bad, apart = jnp.asarray(is_bad), jnp.asarray(apart)
     return _info.count_faults(
         info, is_bad=is_bad, is_told_late=False, is_alike=is_bad, apart=apart
@@ -54,11 +55,17 @@ def reports(*rungs, gains=(1.0, 0.5, 0.25)):
     return info
 
 
-CONTROLLERS = [gravac.GraVAC(ladder=LADDER), gravac.Fastest(ladder=LADDER)]
+LADDERS = [
+    LADDER,
+    (gravac.Dense(), gravac.Dense("bfloat16"), gravac.TopK(16)),
+    (gravac.Dense(), gravac.Bits(8), gravac.Bits(1)),
+    (gravac.Dense(), gravac.Bits(2), gravac.TopK(64)),
+    (gravac.Dense(), gravac.LowRank(1), gravac.TopK(64)),
+]
 CASES = [
-    (exchange, controller, compress, replicas)
-    for exchange in EXCHANGES
-    for controller in CONTROLLERS
+    (kind, ladder, compress, replicas)
+    for kind in (gravac.GraVAC, gravac.Fastest)
+    for ladder in LADDERS
     for compress, replicas in [(True, N), (IS_MATRIX, N), (False, N), (IS_MATRIX, 2)]
 ]
 # Each choice in the default run, any two together in it or in the slow one.
@@ -69,78 +76,75 @@ PAIRED = covering(CASES, by_place, together=2)
 
 @pytest.mark.filterwarnings("ignore:gravac.transform compresses none")
 @pytest.mark.parametrize(
-    ("exchange", "controller", "compress", "replicas"),
+    ("kind", "ladder", "compress", "replicas"),
     [
         pytest.param(*x, marks=() if x in SINGLE else pytest.mark.slow)
         for x in [*SINGLE, *(x for x in PAIRED if x not in SINGLE)]
     ],
     ids=repr,
 )
-def test_every_byte_of_a_whole_step_is_reported(
-    exchange, controller, compress, replicas
-):
-    tx = gravac.transform(exchange=exchange, controller=controller, compress=compress)
-    state = tx.init(WEIGHTS)
-    axis_env = [("data", replicas)]
-    jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(WEIGHTS, state).jaxpr
-    table = tables(compress, exchange, replicas, controller)
-    for rung in range(len(LADDER)):
-        sent = _laws.put_in(jaxpr, rung, len(LADDER), replicas)
+def test_every_byte_of_a_whole_step_is_reported(kind, ladder, compress, replicas):
+    jaxpr, table = traced(kind(ladder), WEIGHTS, compress, replicas)
+    for rung in range(len(ladder)):
+        sent = _laws.put_in(jaxpr, rung, len(ladder), replicas)
         assert (table.payload_bytes[rung], table.messages[rung]) == sent
 
 
 KNOWN = [
-    (exchange, factor, *others)
-    for exchange in [
-        gravac.DenseMean(),
-        gravac.QuantizedAllReduce(),
-        gravac.Quantized(),
-        gravac.AllGather(),
-        gravac.Mixed((64.0,)),
+    (send, *others)
+    for send in [
+        gravac.Dense(),
+        gravac.Dense("bfloat16"),
+        gravac.Bits(2),
+        gravac.Bits(2, turns=4),
+        gravac.LowRank(2),
+        gravac.TopK(64),
     ]
-    for factor in [1, 16, 64]
     for others in [(0, N), (2**20, N), (2**20, 2)]
 ]
 
 
 @pytest.mark.parametrize(
-    ("exchange", "factor", "copied_entries", "replicas"),
+    ("send", "copied_entries", "replicas"),
     covering(KNOWN, by_place, together=2),
     ids=repr,
 )
-def test_every_byte_of_a_step_at_a_known_rung_is_reported(
-    exchange, factor, copied_entries, replicas, monkeypatch
+def test_every_byte_of_a_step_of_one_encoding_is_reported(
+    send, copied_entries, replicas, monkeypatch
 ):
     monkeypatch.setattr(_collectives, "COPIED_ENTRIES", copied_entries)
-    params = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(5, np.float32)}
-    controller = gravac.Fixed(factor)
-    tx = gravac.transform(exchange=exchange, controller=controller, compress=IS_MATRIX)
-    state = tx.init(params)
-    axis_env = [("data", replicas)]
-    jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(params, state).jaxpr
-    plan = _buckets.plan(params, IS_MATRIX, exchange.padded_size)
-    table = _info.tables(plan, [exchange], controller, replicas, rides=True)
+    jaxpr, table = traced(send, LARGE, IS_MATRIX, replicas)
     sent = _laws.put_in(jaxpr, 0, 1, replicas)
     assert (table.payload_bytes[0], table.messages[0]) == sent
 
 
 @pytest.mark.parametrize(
-    ("compress", "factors"),
-    [(True, [1, 69 / 17, 69]), (IS_MATRIX, [1, 4, 64]), (False, [1, 1, 1])],
-    ids=str,
+    ("send", "bits"),
+    [
+        (gravac.Dense(), 32 * 16_384),
+        (gravac.Dense("bfloat16"), 16 * 16_384),
+        # Sixteen rows, with two scales each.
+        (gravac.Bits(2), 2 * 16_384 + 16 * 64),
+        (gravac.Bits(1, turns=4), 4_096 + 16 * 64),
+        # Values and places, and where the only block ends.
+        (gravac.TopK(100), (16 + 16) * 163 + 32),
+        (gravac.TopK(100, values="float32", indices="int32"), (32 + 32) * 163),
+        (gravac.LowRank(2), 32 * 2 * 256),
+    ],
+    ids=repr,
 )
-def test_the_factor_is_entries_over_entries_sent_of_compressed_leaves(
-    compress, factors
-):
-    assert tables(compress).factors.tolist() == [*np.float32(factors), np.inf]
+def test_the_factor_is_dense_bits_over_bits_sent_of_encoded_leaves(send, bits):
+    factors = traced(send, LARGE, IS_MATRIX)[1].factors
+    assert factors.tolist() == [np.float32(32 * 16_384 / bits), np.inf]
 
 
 def test_the_dense_figures_are_those_of_a_plain_mean():
-    assert tables(IS_MATRIX).dense == (69, 4 * 69, 2 * 3 / 4 * 4 * 69, 6)
+    table = traced(ROWS, WEIGHTS, IS_MATRIX)[1]
+    assert table.dense[:4] == (32 * 69, 4 * 69, 2 * 3 / 4 * 4 * 69, 6)
 
 
 def test_one_replica_alone_sends_nothing_over_the_wire():
-    table = tables(replicas=1)
+    table = usual(replicas=1)
     assert not table.wire_bytes.any()
     assert table.dense.wire_bytes == 0
     assert (table.payload_bytes[:LOCAL] > 0).all()
@@ -148,12 +152,12 @@ def test_one_replica_alone_sends_nothing_over_the_wire():
 
 def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
     wire = gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
-    table = tables()
+    table = usual()
     predicted = _info.predicted_parts(table, wire)
     assert predicted.dtype == np.float32
     expected = [
         np.full(len(LADDER), 2),
-        np.float32(1e-3) * (table.factors > 1)[:-1],
+        np.float32([0, 1e-3, 1e-3]),
         table.messages[:-1],
         table.wire_bytes[:-1] / 1024,
     ]
@@ -161,8 +165,8 @@ def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
 
 
 def test_a_step_is_reported_from_its_rung():
-    info, table = reports(1), tables()
-    assert (info.factor, info.gain) == (table.factors[1], 0.5)
+    info, table = reports(1), usual()
+    assert (info.rung, info.factor, info.gain) == (1, table.factors[1], 0.5)
     assert info.gains.tolist() == [1.0, 0.5, 0.25]
     assert info.payload_bytes == table.payload_bytes[1]
     assert info.wire_bytes == table.wire_bytes[1]
@@ -173,14 +177,15 @@ def test_a_step_is_reported_from_its_rung():
 
 
 def test_the_byte_factor_is_dense_bytes_over_bytes_sent():
-    info, table = reports(2), tables()
+    info, table = reports(2), usual()
     assert info.byte_factor == table.dense.wire_bytes / info.wire_bytes > 1
     assert _info.before_the_first_step(len(LADDER)).byte_factor == 1
 
 
 def test_a_local_step_sends_nothing_at_all_and_is_counted():
     info = reports(1, LOCAL, LOCAL)
-    assert (info.factor, info.gain, info.byte_factor) == (np.inf, 0, np.inf)
+    assert (info.rung, info.factor, info.gain) == (LOCAL, np.inf, 0)
+    assert info.byte_factor == np.inf
     assert (info.payload_bytes, info.wire_bytes, info.local_steps) == (0, 0, 2)
     assert reports(1, LOCAL, 1).local_steps == 0
 
@@ -215,33 +220,28 @@ def test_no_two_figures_share_a_buffer():
 
 
 def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
-    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
-    ladder = (1.0, 10.0, 20.0, 100.0)
-    exchanges = [gravac.AllGather(**_examples.WIDE)]
-    table = _info.tables(
-        buckets, exchanges, gravac.Scheduled(len, ladder), 32, rides=False
-    )
-    assert table.factors.tolist() == [1, 1, 1, 100, np.inf]
-    assert (np.diff(table.wire_bytes) <= 0).all()
-    with pytest.warns(UserWarning, match=r"32 replicas .*\[10.0, 20.0\]"):
-        _info.warn_if_dense(buckets, exchanges, ladder, 32)
+    stages = (gravac.TopK(10), gravac.TopK(20), gravac.TopK(100))
+    send = gravac.Scheduled(stages, starts=(5, 9))
+    with pytest.warns(UserWarning, match=r"64 replicas TopK\(10\), TopK\(20\) would"):
+        table = traced(send, LARGE, IS_MATRIX, replicas=64)[1]
+    assert table.is_dense.tolist() == [1, 1, 0, 0]
+    assert table.factors.tolist()[:2] == [1, 1]
 
 
 @pytest.mark.parametrize(
-    ("exchange", "replicas"),
+    ("ladder", "replicas"),
     [
-        (gravac.AllGather(), 16),
-        (gravac.AllGather(**_examples.WIDE), 8),
-        (gravac.AllGather(gravac.Identity()), 32),
-        (gravac.DenseMean(), 32),
+        (gravac.TopK.geometric(10, 1000), 16),
+        (gravac.TopK.geometric(10, 1000, values="float32", indices="int32"), 8),
+        (gravac.Fastest().ladder, 32),
+        ((gravac.Dense(), gravac.Dense("bfloat16")), 32),
     ],
     ids=repr,
 )
-def test_rungs_that_send_what_they_say_are_not_warned_about(exchange, replicas):
-    buckets = _buckets.plan(np.zeros(10_000, np.float32), True)
+def test_rungs_that_send_what_they_say_are_not_warned_about(ladder, replicas):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _info.warn_if_dense(buckets, [exchange], gravac.GraVAC().ladder, replicas)
+        _info.warn_if_dense([Ladder(ladder, gravac.Bucket(10_000))], replicas)
 
 
 # Gradients that are alike on all replicas
@@ -251,7 +251,7 @@ def test_rungs_that_send_what_they_say_are_not_warned_about(exchange, replicas):
     ("replicas", "delay"), [(1, 0), (3, 0), pytest.param(3, 1, marks=pytest.mark.slow)]
 )
 def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay):
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(4), delay=delay)
+    tx = gravac.transform(send=ROWS, delay=delay)
     own = np.random.default_rng(0).normal(size=(replicas, 8, 8)).astype("f")
 
     def counting(gradient_of):
@@ -271,14 +271,14 @@ def test_steps_whose_gradients_were_averaged_before_are_counted(replicas, delay)
 
 def test_gradients_that_a_clip_gives_the_same_norm_are_not_alike():
     clip = gravac.ClipByGlobalNorm(0.1)
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(4), clip=clip)
+    tx = gravac.transform(send=ROWS, clip=clip)
     own = np.random.default_rng(0).normal(size=(3, 8, 8)).astype("f")
     update = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x)), axis_name="data"))
     assert update(own)[1].info.alike_steps.tolist() == [0] * 3
 
 
 def test_pmap_does_not_hide_a_mean_that_was_left_in():
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(4))
+    tx = gravac.transform(send=ROWS)
     grads = np.random.default_rng(0).normal(size=(N, 8, 8)).astype("f")
     state = jax.pmap(tx.init)(grads)
     local = jax.pmap(tx.update, "data")

@@ -302,8 +302,9 @@ import gravac_jax as gravac
 
 steps = int(sys.argv[1])
 mesh = gravac.make_mesh()
-exchange = gravac.transform(controller=gravac.Fastest((1, 4, 16)), compress=True)
-tx = optax.chain(exchange, optax.sgd(0.05))
+ladder = gravac.Dense(), gravac.Bits(8), gravac.Bits(2)
+compressed = gravac.transform(send=gravac.Fastest(ladder))
+tx = optax.chain(compressed, optax.sgd(0.05))
 digest = lambda x: hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
 
 def train_step(params, opt_state, batch, **times):
@@ -316,17 +317,17 @@ params = jnp.array(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32) 
 state = gravac.place((params, tx.init(params)), mesh)
 step, clock = gravac.data_parallel(train_step, mesh), gravac.StepClock()
 normal = np.random.default_rng([1, jax.process_index()]).normal
-factors = []
+rungs = []
 for i in range(steps):
     batch = np.float32(normal(size=(8, 64)))
     *state, loss = step(*state, batch, **clock.times())
     clock.record(loss)
-    factor = optax.tree.get(state[1], "StepInfo").factor
-    factors.append(float(factor.addressable_data(0)))
+    rung = optax.tree.get(state[1], "StepInfo").rung
+    rungs.append(int(rung.addressable_data(0)))
     if i == 10:
         print("in the middle", flush=True)
 params = state[0].addressable_data(0)
-print(json.dumps(["__main__", factors, digest(params), digest(batch)]))
+print(json.dumps(["__main__", rungs, digest(params), digest(batch)]))
 """
 
 
@@ -334,23 +335,22 @@ print(json.dumps(["__main__", factors, digest(params), digest(batch)]))
 def test_processes_with_different_data_keep_the_same_bits(script):
     status, output, errors = finish(*LAUNCH, "-n", "3", script(TRAIN), "200")
     assert status == 0, errors
-    _, factors, params, data = zip(*said(output), strict=True)
-    assert [len(x) for x in factors] == [200] * 3
-    assert len(set(factors[0])) > 1
-    assert all(x == factors[0] for x in factors)
+    _, rungs, params, data = zip(*said(output), strict=True)
+    assert [len(x) for x in rungs] == [200] * 3
+    assert len(set(rungs[0])) > 1
+    assert all(x == rungs[0] for x in rungs)
     assert len(set(params)) == 1
     assert len(set(data)) == 3
 
 
 LATE = """
-import hashlib, json, sys, jax, jax.numpy as jnp, numpy as np
+import hashlib, json, jax, jax.numpy as jnp, numpy as np
 import gravac_jax as gravac
 
 mesh = gravac.make_mesh()
-controller = eval(sys.argv[1])
-tx = gravac.adamw(1e-2, delay=1, compress=True, controller=controller)
+tx = gravac.adamw(1e-2, delay=1, every=4, send=gravac.Bits(2))
 loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params) - 0.1) ** 2)
-step = gravac.train_step(loss_fn, tx, mesh, overlap=True)
+step = gravac.train_step(loss_fn, tx, mesh)
 params = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8
 state, losses = step.init(params), []
 normal = np.random.default_rng([1, jax.process_index()]).normal
@@ -366,10 +366,8 @@ print(json.dumps(["__main__", losses, digest]))
 
 
 @pytest.mark.slow
-def test_two_threads_of_each_process_keep_the_replicas_the_same(script):
-    controller = "gravac.Every(4, gravac.Fixed(16))"
-    command = *LAUNCH, "-n", "2", script(LATE), controller
-    status, output, errors = finish(*command, NPROC="2")
+def test_late_rounds_of_processes_keep_the_same_bits(script):
+    status, output, errors = finish(*LAUNCH, "-n", "2", script(LATE))
     assert status == 0, errors
     _, losses, params = zip(*said(output), strict=True)
     assert losses[0][-1] < 0.5 * losses[0][0]

@@ -22,7 +22,8 @@ import gravac_jax as gravac
 from gravac_jax import metrics
 
 STEPS = 4
-ALONE = gravac.transform(None, compress=True, controller=gravac.GraVAC(ladder=(1, 4)))
+GRAVAC = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
+ALONE = gravac.transform(None, compress=True, send=GRAVAC)
 TX = optax.chain(ALONE, optax.sgd(0.1))
 PARAMS = {"w": jnp.arange(1.0, 41.0)}
 
@@ -65,7 +66,7 @@ def linen_state():
 
 def placed(run):
     """The state after a step of four replicas."""
-    exchange = gravac.transform(compress=True, controller=gravac.Fixed(4))
+    exchange = gravac.transform(compress=True, send=gravac.TopK(4))
     tx = optax.chain(exchange, optax.sgd(0.1))
 
     def step(params, opt_state, batch):
@@ -187,18 +188,54 @@ def test_a_recorder_without_writers_does_not_look_at_the_state():
         recorder.record(0, "no state")
 
 
-# Decisions.
+# Names and decisions.
 
-CHOOSING = gravac.Fastest((1, 4, 16), least_progress=0.9, rounds=(1, 4))
-CHOICES = "dense", "factor 4", "factor 16"
-CHOICES = [*CHOICES, *(f"{x} every 4 steps" for x in CHOICES)]
+
+def gains_of(figures):
+    """The gains in the figures of a step, by what they are called."""
+    prefix = "gravac/gains/"
+    return {k.removeprefix(prefix): x for k, x in figures.items() if prefix in k}
+
+
+@pytest.mark.parametrize(("send", "tx"), [(GRAVAC, ALONE), (gravac.TopK(4), None)])
+def test_gains_have_the_names_of_encodings_if_the_recorder_is_told(send, tx):
+    tx, kept = tx or gravac.transform(None, compress=True, send=send), Kept()
+    _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
+    with metrics.Recorder(kept, send=send) as recorder:
+        recorder.record(0, state)
+    ((_, figures),) = kept
+    ladder = getattr(send, "ladder", (send,))
+    gains = optax.tree.get(state, "StepInfo").gains
+    assert gains_of(figures) == dict(
+        zip(map(repr, ladder), gains.tolist(), strict=True)
+    )
+    assert not any("predicted" in x for x in figures)
+    taken = repr(ladder[int(figures["gravac/rung"])])
+    assert (
+        f"step 1 of 9, {taken}, factor" in view_of(False, [figures], total_steps=9)[0]
+    )
+    assert gains_of(metrics.scalars(state)).keys() == set("01"[: len(ladder)])
+
+
+def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
+    with pytest.raises(TypeError, match=r"`send` must be an encoding.*got 'fastest'"):
+        metrics.Recorder(Kept(), send="fastest")
+    recorder = metrics.Recorder(Kept(), send=gravac.Bits(2))
+    with pytest.raises(ValueError, match=r"the encodings Bits\(2\), .* is of 2\. Give"):
+        recorder.record(0, TX.init(PARAMS))
+
+
+LADDER = gravac.Dense(), gravac.Bits(8), gravac.Bits(2)
+CHOOSING = gravac.Fastest(LADDER, least_progress=0.9, rounds=(1, 4))
+NAMES = [repr(x) for x in LADDER]
+CHOICES = [*NAMES, *(f"{x} every 4 steps" for x in NAMES)]
+SLOW = gravac.WireCost(bytes_per_second=1e5)
 
 
 @functools.cache
 def decided():
     """Return the state after each of three steps of two replicas on a slow network."""
-    slow = gravac.WireCost(bytes_per_second=1e5)
-    tx = gravac.transform(controller=CHOOSING, compress=True, wire=slow)
+    tx = gravac.transform(send=CHOOSING, network=SLOW)
     step = lambda state, grads: tx.update(grads, state)[::-1]
     step = gravac.simulate(step, 2, donate=False)
     grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4096)), jnp.float32)
@@ -213,7 +250,7 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
     before, *states = decided()
     assert "predicted nothing yet" in metrics.explain(before, CHOOSING)
     own = states[0].controller
-    visits = own._replace(current=jnp.full_like(own.current, CHOICES.index("factor 4")))
+    visits = own._replace(current=jnp.full_like(own.current, CHOICES.index("Bits(8)")))
     state = states[0]._replace(controller=visits)
     head, *lines, source = metrics.explain(state, CHOOSING).splitlines()
     assert head.startswith("choice")
@@ -226,35 +263,36 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
         expected = [f"{seconds:.1f}", f"{progress:.2f}", f"{seconds / progress:.1f}"]
         assert figures[:3] == expected
         verdicts[name] = figures[3:]
-    assert verdicts["factor 16"] == ["taken"]
-    assert verdicts["factor 4"] == ["visited, to measure it"]
-    assert verdicts["factor 16 every 4 steps"] == ["too little progress"]
-    assert verdicts["dense"] == []
+    assert verdicts["Bits(2)"] == ["taken"]
+    assert verdicts["Bits(8)"] == ["visited, to measure it"]
+    assert verdicts["Bits(2) every 4 steps"] == ["too little progress"]
+    assert verdicts["Dense()"] == []
 
 
 def test_what_waits_too_long_at_the_shared_params_is_said():
-    controller = gravac.Fastest((1, 4, 16), largest_at_shared=4)
-    slow = gravac.WireCost(bytes_per_second=1e5)
-    tx = gravac.transform(None, controller=controller, compress=True, wire=slow)
+    send = gravac.Fastest((gravac.Bits(8), gravac.Bits(2), gravac.Bits(1)))
+    tx = gravac.transform(None, send=send, network=SLOW)
     verdicts = {}
-    for is_own in (False, True):
-        step = jax.jit(functools.partial(tx.update, at_own_params=is_own))
+    for at in ("shared", "own"):
+        step = jax.jit(functools.partial(tx.update, at=at))
         _, state = step(jnp.ones(4096), tx.init(jnp.ones(4096)))
-        last = metrics.explain(state, controller).splitlines()[3]
-        verdicts[is_own] = last.split("  ")[-1]
-    assert verdicts[False] == "only at own params"
-    assert verdicts[True] != "only at own params"
+        last = metrics.explain(state, send).splitlines()[3]
+        assert last.startswith("Bits(1) ")
+        verdicts[at] = last.split("  ")[-1]
+    assert verdicts["shared"] == "only at own params"
+    assert verdicts["own"] != "only at own params"
 
 
-@pytest.mark.parametrize("wrong", [gravac.Fixed(4), "fastest"], ids=repr)
+@pytest.mark.parametrize("wrong", [gravac.Bits(2), GRAVAC, "fastest"], ids=repr)
 def test_what_predicts_nothing_cannot_be_explained(wrong):
-    with pytest.raises(TypeError, match=r"gravac\.Fastest\(\)"):
+    said = "must be" if wrong == "fastest" else re.escape(f"{wrong} predicts nothing")
+    with pytest.raises(TypeError, match=rf"{said}.*gravac\.Fastest\(\)"):
         metrics.explain(TX.init(PARAMS), wrong)
 
 
 def test_a_recorder_with_the_controller_writes_predictions_and_the_view_says_why():
     kept, states = Kept(), decided()
-    with metrics.Recorder(kept, controller=CHOOSING) as recorder:
+    with metrics.Recorder(kept, send=CHOOSING) as recorder:
         for i, state in enumerate(states):
             recorder.record(i, state)
     found, (_, figures) = CHOOSING.predictions(states[-1].controller), kept[-1]
@@ -265,8 +303,8 @@ def test_a_recorder_with_the_controller_writes_predictions_and_the_view_says_why
     lines = view_of(False, [x for _, x in kept], total_steps=4)
     said = [x for x in lines if "taken" in x]
     assert len(said) == 1  # nothing is said before a decision, nor twice of the same
-    assert said[0].startswith("step 2: dense ")
-    assert re.search(r"factor 16 \d+ ms at 0\.\d\d of the progress: taken", said[0])
+    assert said[0].startswith("step 2: Dense() ")
+    assert re.search(r"Bits\(2\) \d+ ms at 0\.\d\d of the progress: taken", said[0])
 
 
 # Files.
@@ -344,7 +382,7 @@ def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path, text):
 
 def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_path):
     writer = metrics.TensorBoardWriter(tmp_path / "made")
-    writer.write(5, {"loss": 0.5, "gravac/gain": 0.25})
+    writer.write(5, {"loss": 0.5, "gravac/gains/Bits(1, turns=4)": 0.25})
     writer.write(6, {"loss": math.nan})
     writer.flush()
     writer.close()
@@ -357,7 +395,8 @@ def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_p
     starts = [x.step for x in events if x.session_log.status]
     figures = [(x.step, y.tag, y.simple_value) for x in events for y in x.summary.value]
     assert starts == [5]
-    expected = [(5, "loss", 0.5), (5, "gravac/gain", 0.25), (6, "loss", math.nan)]
+    named = (5, "gravac/gains/Bits(1, turns=4)", 0.25)
+    expected = [(5, "loss", 0.5), named, (6, "loss", math.nan)]
     np.testing.assert_equal(figures, expected)
 
 
@@ -403,24 +442,35 @@ def view_of(is_terminal, figures, **options):
 FIGURES = [
     {
         "loss": i + 0.5,
+        "gravac/rung": 1,
         "gravac/factor": 40.2,
         "gravac/gain": 0.256,
         "gravac/wire_bytes": 1e6,
         "gravac/dense_wire_bytes": 4e6,
         "gravac/bad_steps": i,
+        "gravac/gains/Dense()": 1.0,
+        'gravac/gains/TopK(100, select="exact")': 0.256,
     }
     for i in range(3)
 ]
-SENT = "factor 40", "gain 0.26", "sent 3.0 MB (dense 12.0 MB, 4.0x)"
+SHOWN = 'TopK(100, select="exact")', "factor 40", "gain 0.26"
+SENT = "sent 3.0 MB (dense 12.0 MB, 4.0x)"
 
 
 def test_the_view_fits_a_terminal_of_80_columns():
     options = {"total_steps": 100_000, "title": "lstm-ptb-small-default-0"}
-    bar, figures, alarm = view_of(True, FIGURES, **options)[-3:]
+    bar, figures, sent, alarm = view_of(True, FIGURES, **options)[-4:]
     assert re.search(r"lstm-ptb-small-default-0 .* 3/100000 .* left", bar)
-    assert figures.split("  ") == ["loss 1.5000", *SENT]
+    assert figures.split("  ") == ["loss 1.5000", *SHOWN]
+    assert sent == SENT
     assert alarm == "2 bad steps: a gradient was not finite"
     assert len(bar) <= 80
+
+
+def test_a_local_step_leaves_what_was_sent_last_in_the_view():
+    local = {"loss": 0.0, "gravac/rung": 2, "gravac/factor": math.inf}
+    line = view_of(False, [*FIGURES, FIGURES[0] | local], total_steps=4)[-1]
+    assert f"loss 1.1250, {', '.join(SHOWN)}, sent" in line
 
 
 @pytest.mark.parametrize(("alike", "is_loud"), [(1, False), (3, True)])
@@ -436,7 +486,7 @@ def test_outside_of_a_terminal_the_view_prints_lines():
     lines = view_of(False, FIGURES, total_steps=3, title="adaptive")
     starts = [f"adaptive, step {i} of 3, loss" for i in (1, 2, 3)]
     assert [line[: len(x)] for line, x in zip(lines, starts, strict=True)] == starts
-    assert ", ".join(["loss 1.5000", *SENT]) in lines[-1]
+    assert ", ".join(["loss 1.5000", *SHOWN, SENT]) in lines[-1]
     assert lines[-1].endswith("2 bad steps: a gradient was not finite")
 
 

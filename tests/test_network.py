@@ -232,28 +232,17 @@ def measure(tx, entries):
     return expected, links.traffic()[process].sent_bytes - before
 
 
-def transform(factor, **options):
-    return gravac.transform(
-        controller=gravac.Fixed(factor), compress=True, **options
-    )
+def transform(send, **options):
+    return gravac.transform(send=send, compress=True, **options)
 
 
-mean = {"exchange": gravac.DenseMean(), "memory": gravac.NoMemory()}
-mean16 = {**mean, "exchange": gravac.DenseMean("bfloat16")}
+dense, bits = gravac.Dense(), gravac.Bits(2)
 cases = {
-    "dense, 1 MB": (transform(1, **mean), 250_000),
-    "factor 100, 100 kB": (transform(100), 2_500_000),
-    "rounds": (
-        gravac.transform(
-            controller=gravac.Every(5, gravac.Fixed(1)), compress=True
-        ),
-        250_000,
-    ),
-    "adaptive": (
-        gravac.transform(controller=gravac.Fastest((1, 4, 32)), compress=True),
-        1_250_000,
-    ),
-    "dense, 16 bits, 1 MB": (transform(1, **mean16), 500_000),
+    "dense, 1 MB": (transform(dense), 250_000),
+    "a hundredth, 100 kB": (transform(gravac.TopK(100)), 2_500_000),
+    "rounds": (transform(dense, every=5), 250_000),
+    "adaptive": (transform(gravac.Fastest((dense, gravac.Bits(8), bits))), 1_250_000),
+    "dense, 16 bits, 1 MB": (transform(gravac.Dense("bfloat16")), 500_000),
 }
 found = {name: measure(*case) for name, case in cases.items()}
 pathlib.Path(sys.argv[1], f"{process}.json").write_text(json.dumps(found))
@@ -280,7 +269,7 @@ from common import network
 
 links, process = network.attach(), jax.process_index()
 mesh = gravac.make_mesh()
-tx = gravac.sgd(0.1, controller=gravac.Every(100, gravac.Fixed(16)))
+tx = gravac.sgd(0.1, send=gravac.Bits(2), every=100)
 loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
 step = gravac.train_step(loss, tx, mesh)
 state, found = step.init({"w": jnp.ones((256, 256))}), {}

@@ -37,11 +37,7 @@ everywhere = pytest.mark.parametrize(
     "mesh", [MESHES["mesh"], MESHES["simulated"]], ids=["mesh", "simulated"]
 )
 # It compiles the fastest.
-CHEAP = {
-    "compress": True,
-    "controller": gravac.Fixed(8),
-    "exchange": gravac.Quantized(32),
-}
+CHEAP = {"compress": True, "send": gravac.Bits(4, row_entries=32)}
 
 
 @pytest.fixture(autouse=True)

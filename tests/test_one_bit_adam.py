@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _oracles import quantized_all_reduce
-from training.one_bit_adam import ONE_BIT, one_bit_adam
+from _oracles import few_bits
+from training.one_bit_adam import one_bit_adam
 
 import gravac_jax as gravac
 
 ENTRIES, STEPS, WARM_UP = 4096, 6, 3
 RATE, MAX_NORM = 0.01, 60.0
+BUCKET = gravac.Bucket(ENTRIES, ((ENTRIES,),))
+SEND = gravac.Scheduled((gravac.Dense(), gravac.Bits(1)), (WARM_UP,))
 
 
 def gradients(replicas):
@@ -21,7 +23,7 @@ def gradients(replicas):
 
 
 def trained(grads):
-    tx = optax.chain(one_bit_adam(WARM_UP, MAX_NORM), optax.scale(-RATE))
+    tx = optax.chain(one_bit_adam(SEND, MAX_NORM), optax.scale(-RATE))
 
     def train_step(params, opt_state, mine):
         updates, opt_state = tx.update({"w": mine[0]}, opt_state, params)
@@ -56,7 +58,7 @@ def algorithm_1(grads):
             corrected = second / (1 - 0.999**step)
             first = moments.mean(0)
         else:
-            sent = quantized_all_reduce(ONE_BIT, moments + held_back, 32)
+            sent = few_bits(SEND.ladder[1], BUCKET, moments + held_back, (), step)
             first, held_back = sent.mean, sent.residuals
         direction = first / (1 - 0.9**step) / (np.sqrt(corrected) + 1e-8)
         moved = moved - RATE * direction

@@ -10,6 +10,7 @@ import optax
 import pytest
 from _harness import (
     AXIS_TYPES,
+    ROWS,
     SUM_ROUNDING,
     N,
     agreed,
@@ -24,9 +25,7 @@ import gravac_jax as gravac
 STEPS = 10
 PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
 TX = optax.chain(
-    gravac.transform(
-        compress=lambda path, leaf: leaf.ndim == 2, controller=gravac.Fixed(4)
-    ),
+    gravac.transform(compress=lambda path, leaf: leaf.ndim == 2, send=ROWS),
     optax.sgd(1.0),
 )
 
@@ -84,7 +83,7 @@ def test_a_mesh_and_a_simulation_train_alike_bit_for_bit_on_integers(where):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_on_floats_both_select_the_same_entries_and_round_sums_differently(where):
+def test_on_floats_both_keep_the_same_bits_and_round_sums_differently(where):
     came_in = dict.fromkeys(PARAMS, 0.0)
     runs = zip(batches(), train(where), train(SIMULATED), strict=True)
     for step, (batch, received, expected) in enumerate(runs, start=1):
@@ -192,11 +191,8 @@ def test_keyword_arguments_reach_every_replica_whole(where):
 
 
 def test_a_simulation_runs_one_branch_and_not_all():
-    tx = gravac.transform(
-        compress=True,
-        exchange=gravac.AllGather(),
-        controller=gravac.GraVAC(ladder=(1, 4)),
-    )
+    controller = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
+    tx = gravac.transform(compress=True, send=controller)
     step = gravac.simulate(lambda state, x: tx.update(x, state)[::-1], N)
     state = gravac.init(tx, PARAMS["b"], N)
     program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()
@@ -305,12 +301,8 @@ def test_one_replica_is_enough(run):
 )
 def test_the_mesh_may_have_other_axes(axis_name, axis_type):
     mesh = make_mesh((2, 2), ("data", "other"), axis_type)
-    tx = gravac.transform(
-        axis_name,
-        compress=True,
-        compressor=gravac.TopK(),
-        controller=gravac.Fixed(4),
-    )
+    send = gravac.TopK(4, select="exact")
+    tx = gravac.transform(axis_name, compress=True, send=send)
     step = gravac.data_parallel(
         lambda state, x: tx.update(x[0], state)[::-1], mesh, axis_name
     )

@@ -16,9 +16,7 @@ from flax.training.train_state import TrainState
 import gravac_jax as gravac
 
 TX = optax.chain(
-    gravac.transform(
-        compress=True, compressor=gravac.Threshold(), controller=gravac.Fixed(4)
-    ),
+    gravac.transform(compress=True, send=gravac.TopK(4)),
     optax.sgd(0.1, momentum=0.9),
 )
 SIZE = 15  # entries of a dense layer from 4 to 3
@@ -61,7 +59,7 @@ PLACES = {
 
 
 # The replica's number, the residuals of the bucket and of the leaves that go dense,
-# and two leaves of the exchange's state.
+# and two leaves of the encoding's state.
 LOCAL_LEAVES = 5
 
 

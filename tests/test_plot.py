@@ -6,7 +6,8 @@ import pytest
 from gravac_jax import __main__ as tools
 from gravac_jax import metrics, plot
 
-LADDER = (1.0, 10.0, 100.0)
+FACTORS = (1.0, 10.0, 100.0)
+NAMES = ["Dense()", "TopK(10)", "TopK(100)"]
 STEPS = 50
 PANELS = ["loss", "factor", "rung", "bytes sent so far", "seconds per step"]
 
@@ -17,9 +18,10 @@ def line(step, rung=1, **more):
         "step": step,
         "seconds": 0.5 * step,
         "loss": 4 / (step + 1),
-        "gravac/factor": LADDER[rung],
-        **{f"gravac/gains/{i}": 1 / (i + 1) for i in range(3)},
-        "gravac/wire_bytes": 4e6 / LADDER[rung],
+        "gravac/factor": FACTORS[rung],
+        "gravac/rung": rung,
+        **{f"gravac/gains/{name}": 1 / (i + 1) for i, name in enumerate(NAMES)},
+        "gravac/wire_bytes": 4e6 / FACTORS[rung],
         "gravac/dense_wire_bytes": 4e6,
         **more,
     }
@@ -50,12 +52,26 @@ def test_a_picture_has_a_panel_for_each_loss_and_for_the_gains_of_each_run():
     assert panels_of([bare, run("a"), run("b")]) == [*PANELS[:3], *PANELS[2:]]
 
 
+def test_gains_are_drawn_by_encoding_where_known_with_the_one_taken():
+    lines = [line(i, rung=1 + (i > 20)) for i in range(STEPS)]
+    for x in lines[:21]:
+        x["gravac/gains/TopK(100)"] = 0.0  # it was not taken yet
+    lines[30]["gravac/rung"] = 3  # a local step
+    (axis,) = [x for x in plot.draw([plot.Run("one", lines)]).axes if x.collections][:1]
+    assert [x.get_text() for x in axis.get_yticklabels()] == NAMES
+    drawn = axis.collections[0].get_array().filled(np.nan)
+    np.testing.assert_allclose(drawn[:2], [[1.0] * STEPS, [0.5] * STEPS])
+    np.testing.assert_allclose(drawn[2], [np.nan] * 21 + [1 / 3] * 29)
+    taken = [1] * 21 + [2] * 9 + [np.nan] + [2] * 19
+    np.testing.assert_array_equal(axis.lines[0].get_ydata(), taken)
+
+
 def test_predictions_are_drawn_as_costs_with_the_one_taken():
     lines = [line(i) for i in range(STEPS)]
     for i, x in enumerate(lines[1:], 1):  # nothing is predicted before the first step
         home = float(i > 20)
-        figures = {"seconds/dense": 0.05, "seconds/factor 16": 0.04}
-        figures |= {"progress/dense": 1.0, "progress/factor 16": 0.5 + 0.01 * i}
+        figures = {"seconds/Dense()": 0.05, "seconds/Bits(2)": 0.04}
+        figures |= {"progress/Dense()": 1.0, "progress/Bits(2)": 0.5 + 0.01 * i}
         x |= {f"gravac/predicted_{k}": y for k, y in figures.items()}
         x["gravac/choice"] = home
     label = "ms for a dense"
@@ -63,11 +79,11 @@ def test_predictions_are_drawn_as_costs_with_the_one_taken():
     axes = plot.draw([plot.Run("one", lines), run("without")]).axes
     (axis,) = [x for x in axes if x.get_ylabel().startswith(label)]
     drawn = {x.get_label(): np.asarray(x.get_ydata()) for x in axis.lines}
-    assert list(drawn) == ["dense", "factor 16", "taken"]
+    assert list(drawn) == ["Dense()", "Bits(2)", "taken"]
     assert np.isnan([x[0] for x in drawn.values()]).all()
     narrow = 40 / (0.5 + 0.01 * np.arange(1, STEPS))
-    np.testing.assert_allclose(drawn["dense"][1:], 50)
-    np.testing.assert_allclose(drawn["factor 16"][1:], narrow)
+    np.testing.assert_allclose(drawn["Dense()"][1:], 50)
+    np.testing.assert_allclose(drawn["Bits(2)"][1:], narrow)
     taken = np.where(np.arange(1, STEPS) > 20, narrow, 50)
     np.testing.assert_allclose(drawn["taken"][1:], taken)
 

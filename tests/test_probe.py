@@ -1,5 +1,6 @@
 """The probe: its statistics and verdicts, what it refuses, and real runs."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -7,14 +8,15 @@ import sys
 
 import numpy as np
 import pytest
-from _harness import make_mesh
+from _harness import choices, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax import __main__ as tools
 from gravac_jax import _buckets, _info, probe
-from gravac_jax.probe import _measure, _results, _steps, _timing
-from gravac_jax.probe._results import Range, Results, Row
-from gravac_jax.probe._steps import Step
+from gravac_jax._encodings.ladder import Ladder
+from gravac_jax.probe import _command, _measure, _results
+from gravac_jax.probe._measure import Step
+from gravac_jax.probe._results import Range
 
 ALL_REDUCES = (_measure.SMALL_ALL_REDUCE, _measure.LARGE_ALL_REDUCE)
 BESIDE = (_measure.LAUNCH, *ALL_REDUCES, _measure.NO_EXCHANGE)
@@ -40,16 +42,25 @@ def model(tmp_path, monkeypatch):
 
 
 def results(dense=0.1, step=0.01, speed_up=(9, 10, 11), headroom=(19, 20, 21)):
-    """Return results of a dense step and of one all-gather."""
-    same = lambda x: Range(x, x, x)
+    """Return results of a dense step and of one that sends few entries."""
     rows = [
-        Row("dense", 1.0, 4e6, same(dense), same(1.0)),
-        Row("dense rung", 1.0, 4e6, same(dense), same(100.0)),
-        Row("all-gather", 100.0, 4e4, same(step), Range(*speed_up)),
+        ("dense", 4e6, dense, (1, 1, 1)),
+        ("Dense()", 4e6, dense, (100, 100, 100)),
+        ("TopK(100)", 4e4, step, speed_up),
     ]
-    wire = {"latency_seconds": 1e-4, "bytes_per_second": 1e8, "compute_seconds": 0.01}
-    headroom = headroom and Range(*headroom)
-    return Results("2 cpu", 1, 10**6, "data", 2, 5, wire, headroom, rows)
+    return {
+        "headroom": headroom and Range(*headroom),
+        "rows": [
+            {
+                "encoding": name,
+                "wire_bytes": sent,
+                "step_seconds": Range(seconds, seconds, seconds),
+                "speed_up": Range(*times),
+                "pays": Range(*times).pays,
+            }
+            for name, sent, seconds, times in rows
+        ],
+    }
 
 
 @pytest.mark.parametrize("n", [5, 6, 17, 50])
@@ -64,64 +75,62 @@ def test_the_interval_covers_the_median_nine_times_in_ten(n):
 
 def test_what_slows_a_whole_round_does_not_blur_a_speed_up():
     slow = np.random.default_rng(0).uniform(1, 10, size=9)
-    seconds = {("dense", 1): 0.2 * slow, ("leader", 10): 0.1 * slow}
-    steps = [Step(*key, 1e6, 2, lambda: None) for key in seconds]
+    seconds = {"dense": 0.2 * slow, "Bits(2)": 0.1 * slow}
+    steps = [Step(name, 1e6, 2, lambda: None) for name in seconds]
     _, row = _measure.compare(seconds, steps)
-    assert row.speed_up == pytest.approx((2, 2, 2))
-    assert row.step_seconds.low < row.step_seconds.high
+    assert row["speed_up"] == pytest.approx((2, 2, 2))
+    assert row["step_seconds"].low < row["step_seconds"].high
 
 
 def test_latency_bandwidth_and_selection_are_those_of_the_cost_model():
     wire = gravac.WireCost(12.5e6, 2e-4, compute_seconds=0.03, selection_seconds=0.004)
-    large = wire.exchange_seconds(4e6 * 2 * 3 / 4, messages=6)  # four replicas
+    sent = {"dense": (6e6, 6), "Bits(2)": (2e5, 6), "TopK(100)": (1e5, 12)}
+    large = wire.exchange_seconds(*sent["dense"])
     seconds = [1e-4, 1e-4 + 6 * 2e-4, 1e-4 + large, 0.03]
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
-    sent = {("few-bits", 16.0): (2e5, 6), ("leader", 100.0): (1e5, 12)}
-    for key, exchange in sent.items():
-        times[key] = np.full(5, 0.03 + 0.004 + wire.exchange_seconds(*exchange))
-    steps = [Step(*key, *exchange, lambda: None) for key, exchange in sent.items()]
-    found = _measure.network(times, steps, 10**6, 4)
+    for name, exchange in sent.items():
+        times[name] = np.full(5, 0.03 + 0.004 + wire.exchange_seconds(*exchange))
+    steps = [Step(name, *exchange, lambda: None) for name, exchange in sent.items()]
+    found = _measure.network(times, steps)
     assert found["bytes_per_second"] == pytest.approx(12.5e6)
     assert found["latency_seconds"] == pytest.approx(2e-4)
     assert found["selection_seconds"] == pytest.approx(0.004)
 
 
-@pytest.mark.parametrize("name", _steps.EXCHANGES)
-def test_messages_are_those_of_the_whole_step(name):
-    exchange, ladder = _steps.EXCHANGES[name], (1.0, 16.0)
-    model = _steps.stand_in(20_000)
-    trainer = _steps.Trainer(make_mesh((4,)), model)
-    plan = _buckets.plan(model.params, True, exchange.padded_size)
-    shaped = [exchange.shaped(shapes) for shapes in plan.shapes]
-    table = _info.tables(plan, shaped, gravac.Fastest(ladder), 4, rides=True)
-    messages = [trainer._messages(exchange, factor, 2) for factor in ladder]
-    assert messages == table.messages[:2].tolist()
-
-
-@pytest.mark.parametrize("factors", [(), (16.0, 64.0)])
-def test_few_bits_are_timed_at_their_usual_factors_or_those_asked_for(factors):
-    trainer = _steps.Trainer(make_mesh((2,)), _steps.stand_in(20_000))
-    steps = trainer.compressed("few-bits", factors)
-    assert [x.factor for x in steps] == [1, *(factors or (4, 8, 16, 32))]
-    sent = [x.wire_bytes for x in steps]
-    assert sent == sorted(sent, reverse=True)
+@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["one axis", "two axes"])
+@pytest.mark.parametrize(
+    "encoding",
+    choices(_command.SEND, lambda x: x in (gravac.Bits(2), gravac.TopK(100)), repr),
+)
+def test_bytes_and_messages_are_those_of_the_whole_step(encoding, shape):
+    model = _measure.stand_in(20_000)
+    mesh = make_mesh(shape, ("data", "fast")[: len(shape)])
+    trainer = _measure.Trainer(mesh, model)
+    dense, step = trainer.dense(), trainer.compressed(encoding)
+    assert dense[1:3] == (4 * trainer.entries * 2 * 3 / 4, 6)
+    plan = _buckets.plan(model[1], True, encoding.padded_size)
+    ladders = [Ladder((encoding,), gravac.Bucket(*plan.sizes, *plan.shapes))]
+    table = _info.tables(plan, ladders, 6, 4, rides=len(shape) == 1)
+    assert step.name == repr(encoding)
+    assert step.wire_bytes == table.wire_bytes[0]
+    assert step.messages == table.messages[0]
 
 
 def test_noise_gives_no_negative_network():
     seconds = [3e-3, 2e-3, 1e-3, 0.03]  # the smaller program takes longer
-    step = Step("leader", 100.0, 1e5, 4, lambda: None)
+    steps = [Step(name, 1e5, 4, lambda: None) for name in ("dense", "TopK(100)")]
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
-    times["leader", 100.0] = np.zeros(5)
-    wire = gravac.WireCost(**_measure.network(times, [step], 10**6, 2))
+    times["TopK(100)"] = np.zeros(5)
+    wire = gravac.WireCost(**_measure.network(times, steps))
     assert (wire.latency_seconds, wire.selection_seconds) == (0, 0)
 
 
 def test_every_program_is_timed_in_every_round():
     calls = []
     runs = {x: lambda x=x: calls.append(x) for x in "abc"}
-    seconds = _timing.in_rounds(runs, meet=lambda: None, budget_seconds=0)
-    assert [x.shape for x in seconds.values()] == [(_timing.MIN_ROUNDS,)] * 3
-    rounds = "".join(calls[3 * _timing.WARM_UP_CALLS :])
+    seconds = _measure.in_rounds(runs, meet=lambda: None, budget_seconds=0)
+    assert [x.shape for x in seconds.values()] == [(_measure.MIN_ROUNDS,)] * 3
+    rounds = "".join(calls[3 * _measure.WARM_UP_CALLS :])
     # Each is timed after a call of its own, and each round starts with another one.
     assert rounds == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc" + "bbccaa"
 
@@ -129,9 +138,9 @@ def test_every_program_is_timed_in_every_round():
 @pytest.mark.parametrize(
     ("situation", "said"),
     [
-        ({}, r"pays here: with all-gather at factor 100, the fastest, a step is 10.00"),
-        ({"speed_up": (1.01, 1.1, 1.2)}, "too close to call: with all-gather at"),
-        ({"speed_up": (0.5, 0.9, 1.04)}, "will not pay here: with all-gather at"),
+        ({}, r"pays here: with TopK\(100\), the fastest, a step is 10.00"),
+        ({"speed_up": (1.01, 1.1, 1.2)}, r"too close to call: with TopK\(100\)"),
+        ({"speed_up": (0.5, 0.9, 1.04)}, r"will not pay here: with TopK\(100\)"),
         (
             {"headroom": (1.01, 1.02, 1.03)},
             "will not pay here: even without an exchange a step is 1.02",
@@ -145,10 +154,11 @@ def test_the_verdict_says_whether_compression_pays(situation, said):
 
 def test_a_controller_can_start_from_the_file(tmp_path):
     path = tmp_path / "probe.json"
-    _results.write(path, results())
+    network = {"latency_seconds": 1e-4, "bytes_per_second": 1e8}
+    path.write_text(json.dumps({"wire": network | {"compute_seconds": 0.01}}))
     wire = probe.read(path)
     assert wire == gravac.WireCost(1e8, 1e-4, compute_seconds=0.01)
-    gravac.transform(wire=wire)
+    gravac.transform(network=wire)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"wire": {"speed": 1}}'])
@@ -169,7 +179,9 @@ def test_a_file_that_no_probe_wrote_is_refused(tmp_path, text):
         ("--params 1e6 --json no/probe.json", "there is no directory for this"),
         ("--params 1e6 --headroom", "give --loss"),
         ("--loss no_module:loss", "got no_module:loss .*No module named"),
-        ("--loss {}:two", r"must return \(loss_fn, params, batch\), got \(1, 2\)"),
+        ("--loss {}:two", r"that returns \(loss_fn, params, batch\), got .* \(1, 2\)"),
+        ("--params 1e6 --send Bits(3)", r"got 'Bits\(3\)' \(`bits` must be 8 or"),
+        ("--params 1e6 --send Bits(2) Fixed(4)", r"'TopK\(100\)', got 'Fixed\(4\)'"),
     ],
 )
 def test_wrong_arguments_are_refused(model, capsys, argv, said):
@@ -179,9 +191,44 @@ def test_wrong_arguments_are_refused(model, capsys, argv, said):
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
 
 
+def test_encodings_are_given_as_python_shows_them():
+    turns = gravac.Bits(1, turns=4)
+    for x in (*_command.SEND, turns, gravac.TopK(30.5, select="exact")):
+        assert _command.encoding(repr(x)) == x
+    default, other = ([], ["--send", "Bits(1, turns=4)"])
+    parse = lambda argv: _command._parser().parse_args(["--params", "1e6", *argv]).send
+    assert (tuple(parse(default)), parse(other)) == (_command.SEND, [turns])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "Bits", "Bits(", "Bits(2).traffic", "gravac.Bits(2)", "Bits(1 + 1)"),
+        *(
+            "Bits(*[2])",
+            "Bits(**{'bits': 2})",
+            "open('made', 'w')",
+            "TopK(open('made'))",
+        ),
+        *(
+            "Bits(2) if open('made', 'w') else 0",
+            "[Bits(2)]",
+            "Encoding()",
+            "TopK('1')",
+        ),
+    ],
+)
+def test_what_is_no_encoding_is_refused_and_not_run(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        _command.encoding(text)
+    assert f"such as 'Bits(2)' 'TopK(100)', got {text!r}" in str(refused.value)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_probe(model):
-    argv = f"--loss {model}:infinite --exchanges all-gather --factors 10"
+    argv = f"--loss {model}:infinite --send TopK(10)"
     with pytest.raises(ValueError, match="not finite"):
         probe.main(argv.split())
 
@@ -195,19 +242,16 @@ def test_it_is_one_of_the_tools(capsys):
 @pytest.mark.slow
 def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     path = tmp_path / "probe.json"
-    argv = f"--loss {model}:loss --seconds 0.1 --factors 50 10 --exchanges all-gather"
+    argv = f"--loss {model}:loss --seconds 0.1 --send TopK(50) TopK(10) TopK(50)"
     probe.main([*argv.split(), "--json", str(path)])
     said, report = capsys.readouterr().out, json.loads(path.read_text())
     assert report["verdict"] in said
     assert "have no network" in said
-    ten_times = report["rows"][0]["wire_bytes"] / report["rows"][2]["wire_bytes"]
-    assert f" ({ten_times:.3g}x)" in said
-    rows = [(x["exchange"], x["factor"]) for x in report["rows"]]
-    assert rows[:2] == [("dense", 1), ("dense rung", 1)]
-    assert rows[2:] == [("all-gather", 10), ("all-gather", 50)]
+    assert [x["encoding"] for x in report["rows"]] == ["dense", "TopK(50)", "TopK(10)"]
     # Four bytes an entry to seven others, beside the evidence.
-    *_, ten, fifty = (x["wire_bytes"] for x in report["rows"])
+    dense, fifty, ten = (x["wire_bytes"] for x in report["rows"])
     assert ten - fifty == pytest.approx(7 * 4 * 16384 * (1 / 10 - 1 / 50), rel=0.01)
+    assert f" ({dense / ten:.3g}x)" in said
     assert report["headroom"][0] > 0
     assert probe.read(path).compute_seconds == report["wire"]["compute_seconds"]
 
@@ -218,22 +262,20 @@ def test_headroom_times_no_exchange(model, tmp_path):
     argv = f"--loss {model}:loss --headroom --seconds 0.1 --json {path}"
     probe.main(argv.split())
     report = json.loads(path.read_text())
-    assert [x["exchange"] for x in report["rows"]] == ["dense"]
+    assert [x["encoding"] for x in report["rows"]] == ["dense"]
     assert "without an exchange a step is" in report["verdict"]
 
 
 @pytest.mark.slow
-def test_it_times_all_exchanges_on_two_axes(tmp_path):
+def test_it_times_the_usual_encodings_on_two_axes(tmp_path):
     path = tmp_path / "probe.json"
-    argv = f"--params 2e5 --seconds 0.1 --factors 100 --mesh dcn=2,ici=4 --json {path}"
+    argv = f"--params 2e5 --seconds 0.1 --mesh dcn=2,ici=4 --json {path}"
     probe.main(argv.split())
     report = json.loads(path.read_text())
     assert (report["axis"], report["replicas"]) == ("dcn", 2)
     assert report["params"] == pytest.approx(2e5, rel=0.01)
-    assert {x["exchange"] for x in report["rows"]} == {
-        *("dense", "dense rung", "few-bits", "all-gather", "leader", "low-rank"),
-        "dense-16",
-    }
+    names = ["dense", *map(repr, _command.SEND)]
+    assert [x["encoding"] for x in report["rows"]] == names
     assert "an exchange is" in report["verdict"]
 
 
@@ -241,7 +283,7 @@ def test_it_times_all_exchanges_on_two_axes(tmp_path):
 @pytest.mark.xdist_group("processes")
 def test_it_times_the_processes_of_one_job(model, tmp_path):
     path = tmp_path / "probe.json"
-    argv = "-m gravac_jax.launch -n 2 -m gravac_jax probe --exchanges all-gather"
+    argv = "-m gravac_jax.launch -n 2 -m gravac_jax probe --send TopK(10)"
     argv += f" --loss {model}:loss --seconds 0.5 --json {path}"
     done = subprocess.run(
         [sys.executable, *argv.split()], capture_output=True, text=True, timeout=300

@@ -1,9 +1,15 @@
 """What the benchmark `programs` reads from a compiled program."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
-from programs import sliced
+import pytest
+from common import hosts
+from programs import reading, report
 from programs.reading import Program
+
+RECORD = Path(hosts.PROGRAM).with_name("records") / "2026-11-25_programs"
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -73,35 +79,19 @@ def test_turns_of_a_compiled_loop_are_known():
     assert Program(text or "").turns == [9]
 
 
-# On 2 x 2 devices: one collective in two pieces, one within replicas, one across.
-COLLECTIVES = """HloModule step, is_scheduled=true
-
-%piece.1 (p.0: bf16[10]) -> bf16[20] {
-  %p.0 = bf16[10]{0} parameter(0)
-  ROOT %gather.1 = bf16[20]{0} all-gather(%p.0), channel_id=3, replica_groups=[2,2]<=[4]
-}
-
-%piece.2 (p.1: bf16[10]) -> bf16[20] {
-  %p.1 = bf16[10]{0} parameter(0)
-  ROOT %gather.2 = bf16[20]{0} all-gather(%p.1), channel_id=3, replica_groups=[2,2]<=[4]
-}
-
-ENTRY %main (a: f32[4], b: f32[6]) -> f32[4] {
-  %a = f32[4]{0} parameter(0)
-  %b = f32[6]{0} parameter(1)
-  %both = (f32[4]{0}, f32[6]{0}) all-reduce(%a, %b), channel_id=1, \
-replica_groups={{0,1},{2,3}}, to_apply=%sum
-  ROOT %sent = f32[4]{0} all-to-all(%a), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0)
-}
-"""
+def test_devices_that_a_collective_puts_together_are_read_in_every_spelling():
+    spellings = {
+        "replica_groups={{0,1},{2,3}}": [[0, 1], [2, 3]],
+        "replica_groups=[2,2]<=[4]": [[0, 1], [2, 3]],
+        "replica_groups=[2,2]<=[2,2]T(1,0)": [[0, 2], [1, 3]],
+        "source_target_pairs={{0,1},{1,0}}": [[0, 1], [1, 0]],
+        "replica_groups=mesh['a'=2,'b'=2] {'b'}": [[0, 1], [2, 3]],
+        "replica_groups=mesh['a'=2,'b'=2] {'a'}": [[0, 2], [1, 3]],
+    }
+    found = {text: reading.groups(text) for text in spellings}
+    assert found == spellings
 
 
-def test_collectives_count_once_between_replicas_or_within():
-    found = sliced.counted(Program(COLLECTIVES), inner_devices=2)
-    assert [tuple(x.values()) for x in found["across"]] == [
-        ("all-to-all", "f32", 1, 16, 16)
-    ]
-    assert [tuple(x.values()) for x in found["within"]] == [
-        ("all-gather", "bf16", 1, 20, 20),
-        ("all-reduce", "f32", 1, 40, 40),
-    ]
+@pytest.mark.parametrize("table", sorted(RECORD.glob("[hv]*.md")), ids=lambda x: x.stem)
+def test_tables_of_a_record_are_what_its_lines_say(table):
+    assert report.text(table.with_suffix(".jsonl")) + "\n" == table.read_text()

@@ -6,6 +6,7 @@ default run; in the slow run all of them, on twice as many examples.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import _examples
@@ -21,7 +22,6 @@ import pytest
 from _harness import Scripted, agreed, choices, make_mesh
 
 import gravac_jax as gravac
-from gravac_jax import _buckets
 
 QUICK, MANY = 50, 100
 EVIDENCE_BYTES = 1000
@@ -47,7 +47,7 @@ class Case:
     Attributes:
       leaves: key of `LEAVES`.
       replicas: how many replicas take part.
-      ladder: the factors, all of which are taken.
+      ladder: the encodings, all of which are taken.
       recipe: arguments of `gravac.transform`.
       is_exact: whether sent + kept is what came in, to float32 rounding of sums.
       is_mapped: whether it runs on a mesh of devices; otherwise simulated on one.
@@ -55,7 +55,7 @@ class Case:
 
     leaves: str
     replicas: int
-    ladder: tuple[float, ...]
+    ladder: tuple[gravac.Encoding, ...]
     recipe: tuple[tuple[str, Any], ...] = ()
     is_exact: bool = True
     is_mapped: bool = False
@@ -65,31 +65,43 @@ def of(**recipe):
     return tuple(recipe.items())
 
 
-WIDE = gravac.AllGather(**_examples.WIDE)
+def bits(*widths, **options):
+    return gravac.Dense(), *(gravac.Bits(x, row_entries=32, **options) for x in widths)
+
+
+TOP = gravac.TopK(4)
 CASES = {
-    "default": Case("float32", 4, (1, 3, 10)),
-    "mixed dtypes": Case("mixed", 3, (1, 4)),
-    "wide entries": Case("float32", 4, (1, 2, 8), of(exchange=WIDE)),
-    "top k": Case("one", 7, (1, 2.5), of(exchange=gravac.AllGather(gravac.TopK()))),
+    "few bits": Case("float32", 4, bits(8, 2)),
+    "mixed dtypes": Case("mixed", 3, bits(2)),
+    "in turns": Case("one", 4, bits(1, turns=2)),
+    "narrow entries": Case("mixed", 2, (gravac.Dense(), TOP)),
+    # What rounding drops of the mean is lost.
+    "dense in 16 bits": Case("mixed", 2, (gravac.Dense("bfloat16"),), is_exact=False),
+    "wide entries": Case("float32", 4, (TOP, gravac.TopK(8, **_examples.WIDE))),
+    "exact": Case("one", 7, (gravac.Dense(), gravac.TopK(12, select="exact"))),
     "masked momentum": Case(
-        "float32", 2, (1, 5), of(memory=gravac.Momentum(0.5, masking=True)), False
+        "float32",
+        2,
+        (gravac.Dense(), TOP),
+        of(memory=gravac.Momentum(0.5, masking=True)),
+        is_exact=False,
     ),
     "adam": Case(
         "float32",
         4,
-        (1, 4),
+        bits(2),
         of(memory=gravac.Steps(optax.scale_by_adam())),
         is_exact=False,
     ),
-    "leader": Case("float32", 4, (1, 4), of(exchange=gravac.LeaderIndices())),
-    "random": Case("mixed", 2, (1, 4), of(exchange=gravac.SharedRandomK())),
-    "low rank": Case("float32", 4, (1, 3), of(exchange=gravac.LowRank()), False),
+    "low rank": Case("float32", 4, (gravac.Dense(), gravac.LowRank(1)), is_exact=False),
     "clipped": Case(
-        "float32", 4, (1, 4), of(clip=gravac.ClipByGlobalNorm(1.0)), is_exact=False
+        "float32", 4, bits(2), of(clip=gravac.ClipByGlobalNorm(1.0)), is_exact=False
     ),
-    "nothing compressed": Case("all small", 4, (1, 4), of(compress=False)),
-    "alone": Case("float32", 1, (1, 4)),
-    "mesh": Case("mixed", 4, (1, 4), is_mapped=True),
+    "nothing encoded": Case(
+        "all small", 4, bits(2), of(compress=False), is_exact=False
+    ),
+    "alone": Case("float32", 1, bits(2)),
+    "mesh": Case("mixed", 4, bits(2), is_mapped=True),
 }
 
 
@@ -101,7 +113,7 @@ def program(name):
     """Return a step of all replicas, and the state before it."""
     case = CASES[name]
     recipe = {"compress": lambda path, leaf: leaf.size > 3, **dict(case.recipe)}
-    tx = gravac.transform(controller=Scripted(case.ladder), **recipe)
+    tx = gravac.transform(send=Scripted(case.ladder), **recipe)
     params = {k: jnp.zeros(*x) for k, x in LEAVES[case.leaves].items()}
 
     def train_step(updates, state, batch):
@@ -145,42 +157,16 @@ def runs(case):
     return st.one_of(each)
 
 
-def rung_of(state, rung):
-    rung = jnp.full_like(state.rung, rung)
-    return state._replace(rung=rung, ahead=jnp.stack([rung, rung]))
-
-
 def run(name, rung, batches):
-    """Yield updates and state of each step; raise if replicas disagree."""
+    """Return updates and state of each step; raise if replicas disagree."""
     step, (updates, state) = program(name)
-    state = rung_of(state, rung)
+    rung, steps = jnp.full_like(state.decided, rung), []
+    state = state._replace(decided=rung, ahead=jnp.stack([rung, rung]))
     for x in batches:
         before = jax.tree.map(jnp.copy, (updates, state))
         updates, state = step(*before, x)
-        yield jax.tree.map(agreed, updates), jax.tree.map(agreed, state)
-
-
-def by_kind(state, part):
-    """Return a part of the buckets' memory, added up over replicas, in float64."""
-    # After the buckets come the leaves that go dense, if there are any.
-    buckets = state.local.memory[: len(state.local.exchange)]
-    held = [np.asarray(getattr(x, part), np.float64).sum(0) for x in buckets]
-    paddings = [n for leaf, n, _ in state.layout.tolist() if leaf == _buckets.NO_LEAF]
-    pairs = zip(held, paddings, strict=False)
-    return np.concatenate([x[: x.size - padding] for x, padding in pairs])
-
-
-def compressed(case, tree, replicas=True):
-    """Return the entries of the compressed leaves, float64, in bucket order."""
-    size = lambda x: x[0].size if replicas else x.size
-    lead = (case.replicas,) if replicas else ()
-    is_sent = dict(case.recipe).get("compress", True)
-    parts = [
-        np.asarray(x, np.float64).reshape(*lead, -1)
-        for _, x in sorted(tree.items(), key=lambda leaf: (size(leaf[1]), leaf[0]))
-        if is_sent and size(x) > 3
-    ]
-    return np.concatenate(parts, axis=-1) if parts else np.zeros((*lead, 0))
+        steps.append(jax.tree.map(agreed, (updates, state)))
+    return steps
 
 
 def are_sane(batch):
@@ -191,44 +177,52 @@ def are_sane(batch):
 
 def holds(name, rung, size, batches):
     """Check all that must hold of a few steps."""
-    case = CASES[name]
+    case, steps = CASES[name], run(name, rung, batches)
     is_clipped = "clip" in dict(case.recipe)
-    came = np.zeros(compressed(case, batches[0]).shape[1])
-    sent, total = came.copy(), came.copy()
-    for x, (updates, state) in zip(batches, run(name, rung, batches), strict=True):
+    for x, (updates, state) in zip(batches, steps, strict=True):
         for leaf in jax.tree.leaves((updates, state.local, state.info.gain)):
             assert np.isfinite(np.asarray(leaf, np.float64)).all()
         info = state.info
-        is_good = are_sane(x) | is_clipped
-        assert info.is_finite == is_good.all()
+        assert info.is_finite == (are_sane(x) | is_clipped).all()
         assert 0 <= info.gain <= 1
         assert info.payload_bytes >= 0
         assert info.wire_bytes <= info.dense_wire_bytes + EVIDENCE_BYTES
-        update = compressed(case, updates, replicas=False)
-        gradient = compressed(case, x)[is_good]
-        came += gradient.sum(0)
-        total += np.abs(gradient).sum(0)
-        sent += case.replicas * update
     if case.is_exact and size == "moderate":
-        kept = by_kind(state, "residual")
-        # Sums of a few numbers, and means that are rounded to the leaf's dtype.
-        eps, smallest = narrow(case)
-        if "exchange" not in dict(case.recipe) and total.size:
-            total = np.full_like(total, total.max())  # few bits are of the row's size
-        sums = len(batches) * case.replicas
-        assert (np.abs(came - sent - kept) <= sums * (eps * total + smallest)).all()
+        adds_up(case, batches, steps)
 
 
-def narrow(case):
-    """Return the rounding error and the smallest number of each entry's dtype."""
-    by_size = lambda leaf: (np.prod(leaf[1][0]), leaf[0])
-    parts = [
-        np.full((int(np.prod(shape)), 2), (float(info.eps), float(info.tiny)))
-        for _, (shape, dtype) in sorted(LEAVES[case.leaves].items(), key=by_size)
-        for info in [ml_dtypes.finfo(dtype)]
-        if np.prod(shape) > 3 and dict(case.recipe).get("compress", True)
+def adds_up(case, batches, steps):
+    """Check that what was sent and what is held is what came in."""
+    made = [bucket_of(case, x) for x in batches]
+    came, total = (np.sum(x, (0, 1)) for x in (made, np.abs(made)))
+    sent = case.replicas * np.sum([bucket_of(case, x) for x, _ in steps], 0)
+    held = steps[-1][1].local.memory[0].residual.sum(0, dtype=np.float64)
+    # Sums of a few numbers, and means that are rounded to the leaf's dtype.
+    eps, smallest = (
+        bucket_of(case, {k: full(*x, name) for k, x in LEAVES[case.leaves].items()})
+        for name in ("eps", "tiny")
+    )
+    if not all(x.sends_whole_entries for x in case.ladder):
+        total = np.full_like(total, total.max())  # what is rounded is of the row's size
+    bound = len(batches) * case.replicas * (eps * total + smallest)
+    assert (np.abs(came - sent - held[: came.size]) <= bound).all()
+
+
+def full(shape, dtype, name):
+    """Return an array of what `finfo` says of a dtype."""
+    return np.full(shape, float(getattr(ml_dtypes.finfo(dtype), name)))
+
+
+def bucket_of(case, tree):
+    """Return `[..., n]` float64: the entries of leaves that are encoded, in order."""
+    leaves = LEAVES[case.leaves]
+    sizes = {k: math.prod(shape) for k, (shape, _) in leaves.items()}
+    flat = [
+        np.float64(tree[k]).reshape(*tree[k].shape[: -len(leaves[k][0])], n)
+        for k, n in sorted(sizes.items(), key=lambda x: x[::-1])
+        if n > 3
     ]
-    return np.concatenate(parts).T if parts else np.zeros((2, 0))
+    return np.concatenate(flat, axis=-1)
 
 
 def tries(examples):
@@ -266,11 +260,11 @@ def test_numbers_whose_sums_are_infinite_are_left_out():
     """Each is finite, but a sum of three was not, and such a residual never mends."""
     huge = {k: np.full((4, *x[0]), 3e38, x[1]) for k, x in LEAVES["float32"].items()}
     small = {k: np.ones_like(x) for k, x in huge.items()}
-    holds("default", 1, "any", [small, huge, huge, small])
+    holds("few bits", 1, "any", [small, huge, huge, small])
 
 
 @pytest.mark.parametrize(
-    "name", choices(["leader", "low rank", "top k"], lambda x: x == "top k")
+    "name", choices(["exact", "few bits", "low rank"], lambda x: x == "few bits")
 )
 def test_squares_that_are_infinite_skip_the_step(name):
     leaves = LEAVES[CASES[name].leaves].items()
@@ -291,8 +285,6 @@ def test_the_longest_gradients_are_clipped(size):
 
 
 def test_a_batch_may_have_a_leaf_without_entries():
-    batch = {
-        k: np.ones((3, *shape), dtype) for k, (shape, dtype) in LEAVES["mixed"].items()
-    }
+    batch = {k: np.ones((3, *x[0]), x[1]) for k, x in LEAVES["mixed"].items()}
     assert batch["empty"].size == 0
     holds("mixed dtypes", 1, "moderate", [batch])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import COMPRESS, PARAMS, N, assert_same, at
+from _harness import COMPRESS, PARAMS, ROWS, N, assert_same, at
 
 import gravac_jax as gravac
 
@@ -32,8 +32,8 @@ def test_each_replica_is_clipped_at_sqrt_n_of_the_bound():
     norms = own_norms(GRADIENTS)
     bound = float(np.median(norms)) / np.sqrt(N)
     clip = gravac.ClipByGlobalNorm(bound)
-    dense = {"compress": COMPRESS, "controller": gravac.Fixed(1)}
-    received, _ = updates_of(gravac.transform(clip=clip, **dense))
+    tx = gravac.transform(compress=COMPRESS, send=gravac.Dense(), clip=clip)
+    received, _ = updates_of(tx)
     scale = np.minimum(1, bound * np.sqrt(N) / norms)
     assert 0 < (scale < 1).mean() < 1
     for name, x in GRADIENTS.items():
@@ -41,38 +41,17 @@ def test_each_replica_is_clipped_at_sqrt_n_of_the_bound():
         np.testing.assert_allclose(received[name], (x * shares).mean(1), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    _harness.choices(
-        [gravac.ClipByGlobalNorm, gravac.ClipByValue],
-        lambda x: x is gravac.ClipByGlobalNorm,
-    ),
-)
-def test_a_bound_that_nothing_reaches_changes_no_bit(kind):
-    recipe = {"compress": COMPRESS, "controller": gravac.Fixed(4)}
-    recipe["exchange"] = gravac.Quantized(32)
-    expected = updates_of(gravac.transform(**recipe))
-    assert_same(updates_of(gravac.transform(clip=kind(1e6), **recipe)), expected)
-
-
-def test_every_entry_is_clipped_by_value():
-    clip = gravac.ClipByValue(0.25)
-    recipe = {"compress": COMPRESS, "controller": gravac.Fixed(1)}
-    received, _ = updates_of(gravac.transform(clip=clip, **recipe))
-    for name, x in GRADIENTS.items():
-        expected = np.clip(x, -0.5, 0.5).mean(1)
-        np.testing.assert_allclose(received[name], expected, atol=1e-6)
+def test_a_bound_that_nothing_reaches_changes_no_bit():
+    tx = lambda **others: gravac.transform(compress=COMPRESS, send=ROWS, **others)
+    clip = gravac.ClipByGlobalNorm(1e6)
+    assert_same(updates_of(tx(clip=clip)), updates_of(tx()))
 
 
 @pytest.mark.parametrize("size", [1e20, 1e38])
 def test_a_norm_beyond_float32_is_clipped_and_not_lost(size):
     grads = {"b": np.zeros(5, np.float32), "w": np.full((8, 8), size, np.float32)}
-    tx = gravac.transform(
-        axis_name=None,
-        compress=COMPRESS,
-        clip=gravac.ClipByGlobalNorm(1.0),
-        controller=gravac.Fixed(1),
-    )
+    clip = gravac.ClipByGlobalNorm(1.0)
+    tx = gravac.transform(None, compress=COMPRESS, clip=clip, send=gravac.Dense())
     updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
     assert float(optax.tree.norm(updates)) == pytest.approx(1, rel=1e-5)
 
@@ -80,12 +59,11 @@ def test_a_norm_beyond_float32_is_clipped_and_not_lost(size):
 def test_a_gradient_that_is_not_finite_is_not_clipped_away():
     grads = jax.tree.map(np.copy, at(GRADIENTS, (0, 0)))
     grads["w"][0, 0] = np.inf
-    parts = {"exchange": gravac.Quantized(32), "controller": gravac.Fixed(1)}
-    for clip in (gravac.ClipByGlobalNorm(1.0), gravac.ClipByValue(1.0)):
-        tx = gravac.transform(axis_name=None, compress=COMPRESS, clip=clip, **parts)
-        updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        assert not bool(state.info.is_finite)
-        assert not any(x.any() for x in jax.tree.leaves(updates))
+    clip = gravac.ClipByGlobalNorm(1.0)
+    tx = gravac.transform(None, compress=COMPRESS, clip=clip, send=gravac.Dense())
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    assert not bool(state.info.is_finite)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
 
 
 def test_decay_needs_the_params():
@@ -99,44 +77,42 @@ def test_decay_needs_the_params():
 
 
 def test_the_recipe_is_the_papers_parts():
-    recipe = gravac.dgc(
-        factor=16, max_norm=1.0, warm_up_steps=6, weight_decay=0.01, compress=COMPRESS
-    )
+    stages = tuple(gravac.TopK(x, select="sampled") for x in (4, 16))
+    both = {"weight_decay": 0.01, "compress": COMPRESS}
+    recipe = gravac.dgc(send=stages[1], max_norm=1.0, warm_up_steps=6, **both)
     parts = gravac.transform(
-        compress=COMPRESS,
-        compressor=gravac.SampledTopK(),
-        clip=gravac.ClipByGlobalNorm(1.0),
-        weight_decay=0.01,
+        send=gravac.Scheduled(stages, starts=(6,)),
         memory=gravac.Momentum(0.9, masking=True),
-        controller=gravac.warm_up(6, factors=(4, 16)),
+        clip=gravac.ClipByGlobalNorm(1.0),
+        **both,
     )
     stories = []
-    for exchange in (recipe, parts):
+    for tx in (recipe, parts):
 
-        def step(params, opt_state, batch, exchange=exchange):
+        def step(params, opt_state, batch, tx=tx):
             mine = jax.tree.map(lambda x: x[0], batch)
-            updates, opt_state = exchange.update(mine, opt_state, params)
+            updates, opt_state = tx.update(mine, opt_state, params)
             params = optax.apply_updates(params, updates)
             return params, opt_state, optax.tree.get(opt_state, "StepInfo")
 
         run = gravac.simulate(step, N)
-        state = gravac.place((PARAMS, exchange.init(PARAMS)), N)
+        state = gravac.place((PARAMS, tx.init(PARAMS)), N)
         story = []
         for i in range(STEPS):
             *state, info = run(*state, at(GRADIENTS, i))
             story.append(jax.tree.map(np.asarray, (state[0], info)))
         stories.append(story)
     assert_same(*stories)
-    factors = [float(info.factor) for _, info in stories[0]]
-    assert factors == [4] * 6 + [16] * 6
+    assert [int(info.rung) for _, info in stories[0]] == [0] * 6 + [1] * 6
 
 
 def test_what_the_recipe_is_given_takes_precedence():
-    exchange = gravac.LeaderIndices()
-    tx = gravac.dgc(axis_name=None, exchange=exchange, controller=gravac.GraVAC())
-    state = tx.init({"w": jnp.zeros((256, 256))})
-    assert optax.tree.get(state, "agreement") == 1
-    assert state.info.gains.shape == (len(gravac.GraVAC().ladder),)
+    send, memory = gravac.GraVAC(), gravac.Residual()
+    found, expected = (
+        make(None, send=send, memory=memory).init({"w": jnp.zeros((256, 256))})
+        for make in (gravac.dgc, gravac.transform)
+    )
+    assert_same(found, expected)
 
 
 def test_adamw_alone_and_dense_is_that_of_optax():
@@ -147,8 +123,7 @@ def test_adamw_alone_and_dense_is_that_of_optax():
         rate,
         axis_name=None,
         compress=COMPRESS,
-        exchange=gravac.AllGather(),
-        controller=gravac.Fixed(1),
+        send=gravac.Dense(),
         **settings,
     )
     with jax.numpy_dtype_promotion("standard"):
@@ -169,8 +144,7 @@ def descent(tx):
 
 
 def test_sgd_that_sends_everything_is_that_of_optax_of_the_mean():
-    whole = {"exchange": gravac.DenseMean(), "controller": gravac.Fixed(1)}
-    tx = gravac.sgd(0.1, momentum=0.8, nesterov=True, compress=COMPRESS, **whole)
+    tx = gravac.sgd(0.1, momentum=0.8, nesterov=True, send=gravac.Dense())
     received, _ = _harness.trajectory(tx, PARAMS, "vmap")(GRADIENTS)
     theirs = optax.sgd(0.1, momentum=0.8, nesterov=True)
     update = lambda state, x: theirs.update(x, state)[::-1]
@@ -212,11 +186,7 @@ def test_a_step_has_the_learning_rate_at_which_it_was_made(ours, theirs, delay, 
     with jax.numpy_dtype_promotion("standard"):  # Optax's Adam mixes dtypes
         each = jax.vmap(alone, in_axes=1)(GRADIENTS)
     late = ours(
-        FALLING,
-        compress=COMPRESS,
-        delay=delay,
-        exchange=gravac.DenseMean(),
-        controller=gravac.Every(every, gravac.Fixed(1)),
+        FALLING, compress=COMPRESS, delay=delay, every=every, send=gravac.Dense()
     )
 
     def train(state, gradients):
@@ -230,40 +200,18 @@ def test_a_step_has_the_learning_rate_at_which_it_was_made(ours, theirs, delay, 
         np.testing.assert_allclose(received[0], expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("recipe", [gravac.sgd, gravac.adamw])
 @pytest.mark.parametrize(
-    ("recipe", "given", "exchange"),
-    [
-        pytest.param(gravac.sgd, {}, gravac.QuantizedAllReduce(), id="sgd"),
-        pytest.param(gravac.adamw, {}, gravac.QuantizedAllReduce(), id="adamw"),
-        pytest.param(
-            gravac.sgd,
-            {"compressor": gravac.TopK()},
-            gravac.AllGather(gravac.TopK()),
-            id="sgd-compressor",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            gravac.adamw,
-            {"exchange": gravac.LowRank()},
-            gravac.LowRank(),
-            id="adamw-exchange",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("given", "send"),
+    [({}, gravac.Bits(2)), ({"send": gravac.LowRank(1)}, gravac.LowRank(1))],
+    ids=repr,
 )
-def test_two_bits_go_both_ways_unless_another_exchange_is_given(
-    recipe, given, exchange
-):
-    matrix = {"w": jnp.zeros((64, 64))}
-
-    def payload_bytes(tx):
-        _, state = jax.jit(tx.update)(matrix, tx.init(matrix), matrix)
-        return float(optax.tree.get(state, "payload_bytes"))
-
-    controller = gravac.Fixed(16)
-    plain = gravac.transform(None, exchange=exchange, controller=controller)
-    tx = recipe(1e-3, None, controller=controller, **given)
-    assert payload_bytes(tx) == payload_bytes(plain)
+def test_recipes_send_two_bits_unless_they_are_told_otherwise(recipe, given, send):
+    named = [
+        optax.tree.get(tx.init({"w": jnp.zeros((64, 64))}), "ladder")
+        for tx in (recipe(1e-3, None, **given), gravac.transform(None, send=send))
+    ]
+    assert_same(*named)
 
 
 # What is refused. ----------------------------------------------------------------
@@ -278,20 +226,19 @@ def test_two_bits_go_both_ways_unless_another_exchange_is_given(
         (lambda: gravac.adamw(1.0, eps=0), "`eps` must be a finite number above"),
         (lambda: gravac.adamw(1.0, b2=2), "`b2` must be at least 0"),
         (lambda: gravac.ClipByGlobalNorm(0), "leave `clip` out"),
-        (lambda: gravac.ClipByValue(np.inf), "leave `clip` out"),
         (lambda: gravac.transform(clip=1.0), "`clip` must be a Clip"),
         (lambda: gravac.transform(weight_decay=-1), "`weight_decay` must"),
-        (lambda: gravac.adamw(1.0, momentum=0.9), "Adam for its memory"),
+        (lambda: gravac.adamw(1.0, memory=gravac.Momentum()), "Adam for its memory"),
         (lambda: gravac.sgd(1.0, momentum=1.5), "`momentum` must be at least 0"),
-        (lambda: gravac.sgd(1.0, memory=gravac.NoMemory()), "momentum for its memory"),
-        (lambda: gravac.warm_up(-1), "`steps` must be a whole number"),
-        (lambda: gravac.warm_up(10, 100), "`factors` must be several"),
-        (lambda: gravac.dgc(factor="x"), "`factor` must be a number"),
-        (lambda: gravac.by_rank(PARAMS, 4), "`ranks` must be several"),
-        (lambda: gravac.Scheduled(100), "`schedule` must be a function"),
+        (lambda: gravac.sgd(1.0, memory=gravac.Residual()), "momentum for its memory"),
         (
-            lambda: gravac.transform(momentum=0.9, memory=gravac.Residual()),
-            "give `momentum` or `memory`",
+            lambda: gravac.diloco(optax.sgd(1.0), memory=gravac.Residual()),
+            "the inner optimizer for its memory",
+        ),
+        (lambda: gravac.dgc(warm_up_steps=-1), "`warm_up_steps` must be a whole"),
+        (
+            lambda: gravac.dgc(send=gravac.Bits(2), warm_up_steps=9),
+            "`warm_up_steps` lead to a gravac.TopK",
         ),
     ],
 )

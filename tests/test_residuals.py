@@ -1,6 +1,5 @@
 """A flush delivers all residuals, and own params hold the replica's own residual."""
 
-import _examples
 import _harness
 import _oracles
 import jax
@@ -17,7 +16,7 @@ GRADIENTS = _harness.gaussian_gradients(STEPS)
 MESH = _harness.make_mesh()
 
 
-EXCHANGE = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(16))
+EXCHANGE = gravac.transform(compress=COMPRESS, send=gravac.Bits(2))
 
 
 def after_training(tx, last):
@@ -57,23 +56,21 @@ def test_a_flush_delivers_the_mean_of_the_residuals(is_guarded):
     np.testing.assert_array_equal(after[0]["b"], params["b"])
     left = after[1][0]
     assert not np.asarray(left.local.memory[0].residual).any()
-    for name in ("steps", "rung", "past_rungs"):
+    for name in ("steps", "decided", "past_rungs"):
         assert_same(getattr(left, name), getattr(transform, name))
 
 
 def test_all_gradients_have_arrived_after_a_flush():
-    exchange = gravac.transform(compress=True, controller=gravac.Fixed(16))
-    _, (params, _) = flushed(optax.chain(exchange, optax.sgd(1.0)))
+    tx = gravac.transform(compress=True, send=gravac.Bits(2))
+    _, (params, _) = flushed(optax.chain(tx, optax.sgd(1.0)))
     for name, x in GRADIENTS.items():
         np.testing.assert_allclose(params[name], -x.sum(0).mean(0), atol=1e-4)
 
 
 def test_a_flush_leaves_momentum_alone():
     memory = gravac.Momentum(0.9, masking=False)
-    exchange = gravac.transform(
-        compress=COMPRESS, memory=memory, controller=gravac.Fixed(16)
-    )
-    (_, before), (_, after) = flushed(optax.chain(exchange, optax.sgd(0.1)))
+    tx = gravac.transform(compress=COMPRESS, memory=memory, send=gravac.Bits(2))
+    (_, before), (_, after) = flushed(optax.chain(tx, optax.sgd(0.1)))
     had, has = (x[0].local.memory[0].velocity for x in (before, after))
     assert had.any()
     assert_same(np.asarray(has), had)
@@ -96,14 +93,14 @@ LINEAR = {
 }
 
 
-def own_params(tx):
+def own_params_after(tx):
     """Return params and state after a run, and the own params of every replica."""
     every = lambda x: jax.lax.pmean(
         jnp.zeros((N, *x.shape)).at[jax.lax.axis_index("data")].set(N * x), "data"
     )
 
     def look(params, opt_state, _):
-        own = gravac.local_params(tx, params, opt_state)
+        own = gravac.own_params(tx, params, opt_state)
         return params, opt_state, jax.tree.map(every, own)
 
     return after_training(tx, look)[1]
@@ -112,7 +109,7 @@ def own_params(tx):
 @pytest.mark.parametrize("after", _harness.choices(LINEAR, lambda x: x != "decay"))
 def test_own_params_are_the_params_after_the_own_residual(after):
     tx = gravac.guard(optax.chain(EXCHANGE, LINEAR[after]))
-    params, opt_state, own = own_params(tx)
+    params, opt_state, own = own_params_after(tx)
     residual = opt_state[0].local.memory[0].residual.reshape(N, 8, 8)
     assert all(np.abs(x).sum() > 1 for x in residual)
     np.testing.assert_allclose(own["w"], params["w"] - 0.5 * residual, atol=1e-5)
@@ -121,23 +118,22 @@ def test_own_params_are_the_params_after_the_own_residual(after):
 
 def test_the_mean_of_own_params_is_where_a_flush_takes_the_params():
     tx = optax.chain(EXCHANGE, optax.sgd(0.5))
-    _, _, own = own_params(tx)
+    _, _, own = own_params_after(tx)
     _, (params, _) = flushed(tx)
     for name, x in own.items():
         np.testing.assert_allclose(x.mean(0), params[name], atol=1e-5)
 
 
 def test_without_a_residual_own_params_are_the_params():
-    exchange = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(1))
-    params, _, own = own_params(optax.chain(exchange, LINEAR["decay"]))
+    exchange = gravac.transform(compress=COMPRESS, send=gravac.Dense())
+    params, _, own = own_params_after(optax.chain(exchange, LINEAR["decay"]))
     for name, x in own.items():
         np.testing.assert_array_equal(x, np.stack([params[name]] * N))
 
 
 SPARSE_TOP = {
     "compress": True,
-    "exchange": gravac.AllGather(gravac.TopK(), **_examples.WIDE),
-    "controller": gravac.Fixed(16),
+    "send": gravac.TopK(16, select="exact", values="float32"),
 }
 # The memory for the oracle, and the optimizer.
 TRAININGS = {
@@ -161,7 +157,7 @@ def test_training_at_own_params_is_training_of_its_oracle(training):
 
     def update(targets, state):
         params, opt_state = state
-        own = gravac.local_params(tx, params, opt_state)
+        own = gravac.own_params(tx, params, opt_state)
         grads = jax.tree.map(jnp.subtract, own, targets)
         updates, opt_state = tx.update(grads, opt_state, params)
         return updates, (optax.apply_updates(params, updates), opt_state)
@@ -193,15 +189,13 @@ def test_training_at_own_params_is_training_of_its_oracle(training):
 
 @pytest.mark.slow
 def test_own_params_keep_the_dtype_of_the_params_and_are_rounded_once():
-    exchange = gravac.transform(
-        axis_name=None, compress=True, controller=gravac.Fixed(16)
-    )
+    exchange = gravac.transform(None, compress=True, send=gravac.Bits(2))
     tx = optax.chain(exchange, optax.sgd(1.0, momentum=0.9))
     params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
     grads = {"w": jnp.asarray(GRADIENTS["w"][0, 0], jnp.bfloat16)}
     with jax.numpy_dtype_promotion("standard"):
         _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        own = jax.jit(gravac.local_params, static_argnums=0)(tx, params, state)["w"]
+        own = jax.jit(gravac.own_params, static_argnums=0)(tx, params, state)["w"]
     residual = state[0].local.memory[0].residual.reshape(8, 8)
     assert own.dtype == jnp.bfloat16
     np.testing.assert_array_equal(own, (1 - residual).astype(jnp.bfloat16))
@@ -212,7 +206,7 @@ def test_own_params_know_which_leaves_are_compressed_by_their_dtype():
         gravac.transform(
             None,
             compress=lambda path, x: x.dtype == jnp.bfloat16,
-            controller=gravac.Fixed(16),
+            send=gravac.Bits(2),
         ),
         optax.sgd(0.5),
     )
@@ -220,7 +214,7 @@ def test_own_params_know_which_leaves_are_compressed_by_their_dtype():
     grads = jax.tree.map(lambda x: jnp.linspace(0, 1, x.size, dtype=x.dtype), params)
     with jax.numpy_dtype_promotion("standard"):  # what is held back is float32
         opt_state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
-        own = gravac.local_params(tx, params, opt_state)
+        own = gravac.own_params(tx, params, opt_state)
     assert (own["w"] != params["w"]).any()
     assert_same(own["n"], params["n"])
 
@@ -230,7 +224,7 @@ def test_own_params_exchange_nothing():
     state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
 
     def look(params, opt_state):
-        return gravac.local_params(tx, params, opt_state)["w"][None]
+        return gravac.own_params(tx, params, opt_state)["w"][None]
 
     specs = gravac.state_specs(state)
     mapped = jax.shard_map(look, mesh=MESH, in_specs=specs, out_specs=jax.P("data"))

@@ -11,26 +11,32 @@ import _oracles
 import _saboteurs
 import pytest
 
+import gravac_jax as gravac
 from gravac_jax._controllers import CONTROLLERS
+from gravac_jax._encodings import ENCODINGS
 from gravac_jax._error_feedback import MEMORIES
-from gravac_jax._exchanges import EXCHANGES
-from gravac_jax._selection import COMPRESSORS
 
-# What the laws of each family are tried on.
+# What the laws of each family are tried on, for an honest component.
+EVIDENCE = _examples.evidence(4, seed=5, measured_from=90)
 FAMILIES = {
-    _laws.COMPRESSOR_LAWS: _examples.BUCKETS["gaussian"],
-    _laws.EXCHANGE_LAWS: (_examples.EXCHANGED, _examples.LADDER),
-    _laws.MEMORY_LAWS: (_examples.GRADIENTS, _examples.IS_SENT),
-    _laws.CONTROLLER_LAWS: (_examples.evidence(4, seed=5, measured_from=90),),
+    _laws.ENCODING_LAWS + _laws.LAWS_OF_ONE: lambda x: (_examples.buckets_for(x),),
+    _laws.LADDER_LAWS: lambda x: (_examples.EXACT,),
+    _laws.MEMORY_LAWS: lambda x: (_examples.GRADIENTS, _examples.IS_SENT),
+    _laws.CONTROLLER_LAWS: lambda x: (EVIDENCE,),
 }
 ARGUMENTS = {
-    "Momentum": {"decay": 0.5},
-    "GraVAC": {
-        "epsilon": 0.7,
-        "window": 10,
-        "ladder": (1, 4, 16, 64),
-        "gain": "energy",
+    "Bits": {"bits": 2, "row_entries": 32},
+    "StaysAtTheFirstTurn": {"bits": 2, "turns": 3, "row_entries": 32},
+    "LowRank": {"rank": 1},
+    "TopK": {"factor": 7},
+    "Ladder": {
+        "encodings": (gravac.LowRank(1), gravac.Bits(1, row_entries=32)),
+        "bucket": _laws.bucket_of(_examples.EXACT),
+        "is_looked_at": True,
     },
+    "Momentum": {"decay": 0.5},
+    "Fastest": {"ladder": _examples.TO_ONE_BIT},
+    "GraVAC": {"ladder": _examples.FOUR, "epsilon": 0.7, "window": 10},
 }
 CASES = [
     pytest.param(kind, law, id=f"{kind.__name__}-{law.__name__}")
@@ -39,9 +45,9 @@ CASES = [
 ]
 
 
-def example_of(law):
+def example_of(law, honest):
     (example,) = [example for laws, example in FAMILIES.items() if law in laws]
-    return example
+    return example(honest)
 
 
 def honest_kind(kind):
@@ -52,11 +58,12 @@ def honest_kind(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "law"), CASES)
 def test_the_law_catches_the_saboteur_and_spares_the_honest(kind, law):
-    honest = honest_kind(kind)
-    arguments = ARGUMENTS.get(honest.__name__, {})
-    law(honest(**arguments), *example_of(law))
+    name = honest_kind(kind).__name__
+    arguments = ARGUMENTS.get(kind.__name__, ARGUMENTS.get(name, {}))
+    honest = honest_kind(kind)(**arguments)
+    law(honest, *example_of(law, honest))
     with pytest.raises(AssertionError):
-        law(kind(**arguments), *example_of(law))
+        law(kind(**arguments), *example_of(law, honest))
 
 
 def test_every_law_catches_a_saboteur_and_says_what_it_demands():
@@ -75,8 +82,7 @@ def test_every_law_catches_a_saboteur_and_says_what_it_demands():
 @pytest.mark.parametrize(
     ("registry", "table"),
     [
-        (COMPRESSORS, _oracles.COMPRESSORS),
-        (EXCHANGES, _oracles.EXCHANGES),
+        (ENCODINGS, _oracles.ENCODINGS),
         (MEMORIES, _oracles.MEMORIES),
         (CONTROLLERS, _oracles.CONTROLLERS),
     ],

@@ -9,20 +9,18 @@ import re
 import subprocess
 import sys
 
-import _examples
 import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, at, beside, choices, make_mesh
+from _harness import AXIS_TYPES, at, choices, make_mesh
 from jax import P
 from programs import reading
 
 import gravac_jax as gravac
 from gravac_jax import checkpoint
-from gravac_jax._exchanges import EXCHANGES
 
 NAMES = ("dcn", "fsdp", "tp")
 RNG = np.random.default_rng(0)
@@ -88,11 +86,11 @@ def on_all_devices(tree):
 # Training
 
 
-def train(tx, mesh, own_params=None):
+def train(tx, mesh, where=None):
     """Return the losses of a run by `gravac.train_step`, the params, and flushed."""
     is_plain = mesh.axis_names == ("dcn",)
     params = PARAMS if is_plain else put(PARAMS, mesh, SPECS)
-    step = gravac.train_step(loss_fn, tx(params), mesh, "dcn", own_params=own_params)
+    step = gravac.train_step(loss_fn, tx(params), mesh, "dcn", at=where)
     params, opt_state = step.init(params)
     losses = []
     for tokens in TOKENS:
@@ -130,12 +128,10 @@ def test_dense_steps_are_those_of_a_plain_jit(shape):
         expected.append(float(loss))
 
     def tx(params):
-        exchange = gravac.transform(
-            "dcn", sharded=params, controller=gravac.Fixed(1), compress=True
-        )
-        return optax.chain(exchange, sgd)
+        dense = gravac.transform("dcn", sharded=params, send=gravac.Dense())
+        return optax.chain(dense, sgd)
 
-    losses, received, flushed = train(tx, mesh, own_params=False)
+    losses, received, flushed = train(tx, mesh, where="shared")
     assert_close(losses, expected)
     assert_close(received, jax.tree.map(np.asarray, params))
     assert len(set(losses)) == STEPS
@@ -150,7 +146,7 @@ RECIPES = {
         gravac.transform(
             "dcn",
             clip=gravac.ClipByGlobalNorm(0.1),
-            momentum=0.9,
+            memory=gravac.Momentum(0.9),
             weight_decay=0.1,
             check_every=1,
             **others,
@@ -161,18 +157,15 @@ RECIPES = {
     "delay": lambda **others: optax.chain(
         gravac.transform("dcn", delay=1, **others), optax.sgd(0.1)
     ),
-    "rounds": lambda **others: gravac.diloco(
-        optax.adam(1e-2), 2, "dcn", **others | {"controller": gravac.Every(2, ONE)}
-    ),
+    "rounds": lambda **others: gravac.diloco(optax.adam(1e-2), 2, "dcn", **others),
 }
-ONE = gravac.Fixed(1)
 IS_COMPRESSED = {name: x.ndim > 1 for name, x in PARAMS.items()}
 
 
 @pytest.mark.parametrize("recipe", choices(RECIPES, lambda x: x == ALL_BEFORE))
 def test_inner_axes_change_nothing(recipe):
-    mean = {"exchange": gravac.DenseMean(), "controller": ONE}
-    make = lambda **sharded: RECIPES[recipe](compress=IS_COMPRESSED, **mean, **sharded)
+    common = {"compress": IS_COMPRESSED, "send": gravac.Dense()}
+    make = lambda **sharded: RECIPES[recipe](**common, **sharded)
     received = train(lambda params: make(sharded=params), three_axes())
     expected = train(lambda params: make(), make_mesh((2,), ("dcn",)))
     assert_close(received, expected)
@@ -240,11 +233,9 @@ def cut_leaves(tree):
 
 
 def topk(params):
-    exchange = gravac.AllGather(gravac.TopK())
-    controller = _harness.Scripted((1, 4))
-    return gravac.transform(
-        "dcn", sharded=params, compress=True, exchange=exchange, controller=controller
-    )
+    ladder = gravac.Dense(), gravac.TopK(4, select="exact")
+    send = _harness.Scripted(ladder)
+    return gravac.transform("dcn", sharded=params, compress=True, send=send)
 
 
 def test_each_device_sends_the_largest_entries_of_what_it_owns():
@@ -280,22 +271,22 @@ def test_everything_is_remembered_once():
     assert owned.shape[-1] == owned[0].sum() / 4
 
 
-IN_OTHER_TESTS = gravac.AllGather, gravac.Quantized  # of entries, and in turn
-EVERY_EXCHANGE = choices(
-    [x for x in _examples.one_of_each(EXCHANGES) if type(x) not in IN_OTHER_TESTS],
-    lambda x: False,
+ENCODINGS = choices(
+    [
+        gravac.Bits(2, turns=4, row_entries=32),
+        gravac.Bits(8, mean_bits=4, row_entries=32),  # in two stages
+        gravac.Dense("bfloat16"),
+        gravac.LowRank(1),
+        gravac.TopK(4),
+    ],
+    lambda x: getattr(x, "turns", 1) > 1,
 )
-IN_TURN = pytest.param(gravac.Quantized(row_entries=32), 64, id="in turn")
 
 
-@pytest.mark.parametrize(("exchange", "factor"), [*beside(EVERY_EXCHANGE, 4), IN_TURN])
-def test_what_is_sent_and_kept_is_what_came(exchange, factor):
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_sent_and_kept_is_what_came(encoding):
     tx = lambda params: gravac.transform(
-        "dcn",
-        sharded=params,
-        compress=IS_COMPRESSED,
-        exchange=exchange,
-        controller=gravac.Fixed(factor),
+        "dcn", sharded=params, compress=IS_COMPRESSED, send=encoding
     )
     _, seen = follow(tx)
     params, state = seen[-1]
@@ -308,10 +299,10 @@ def test_what_is_sent_and_kept_is_what_came(exchange, factor):
     came = sum(mean[name].sum() for name in chosen)
     sent = sum(np.asarray(params[name]).sum() for name in chosen)
     most = sum(abs(x).sum() for x in GRADIENTS.values())
-    is_rounded = getattr(exchange, "values", "") == "bfloat16"
-    atol = 2.0**-8 * most if is_rounded else 1e-2
+    is_dense = isinstance(encoding, gravac.Dense)  # which rounds the mean
+    atol = 2.0**-8 * most if is_dense else 1e-2
     np.testing.assert_allclose(sent + kept / 2, came, rtol=0, atol=atol)
-    assert abs(kept) > 1 or isinstance(exchange, gravac.DenseMean)
+    assert abs(kept) > 1 or is_dense
     for name in PARAMS.keys() - chosen:
         np.testing.assert_allclose(params[name], mean[name], rtol=1e-6)
 
@@ -365,9 +356,7 @@ def size(shapes):
 
 
 def two_bits(params):
-    return gravac.transform(
-        "dcn", sharded=params, compress=True, controller=gravac.Fixed(16)
-    )
+    return gravac.transform("dcn", sharded=params, send=gravac.Bits(2))
 
 
 def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models():
@@ -587,12 +576,6 @@ def test_a_constraint_over_the_slow_axis_is_explained():
     step = gravac.data_parallel(train_step, mesh, "dcn")
     with pytest.raises(ValueError, match="must not name the axis of the\nreplicas"):
         step(params, state, np.ones(4, np.float32))
-
-
-def test_three_programs_are_refused():
-    tx = RECIPES["delay"]()
-    with pytest.raises(ValueError, match=r"other axes.*'dcn', got \('fsdp', 'tp'\)"):
-        gravac.train_step(loss_fn, tx, three_axes(), "dcn", overlap=True)
 
 
 def test_explicit_axes_are_refused():

@@ -12,10 +12,8 @@ import optax
 import pytest
 from common import hosts
 from common.network import Network
-from common.report import WIDTH
-from rich.console import Console
 from step_seconds import report, run
-from step_seconds.methods import all_reduce, method
+from step_seconds.methods import all_reduce, ladder_of, optimizer_of
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
@@ -52,7 +50,7 @@ def collectives(compiled):
 
 
 def test_32_bits_travel_in_one_all_reduce_whose_result_is_the_mean():
-    compiled, grads = averaged(all_reduce(jnp.float32))
+    compiled, grads = averaged(all_reduce(jnp.float32, "data"))
     assert collectives(compiled) == {("all-reduce", "f32")}
     assert compiled.as_text().count(" all-reduce(") == 1
     for name, mean in compiled(grads).items():
@@ -62,7 +60,7 @@ def test_32_bits_travel_in_one_all_reduce_whose_result_is_the_mean():
 
 
 def test_half_precision_travels_in_one_all_reduce_of_16_bits():
-    compiled, grads = averaged(all_reduce(jnp.float16))
+    compiled, grads = averaged(all_reduce(jnp.float16, "data"))
     assert collectives(compiled) == {("all-reduce", "f16")}
     assert compiled.as_text().count(" all-reduce(") == 1
     small = jax.tree.map(lambda x: x / np.float32(1e6), grads)
@@ -73,16 +71,14 @@ def test_half_precision_travels_in_one_all_reduce_of_16_bits():
 
 
 @pytest.mark.slow
-def test_the_local_half_of_the_default_selects_at_the_rung_that_it_is_given():
-    default, params = method("default"), {"w": jnp.ones((256, 256))}
+def test_a_step_alone_sends_what_it_is_told_to():
+    name, params = "own Fastest()", {"w": jnp.ones((256, 256))}
     entries = np.random.default_rng(0).standard_normal((256, 256))
-    select = jax.jit(default.select)
-    for rung, wanted in enumerate(default.ladder):
-        state = default.exchange.init(params)
-        _, state = select({"w": entries.astype("f4")}, state, jnp.int32(rung))
-        factor = float(optax.tree.get(state, "StepInfo").factor)
-        assert factor == pytest.approx(wanted, rel=0.02)
-        assert default.rung(factor) == rung
+    tx = optimizer_of(name, optax.identity(), 1.0, axis_name=None)
+    update = jax.jit(lambda state: tx.update({"w": entries.astype("f4")}, state)[1])
+    for rung in range(len(ladder_of(name))):
+        state = optax.tree.set(tx.init(params), ahead=jnp.full(2, rung))
+        assert optax.tree.get(update(state), "StepInfo").rung == rung
 
 
 def line(name, seconds, **others):
@@ -101,7 +97,6 @@ def line(name, seconds, **others):
         "wait_seconds": [0.01, 0.01, 0.01],
         "exchange_seconds": [-0.002, -0.001, 0.0],
         "slowest_compute_seconds": [0.1, 0.1, 0.1],
-        "factor": 1.0,
         "wire_bytes": 6e6,
         "interface_bytes": 6.1e6,
     } | others
@@ -109,33 +104,31 @@ def line(name, seconds, **others):
 
 @pytest.fixture
 def printed(tmp_path):
-    """The words of the tables of a record."""
+    """The tables of a record."""
 
     def show(*lines):
         path = tmp_path / "record.jsonl"
         head = {"configuration": {}, "versions": {}, "machine": "2 cores"}
         path.write_text("".join(json.dumps(x) + "\n" for x in (head, *lines)))
-        console = Console(width=WIDTH)
-        with console.capture() as captured:
-            console.print(*report.tables(path), sep="\n")
-        return captured.get()
+        return report.text(path)
 
     return show
 
 
 def row(text, name):
-    (found,) = (x for x in text.splitlines() if x.split()[:1] == [name])
-    return found.split()
+    (found,) = (x for x in text.splitlines() if x.startswith(f"| {name} |"))
+    return found.strip("| ").split(" | ")[1:]
 
 
 def test_a_table_says_how_much_faster_and_how_much_of_what_is_possible(printed):
-    text = printed(line("dense", 1.0), line("dense16", 0.5), line("fixed10", 0.25))
-    assert row(text, "dense")[-5:] == ["1.00", "0.50", "10%", "of", "10.00"]
-    assert row(text, "dense16")[-5:] == ["2.00", "1.00", "20%", "of", "5.00"]
-    assert row(text, "fixed10")[-3:] == ["4.00", "2.00", "40%"]
-    assert row(text, "fixed10")[2:4] == ["237.5", "(225.0-275.0)"]
-    assert row(text, "fixed10")[4:8] == ["90.0", "0.0", "10.0", "-1.0"]
-    assert row(text, "fixed10")[8:10] == ["6.000", "6.100"]
+    half, name = 'Dense("bfloat16")', "own Bits(2)"
+    text = printed(line("dense", 1.0), line(half, 0.5), line(name, 0.25))
+    assert row(text, "dense")[-3:] == ["1.00", "0.50", "10% of 10.00"]
+    assert row(text, half)[-3:] == ["2.00", "1.00", "20% of 5.00"]
+    assert row(text, name)[-3:] == ["4.00", "2.00", "40%"]
+    assert row(text, name)[0] == "237.5 (225.0-275.0)"
+    assert row(text, name)[1:5] == ["90.0", "0.0", "10.0", "-1.0"]
+    assert row(text, name)[5:7] == ["6.000", "6.100"]
 
 
 @pytest.fixture
@@ -150,7 +143,7 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
     if reason := Network.unavailable():
         pytest.skip(reason)
     toy = ["--steps", "4", "--turns", "2", "--settle-steps", "2", "--hosts", "2"]
-    toy += ["--methods", "dense", "fixed100", "--bandwidths-mbit", "1000"]
+    toy += ["--methods", "dense", "TopK(100)", "--bandwidths-mbit", "1000"]
     command = [sys.executable, hosts.PROGRAM, "step_seconds", "--data-dir", str(text)]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out.jsonl"), *toy],
@@ -166,22 +159,21 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
         for name in ("step", "compute", "slowest_compute", "wait"):
             low, middle, high = x[f"{name}_seconds"]
             assert 0 < low <= middle <= high
-    assert (whole["method"], whole["factor"]) == ("dense", 1.0)
+    assert (whole["method"], whole["taken"]) == ("dense", {"dense": 4})
     assert whole["selection_seconds"] == [0.0, 0.0, 0.0]
     assert whole["wire_bytes"] == 4 * whole["params"]
     assert whole["interface_bytes"] == pytest.approx(whole["wire_bytes"], rel=0.1)
-    assert sparse["method"] == "fixed100"
-    assert sparse["factor"] == pytest.approx(100, rel=0.01)
+    assert (sparse["method"], sparse["taken"]) == ("TopK(100)", {"TopK(100)": 4})
     assert sparse["wire_bytes"] <= sparse["interface_bytes"]
     assert sparse["interface_bytes"] < whole["interface_bytes"] / 10
-    assert row(done.stdout, "fixed100")[1] == "100"
+    assert row(done.stdout, "TopK(100)")
 
 
 def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
     tmp_path, text, monkeypatch
 ):
     out, jobs = tmp_path / "x.jsonl", []
-    setting = run.Setting(methods=("dense", "fixed10"))
+    setting = run.Setting(methods=("dense", "TopK(10)"))
     args = run.Args(text, out, (2, 4), (100.0,), setting=setting)
     cut = None
 
@@ -193,7 +185,7 @@ def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
             file.writelines(json.dumps(x) + "\n" for x in lines)
 
     monkeypatch.setattr(hosts, "run", job)
-    cut = (4, "fixed10")
+    cut = (4, "TopK(10)")
     run.measure(args)
     assert jobs == [(2, [[100.0, None]]), (4, [[100.0, None]])]
     cut = None

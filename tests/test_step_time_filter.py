@@ -10,7 +10,7 @@ import pytest
 from gravac_jax._controllers import step_time_filter
 
 RUNGS = 6
-# Compute, selection, messages and bytes at factors 1, 10, ... of a guess.
+# Compute, selection, messages and bytes of a guess, at each rung.
 GUESS = np.float32(
     [[0.01, 0.001 * (r > 0), 0.0003, 0.08 / 4.0**r] for r in range(RUNGS)]
 )

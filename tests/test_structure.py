@@ -1,5 +1,6 @@
 """The house itself: files on the way of a gradient, and processes of the tests."""
 
+import itertools
 import os
 import pathlib
 import sys
@@ -7,49 +8,64 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from _harness import make_mesh
 
 import gravac_jax as gravac
 
 PACKAGE = pathlib.Path(gravac.__file__).parent
 N = 64 * 64  # entries of the only leaf
-MOST_FILES = 15
 
 
-def files_that_handle(entries, function, *args):
-    """The package's files with a function that is given, or makes, a large array.
+def way_of_a_gradient(tx):
+    """Return the package's files that a gradient passes in one update, in order.
 
-    A mask of `entries` packed into words of 32 bits is large.
+    Each function that returns counts once, if it was given or made a large array. A
+    mask of all entries packed into words of 32 bits is large.
     """
-    found, folder = set(), str(PACKAGE)
+    mesh, way = make_mesh(), []
+    state = gravac.place(tx.init({"w": jnp.zeros((64, 64))}), mesh)
+    specs = gravac.state_specs(state)
+
+    def step(state, gradients):
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)[::-1]
+
+    step = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, jax.P("data")),
+        out_specs=(specs, jax.P()),
+        check_vma=False,
+    )
 
     def is_large(x):
         if isinstance(x, tuple | list):
             return any(map(is_large, x))
-        return isinstance(x, jax.Array) and x.size >= entries // 32
+        return isinstance(x, jax.Array) and x.size >= N // 32
 
     def look(frame, event, _):
         file = frame.f_code.co_filename
-        is_new = event == "return" and file.startswith(folder) and file not in found
-        if is_new and any(map(is_large, frame.f_locals.values())):
-            found.add(file)
+        is_ours = event == "return" and file.startswith(str(PACKAGE))
+        if is_ours and any(map(is_large, frame.f_locals.values())):
+            way.append(str(pathlib.Path(file).relative_to(PACKAGE)))
 
     sys.setprofile(look)
     try:
-        jax.make_jaxpr(function)(*args)
+        jax.make_jaxpr(step)(state, {"w": jnp.ones((len(mesh.devices), 64, 64))})
     finally:
         sys.setprofile(None)
-    return {str(pathlib.Path(file).relative_to(PACKAGE)) for file in found}
+    return way
 
 
-def test_a_gradient_passes_few_files_on_its_way_through_a_default_step():
-    tx = gravac.transform(None, compress=True)
-    grads = {"w": jnp.ones((64, 64))}
-    state = tx.init(grads)
-    files = files_that_handle(N, tx.update, grads, state)
-    # The state is carried beside the gradient, and what is decided is scalars.
-    way = files - {"_state.py"}
-    assert {"_step/phases.py", "_exchanges/quantized_all_reduce.py"} <= way
-    assert len(way) <= MOST_FILES, sorted(way)
+@pytest.mark.parametrize(
+    ("send", "most_files", "most_changes"),
+    [(gravac.Bits(2), 11, 50), (gravac.Fastest(), 13, 250)],
+    ids=repr,
+)
+def test_a_gradient_passes_few_files_and_seldom_another(send, most_files, most_changes):
+    way = way_of_a_gradient(gravac.transform(send=send))
+    assert {"_step/update.py", "_encodings/bits.py"} <= set(way)
+    assert len(set(way)) <= most_files, sorted(set(way))
+    assert sum(x != y for x, y in itertools.pairwise(way)) <= most_changes
 
 
 def test_the_tests_of_a_file_run_in_one_process(request):

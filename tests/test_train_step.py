@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, Scripted, assert_same, make_mesh
+from _harness import ROWS, N, Scripted, assert_same, make_mesh
 
 import gravac_jax as gravac
 
@@ -15,13 +15,8 @@ TARGET = RNG.standard_normal((16, 8)).astype(np.float32)
 BATCHES = RNG.standard_normal((12, 4 * N, 16)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
-ONE_BIT = {
-    "exchange": gravac.Quantized(32, least_bits=1),
-    "controller": gravac.Fixed(32),
-    "compress": COMPRESS,
-}
-
-
+ONE_BIT = {"send": gravac.Bits(1, row_entries=32), "compress": COMPRESS}
+LADDER = (gravac.Dense(), ROWS)
 PLAIN = gravac.sgd(0.05, **ONE_BIT)
 
 
@@ -31,11 +26,7 @@ def loss_fn(params, x):
 
 RECIPES = {
     "fastest": optax.chain(
-        gravac.transform(
-            compress=COMPRESS,
-            exchange=gravac.Quantized(32),
-            controller=gravac.Fastest((1, 16)),
-        ),
+        gravac.transform(compress=COMPRESS, send=gravac.Fastest(LADDER)),
         optax.sgd(0.1, momentum=0.9),
     ),
     "adamw": gravac.adamw(0.05, **ONE_BIT),
@@ -64,7 +55,7 @@ def test_it_is_its_parts(name):
     def by_hand(params, opt_state, batch):
         where = params
         if LOOKS_AHEAD[name]:
-            where = gravac.local_params(tx, params, opt_state)
+            where = gravac.own_params(tx, params, opt_state)
         loss, grads = gravac.value_and_grad(loss_fn)(where, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -75,101 +66,15 @@ def test_it_is_its_parts(name):
         (params, _), losses = trained(gravac.data_parallel(by_hand, mesh), state)
         step = gravac.train_step(loss_fn, tx, mesh)
         (received, _), others = trained(step, step.init(PARAMS))
-    # Times make no difference here: they decide among factors by and by.
+    # Times make no difference here: they decide among rungs by and by.
     assert losses[-1] < 0.7 * losses[0]
     if name != "fastest":
         assert_same(received, params)
         assert others == losses
 
 
-def with_rows(params, x):
-    return loss_fn(params, x), {"rows": jnp.float32(len(x))}
-
-
-DELAYED = {
-    "one bit": (RECIPES["delayed"], {}),
-    "all-reduced, in turn, with aux": (
-        gravac.sgd(
-            0.05,
-            delay=1,
-            compress=COMPRESS,
-            exchange=gravac.QuantizedAllReduce(32),
-            controller=gravac.Fixed(64),
-        ),
-        {"has_aux": True},
-    ),
-    "several rungs, at shared params": (
-        optax.chain(
-            gravac.transform(
-                delay=1,
-                compress=COMPRESS,
-                exchange=gravac.Quantized(32),
-                controller=Scripted((1.0, 16.0)),
-                check_every=2,
-            ),
-            optax.sgd(0.02, momentum=0.5),
-        ),
-        {"own_params": False, "micro_batches": 2},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _harness.choices(DELAYED, lambda x: x == "one bit"))
-def test_a_step_of_three_programs_is_the_step_of_one(name):
-    tx, how = DELAYED[name]
-    loss, mesh, found = with_rows if how.get("has_aux") else loss_fn, make_mesh(), []
-    bad = BATCHES[0].copy()
-    bad[5] = np.nan
-    for overlap in (False, True):
-        step = gravac.train_step(loss, tx, mesh, overlap=overlap, **how)
-        state, metrics = step.init(PARAMS), []
-        for batch in [*BATCHES[:4], bad, *BATCHES[4:]]:
-            *state, value = step(*state, batch)[:3]
-            metrics.append(np.asarray(value))
-        state = step.flush(*state)
-        *state, value = step(*state, BATCHES[0])[:3]
-        params, opt_state = jax.device_get(state)
-        local = optax.tree.get(opt_state, "local")  # not the times of steps
-        found.append((params, local, metrics, np.asarray(value)))
-    one, three = map(jax.tree.leaves, found)
-    for x, y in zip(one, three, strict=True):  # XLA fuses each program by itself
-        np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
-
-
-def test_three_programs_notice_a_state_that_was_changed_by_hand():
-    exchange = gravac.transform(delay=1, **ONE_BIT)
-    tx = optax.chain(exchange, optax.inject_hyperparams(optax.sgd)(0.1))
-    found = []
-    for overlap in (False, True):
-        step = gravac.train_step(loss_fn, tx, make_mesh(), overlap=overlap)
-        state = step.init(PARAMS)
-        for i, batch in enumerate(BATCHES[:6]):
-            if i == 3:
-                rate = jnp.full_like(state[1][1].hyperparams["learning_rate"], 0.02)
-                state[1] = optax.tree.set(state[1], learning_rate=rate)
-            *state, loss = step(*state, batch)
-        found.append(float(loss))
-    assert found[0] == found[1]
-
-
-def test_three_programs_need_a_delay_and_a_loss_that_talks_to_nobody():
-    step = gravac.train_step(loss_fn, RECIPES["adamw"], make_mesh(), overlap=True)
-    with pytest.raises(ValueError, match=r"overlap=True needs gravac\.transform"):
-        step(*step.init(PARAMS), BATCHES[0])
-    with pytest.raises(ValueError, match="overlap=True needs a mesh"):
-        gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=True)
-    with pytest.raises(TypeError, match="`own_params` must be True or False"):
-        gravac.train_step(loss_fn, RECIPES["delayed"], N, own_params=1)
-    with pytest.raises(TypeError, match="`overlap` must be True or False"):
-        gravac.train_step(loss_fn, RECIPES["delayed"], N, overlap=1)
-    talks = lambda params, x: jax.lax.pmean(loss_fn(params, x), "data")
-    step = gravac.train_step(talks, RECIPES["delayed"], make_mesh(), overlap=True)
-    with pytest.raises(ValueError, match=r"talks to other replicas \(all_reduce\)"):
-        step(*step.init(PARAMS), BATCHES[0])
-
-
-def test_a_bad_batch_leaves_the_state_of_three_programs_whole():
-    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh(), overlap=True)
+def test_a_bad_batch_leaves_the_state_whole():
+    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
     state, _ = trained(step, step.init(PARAMS), BATCHES[:2])
     state = gravac.place(tuple(state), make_mesh())
     with pytest.raises(ValueError, match="cannot be split over"):
@@ -181,7 +86,7 @@ def test_a_bad_batch_leaves_the_state_of_three_programs_whole():
 
 
 def test_a_delayed_step_of_micro_batches_is_that_of_the_whole_batch():
-    tx, found = gravac.sgd(0.05, delay=1, controller=gravac.Fixed(1)), []
+    tx, found = gravac.sgd(0.05, delay=1, send=gravac.Dense()), []
     for parts in (1, 2):
         step = gravac.train_step(loss_fn, tx, make_mesh(), micro_batches=parts)
         found.append(trained(step, step.init(PARAMS)))
@@ -202,11 +107,7 @@ def test_simulated_replicas_train_alike():
 
 
 def test_its_times_reach_the_controller():
-    tx = gravac.transform(
-        compress=True,
-        exchange=gravac.Quantized(32),
-        controller=Scripted((1.0, 4.0)),
-    )
+    tx = gravac.transform(compress=True, send=Scripted(LADDER))
     step = gravac.train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), make_mesh())
     state, heard = step.init(PARAMS), []
     for batch in [*BATCHES, *BATCHES]:
@@ -220,15 +121,14 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("controller", "branches"),
+    ("parts", "branches"),
     [
-        pytest.param(gravac.Every(3, gravac.Fixed(1)), True, id="rounds"),
-        pytest.param(Scripted((1.0, 4.0)), False, id="programs", marks=slow),
+        pytest.param({"every": 3, "send": gravac.Dense()}, True, id="rounds"),
+        pytest.param({"send": Scripted(LADDER)}, False, id="programs", marks=slow),
     ],
 )
-def test_one_step_serves_several_runs(controller, branches):
-    parts = {"exchange": gravac.Quantized(32), "compress": COMPRESS}
-    tx = gravac.sgd(0.05, controller=controller, **parts)
+def test_one_step_serves_several_runs(parts, branches):
+    tx = gravac.sgd(0.05, compress=COMPRESS, **parts)
     make = lambda: gravac.train_step(loss_fn, tx, make_mesh(), branches=branches)
     step = make()
     _, first = trained(step, step.init(PARAMS), BATCHES[:7])
@@ -313,17 +213,14 @@ def test_init_copies_what_it_is_given():
     ],
 )
 def test_what_is_not_linear_gets_gradients_at_the_shared_params(after):
-    exchange = gravac.Quantized(32)
-    tx = optax.chain(
-        gravac.transform(exchange=exchange, controller=gravac.Fixed(16)), after
-    )
+    tx = optax.chain(gravac.transform(send=ROWS), after)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         found = []
-        for own in (None, False):
-            step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=own)
+        for at in (None, "shared"):
+            step = gravac.train_step(loss_fn, tx, make_mesh(), at=at)
             found.append(trained(step, step.init(PARAMS))[1])
         assert found[0] == found[1]
-        step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=True)
+        step = gravac.train_step(loss_fn, tx, make_mesh(), at="own")
         with pytest.raises(ValueError, match="linear in the updates"):
             step(*step.init(PARAMS), BATCHES[0])
 
@@ -372,7 +269,7 @@ def test_adam_after_the_exchange_is_refused_if_own_params_are_asked_for():
     state = step.init(PARAMS)
     with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
         step(*state, BATCHES[0])
-    step = gravac.train_step(loss_fn, tx, make_mesh(), own_params=False)
+    step = gravac.train_step(loss_fn, tx, make_mesh(), at="shared")
     with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
         step(*step.init(PARAMS), BATCHES[0])
 

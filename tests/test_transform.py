@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import _examples
 import _harness
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import optax
 import pytest
 from _harness import (
     AXIS_TYPES,
+    ROWS,
     SUM_ROUNDING,
     N,
     Scripted,
@@ -30,16 +30,15 @@ from _harness import (
 )
 
 import gravac_jax as gravac
-from gravac_jax._exchanges import EXCHANGES
-from gravac_jax._selection import entries
+from gravac_jax import _buckets
 
 STEPS = 24
 SIZE, DENSE_SIZE = 64, 5
 PARAMS = {"b": np.zeros(DENSE_SIZE, np.float32), "w": np.zeros((8, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
-LADDER = (1, 4, 16)
-ENTRIES = {1: 64, 4: 16, 16: 4}  # n / factor
-EXACT = gravac.AllGather(**_examples.WIDE)
+LADDER = gravac.TopK.geometric(4, 16, 4, values="float32", indices="int32")
+ENTRIES = (64, 16, 4)  # at each rung
+FEW_BITS = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2))
 
 
 def draw(scale):
@@ -85,28 +84,21 @@ def times(seconds=np.nan, lag=1):
     return {"step_seconds": seconds, "measured_step": step.astype(np.int32)}
 
 
-def gravac_with(controller):
-    return gravac.transform(compress=COMPRESS, controller=controller, exchange=EXACT)
+def sending(send):
+    return gravac.transform(compress=COMPRESS, send=send)
 
 
-def sgd(exchange):
-    return optax.chain(exchange, optax.sgd(0.5, momentum=0.5))
+def sgd(tx):
+    return optax.chain(tx, optax.sgd(0.5, momentum=0.5))
 
 
-GRAVAC = gravac.GraVAC(
-    epsilon=0.9, ladder=LADDER, window=1000, gain="norm", smoothing=1.0
-)
+GRAVAC = gravac.GraVAC(LADDER, epsilon=0.9, window=1000, gain="norm", smoothing=1.0)
 PMEAN = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "data"))
 RECIPES = {
-    "scripted": gravac_with(Scripted(LADDER)),
-    "gravac": gravac_with(GRAVAC),
-    "fastest": gravac_with(gravac.Fastest(LADDER)),
-    "factor 1": sgd(gravac_with(gravac.Fixed(1))),
-    "dense mean": sgd(
-        gravac.transform(
-            compress=True, exchange=gravac.DenseMean(), controller=gravac.Fixed(16)
-        )
-    ),
+    "scripted": sending(Scripted(LADDER)),
+    "gravac": sending(GRAVAC),
+    "fastest": sending(gravac.Fastest(LADDER)),
+    "dense": sgd(sending(gravac.Dense())),
     "pmean": sgd(PMEAN),
 }
 
@@ -121,8 +113,7 @@ def story(recipe, how):
     """Return gradients, updates and states of a run through every branch."""
     gradients = spoil(FLOATS)
     updates, states = compiled(recipe, how)(gradients, **times())
-    factors = {1: "dense", 4: "minimum", 16: "candidate"}
-    assert {float(x) for x in states.info.factor} == set(factors)
+    assert set(states.info.rung.tolist()) == {0, 1, 2}
     return gradients, updates, states
 
 
@@ -140,14 +131,11 @@ by_recipe = pytest.mark.parametrize(
 # Dense
 
 
-@pytest.mark.parametrize(
-    ("recipe", "how"), [("factor 1", "shard_map"), ("dense mean", "vmap")]
-)
-def test_factor_1_is_pmean_bit_for_bit_on_integers_and_near_it_on_floats(recipe, how):
-    received, _ = compiled(recipe, how)(INTEGERS)
-    assert_same(received, compiled("pmean", how)(INTEGERS)[0])
-    received, _ = compiled(recipe, how)(FLOATS)
-    expected, _ = compiled("pmean", how)(FLOATS)
+def test_dense_is_pmean_bit_for_bit_on_integers_and_near_it_on_floats():
+    received, _ = compiled("dense", "shard_map")(INTEGERS)
+    assert_same(received, compiled("pmean", "shard_map")(INTEGERS)[0])
+    received, _ = compiled("dense", "shard_map")(FLOATS)
+    expected, _ = compiled("pmean", "shard_map")(FLOATS)
     for leaf in PARAMS:
         # Momentum 0.5 adds up to twice the gradient, and the learning rate halves.
         bound = SUM_ROUNDING * np.abs(FLOATS[leaf]).sum(axis=1).max()
@@ -163,20 +151,6 @@ def test_factor_1_is_pmean_bit_for_bit_on_integers_and_near_it_on_floats(recipe,
 )
 def test_pmap_and_both_shard_maps_give_the_same_bits(recipe, how):
     assert_same(story(recipe, how), story(recipe, "shard_map"))
-
-
-@pytest.mark.parametrize(
-    "how", choices(["shard_map", "vmap"], lambda x: x == "shard_map")
-)
-def test_a_random_choice_runs_in_every_way(how):
-    # Marks drawn from the key do not vary over the axis; the bucket does.
-    tx = gravac.transform(
-        compress=COMPRESS, controller=Scripted((1, 4)), compressor=gravac.RandomK()
-    )
-    updates, states = trajectory(tx, PARAMS, how)(INTEGERS)
-    left = residuals(states)[0].sum(axis=1).reshape(STEPS, 8, 8)
-    sent = N * np.cumsum(updates["w"], axis=0)
-    assert (sent + left == np.cumsum(INTEGERS["w"].sum(axis=1), axis=0)).all()
 
 
 def test_vmap_selects_the_same_entries_and_rounds_means_differently():
@@ -201,7 +175,7 @@ def test_vmap_selects_the_same_entries_and_rounds_means_differently():
 )
 def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vma):
     mesh = make_mesh(axis_type=axis_type)
-    tx = gravac_with(dataclasses.replace(GRAVAC, ladder=(1, 16)))
+    tx = sending(dataclasses.replace(GRAVAC, ladder=LADDER[::2]))
     tx = optax.chain(tx, optax.sgd(0.02, momentum=0.9))
 
     def train_step(params, opt_state, batch):
@@ -216,12 +190,12 @@ def test_replicas_end_bit_identical_after_200_adaptive_steps(axis_type, check_vm
     params = {"b": np.zeros(8, np.float32), "w": PARAMS["w"]}
     params, opt_state = gravac.place((params, tx.init(params)), mesh)
     step = gravac.data_parallel(train_step, mesh, check_vma=check_vma)
-    factors = set()
+    rungs = set()
     for _ in range(200):
         batch = rng.normal(size=(2 * N, 8)) * rng.choice([0.1, 1, 10], 8)
         params, opt_state, _ = step(params, opt_state, batch.astype(np.float32))
-        factors.add(float(optax.tree.get(opt_state, "StepInfo").factor))
-    assert len(factors) > 1
+        rungs.add(int(optax.tree.get(opt_state, "StepInfo").rung))
+    assert len(rungs) > 1
     shared = jax.tree.map(lambda x: x.is_fully_replicated, (params, opt_state))
     assert sum(jax.tree.leaves(shared)) > len(PARAMS)
     jax.tree.map(agreed, (params, opt_state))  # raises where replicas differ
@@ -236,19 +210,19 @@ def test_every_entry_is_sent_or_kept_and_the_mean_is_of_the_sent_ones(recipe, ho
     _, updates, states = story(recipe, how)
     gradients = left_out(FLOATS)
     kept, before = residuals(states)
-    for step, factor in enumerate(states.info.factor):
+    for step, rung in enumerate(states.info.rung):
         compensated = gradients["w"][step].reshape(N, SIZE) + before[step]
         is_sent = (kept[step] == 0) & (compensated != 0)
         if step not in BAD_STEPS:  # else what a replica holds may be less
             # In a bucket this small the threshold misses by one entry at most.
             sent = is_sent.sum(axis=1)
-            assert (sent <= ENTRIES[factor]).all()
-            assert (sent >= ENTRIES[factor] - (factor > 1)).all()
+            assert (sent <= ENTRIES[rung]).all()
+            assert (sent >= ENTRIES[rung] - (rung > 0)).all()
         assert (kept[step] == np.where(is_sent, 0, compensated)).all()
         sent = np.where(is_sent, compensated, 0)
         mean = functools.reduce(np.add, sent) / np.float32(N)  # in replica order
         # Only the mean of a dense step may add in another order.
-        bound = SUM_ROUNDING * np.abs(sent).sum(axis=0) if factor == 1 else 0
+        bound = SUM_ROUNDING * np.abs(sent).sum(axis=0) if rung == 0 else 0
         assert (np.abs(updates["w"][step].ravel() - mean) <= bound).all()
 
 
@@ -263,15 +237,22 @@ def test_over_a_run_the_sent_and_the_kept_add_up_to_the_gradients(recipe, how):
     assert (total == np.cumsum(came_in, axis=0)).all()
 
 
-@pytest.mark.filterwarnings("ignore:Mixed")  # its ladder lacks the example's factors
-@pytest.mark.parametrize("exchange", _examples.one_of_each(EXCHANGES), ids=repr)
-def test_few_bits_take_small_leaves_and_other_exchanges_leave_them_dense(exchange):
+@pytest.mark.parametrize(
+    ("send", "sizes"),
+    [
+        (gravac.Dense(), (67, 1)),
+        (gravac.Bits(2), (96, 1)),
+        (gravac.Fastest(), (96, 1)),
+        (gravac.TopK(10), (64, 3)),
+        (gravac.LowRank(1), (64, 3)),
+        (gravac.Fastest((gravac.Bits(2), gravac.TopK(64))), (64, 3)),
+    ],
+    ids=repr,
+)
+def test_few_bits_take_small_leaves_and_other_encodings_leave_them_dense(send, sizes):
     params = {"kernel": jnp.zeros((8, 8)), "bias": jnp.zeros(3)}
-    state = gravac.transform(None, exchange=exchange).init(params)
-    bucket, dense = (x.size for x in jax.tree.leaves(state.local.memory))
-    takes_all = isinstance(exchange, gravac.Quantized)
-    assert exchange.suits_small_leaves == takes_all
-    assert (bucket, dense) == ((96, 1) if takes_all else (64, 3))
+    state = gravac.transform(None, send=send).init(params)
+    assert tuple(x.size for x in jax.tree.leaves(state.local.memory)) == sizes
 
 
 @in_both_ways
@@ -290,11 +271,10 @@ def test_leaves_that_go_dense_are_averaged_at_every_rung(how):
         pytest.param(False, AXIS_TYPES[1], marks=pytest.mark.slow),
     ],
 )
-def test_one_program_serves_all_factors(is_timed, axis_type):
+def test_one_program_serves_all_rungs(is_timed, axis_type):
     mesh = make_mesh(axis_type=axis_type)
-    ladder = (1, 4, 8, 16, 32)
-    controller = gravac.GraVAC(epsilon=0.9, ladder=ladder, window=2, smoothing=1.0)
-    tx = gravac_with(controller)
+    ladder = gravac.TopK.geometric(4, 32)
+    tx = sending(gravac.GraVAC(ladder, epsilon=0.9, window=2, smoothing=1.0))
 
     def train_step(params, state, batch):
         grads, seconds, measured = jax.tree.map(lambda x: x[0], batch)
@@ -306,13 +286,13 @@ def test_one_program_serves_all_factors(is_timed, axis_type):
     step = gravac.data_parallel(train_step, mesh)
     seconds, measured = times(np.linspace(0.1, 0.2, STEPS)[:, None]).values()
     seconds = np.where(np.arange(STEPS)[:, None] % 2, seconds, np.float32(np.nan))
-    factors = set()
+    rungs = set()
     with compilations() as names:
         for i in range(STEPS):
             params, state = step(params, state, at((FLOATS, seconds, measured), i))
-            factors.add(float(state.info.factor))
+            rungs.add(int(state.info.rung))
     assert len(names) == 1
-    assert len(factors) >= 3
+    assert len(rungs) >= 3
     assert bool(state.controller.is_measured) == is_timed
 
 
@@ -325,19 +305,15 @@ def program(how, recipe="scripted"):
 @by_recipe
 def test_the_rungs_stay_branches(recipe, how):
     # Under vmap a batched predicate would turn them into selects over all branches.
-    # The other conditional collects as many entries as the rung sends.
-    assert collectives(program(how, recipe))[1] == 2
+    found = re.findall(r"branch_computations=\{(.*?)\}", program(how, recipe))
+    assert [x.count(",") + 1 for x in found].count(len(LADDER)) == 1
 
 
 def test_all_replicas_take_the_rung_of_the_first():
-    tx = gravac.transform(
-        compress=COMPRESS,
-        exchange=gravac.Quantized(32),
-        controller=gravac.Scheduled(lambda step: LADDER[1], LADDER),
-    )
-    apart = np.arange(N, dtype=np.int32)[::-1] % len(LADDER)
+    tx = sending(gravac.Scheduled(FEW_BITS, starts=(0, 10**6)))
+    apart = np.arange(N, dtype=np.int32)[::-1] % len(FEW_BITS)
     states = jax.tree.map(lambda x: jnp.stack([x] * N), tx.init(PARAMS))
-    states = states._replace(rung=jnp.asarray(apart))
+    states = states._replace(decided=jnp.asarray(apart))
     gradients = jax.tree.map(lambda x: jnp.asarray(x[0]), FLOATS)
     update = jax.vmap(lambda grads, state: tx.update(grads, state), axis_name="data")
     assert len(set(apart.tolist())) > 1
@@ -347,58 +323,57 @@ def test_all_replicas_take_the_rung_of_the_first():
         updates, states = jax.jit(update)(gradients, states)
         for x in jax.tree.leaves(updates):
             assert_same(x, jnp.stack([x[0]] * N))
-    np.testing.assert_allclose(states.info.factor, LADDER[apart[0]], rtol=0.01)
+    assert states.info.rung.tolist() == [apart[0]] * N
 
 
 @pytest.mark.parametrize(
-    ("recipe", "has_sample", "how"),
+    ("recipe", "of_bucket", "of_gradient", "how"),
     [
-        ("scripted", 0, "shard_map"),
-        pytest.param("scripted", 0, "pmap", marks=pytest.mark.slow),
-        pytest.param("fastest", 1, "shard_map", marks=pytest.mark.slow),
+        ("scripted", 0, 0, "shard_map"),
+        pytest.param("scripted", 0, 0, "pmap", marks=pytest.mark.slow),
+        pytest.param("gravac", 3, 0, "shard_map", marks=pytest.mark.slow),
+        pytest.param("fastest", 0, 3, "shard_map", marks=pytest.mark.slow),
     ],
 )
-def test_each_rung_runs_its_own_collectives(recipe, has_sample, how):
+def test_each_rung_runs_its_own_collectives(recipe, of_bucket, of_gradient, how):
     found, _ = collectives(program(how, recipe))
-    rungs = len(LADDER)
-    energies, figures = 4 * (rungs + 1), 4 + (2 + has_sample) * rungs
+    # The energies of what is sent and of everything, and of each rung if the controller
+    # looks at the bucket.
+    energies = 4 * (2 + of_bucket)
+    # Dense leaves; a count, an energy, its contrast and the rung; a time with its count
+    # for each rung, and an energy if the controller looks at the gradient.
+    figures = 4 * (DENSE_SIZE + 4 + 2 * len(LADDER) + of_gradient)
     assert sorted(found) == sorted(
         [
-            # Agreed on in every step: dense leaves; a count, an energy and the rung; a
-            # time with its count per rung, and an energy if the controller asks.
-            ("all-reduce", "f32", 4 * (DENSE_SIZE + figures), ()),
-            # Entries, with the energies of all rungs and of everything.
-            ("all-reduce", "f32", 4 * SIZE, (0,)),
-            ("all-reduce", "f32", energies, (0,)),
-            ("all-gather", "s32", 8 * ENTRIES[4] + energies, (1,)),
-            ("all-gather", "s32", 8 * ENTRIES[16] + energies, (2,)),
+            ("all-reduce", "f32", 4 * SIZE + energies + figures, (0,)),
+            # A gather would send so many figures N - 1 times.
+            ("all-gather", "s32", 8 * ENTRIES[1] + energies, (1,)),
+            ("all-reduce", "f32", figures, (1,)),
+            ("all-gather", "s32", 8 * ENTRIES[2] + energies, (2,)),
+            ("all-reduce", "f32", figures, (2,)),
         ]
     )
 
 
-def of_update(factor):
-    """Return the kinds of collectives of a step at a factor that never changes."""
-    tx = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(factor))
-    found, _ = collectives(trajectory(tx, PARAMS, "shard_map").text(FLOATS))
-    return {kind for kind, *_ in found}
+def of_update(send):
+    """Return the collectives of a step of one encoding."""
+    return collectives(trajectory(sending(send), PARAMS, "shard_map").text(FLOATS))[0]
 
 
-def test_at_a_known_rung_what_is_agreed_on_travels_with_the_exchange():
-    assert of_update(16) == {"all-to-all", "all-gather"}
-    assert of_update(1) == {"all-reduce"}
+@pytest.mark.parametrize(
+    ("send", "kinds"),
+    [(gravac.Bits(2), ["all-gather", "all-to-all"]), (gravac.Dense(), ["all-reduce"])],
+    ids=repr,
+)
+def test_what_is_agreed_on_travels_with_the_exchange(send, kinds):
+    assert sorted({x.kind for x in of_update(send)}) == kinds
 
 
 def test_selected_entries_travel_in_16_bits_by_default():
     # XLA's CPU backend would widen a collective of bfloat16 to float32.
-    tx = gravac.transform(
-        compress=COMPRESS, exchange=gravac.AllGather(), controller=Scripted((1, 4))
-    )
-    found, _ = collectives(trajectory(tx, PARAMS, "shard_map").text(FLOATS, **times()))
-    energies = 4 * (2 + 1)
-    assert {x for x in found if x.kind == "all-gather"} == {
-        # Entries, the end of their block in 32 bits, and the energies.
-        ("all-gather", "u16", 4 * ENTRIES[4] + 4 + energies, (1,)),
-    }
+    gathered = [x for x in of_update(gravac.TopK(4)) if x.kind == "all-gather"]
+    # Entries, the end of their block in 32 bits, and two energies.
+    assert gathered == [("all-gather", "u16", 4 * 16 + 4 + 2 * 4, ())]
 
 
 @in_both_ways
@@ -465,10 +440,7 @@ def test_a_bad_gradient_takes_no_time_from_its_rung():
 
 
 def test_a_time_without_its_step_measures_the_step_before():
-    tx = gravac.transform(
-        compress=COMPRESS, exchange=gravac.Quantized(32), controller=Scripted(LADDER)
-    )
-    run = trajectory(tx, PARAMS, "vmap")
+    run = trajectory(sending(Scripted(FEW_BITS)), PARAMS, "vmap")
     _, states = run(FLOATS, step_seconds=times(2.0)["step_seconds"])
     expected = credited([2.0] * N, [1] * N)
     np.testing.assert_array_equal(states.controller.measured_seconds, expected)
@@ -492,19 +464,15 @@ def test_a_bad_gradient_is_left_out_and_the_others_go_on(recipe, how):
 
 
 CONTROLLERS = {
-    "Fastest": gravac.Fastest((1, 8)),
-    "GraVAC": gravac.GraVAC(ladder=(1, 8), window=2),
-    "Accordion": gravac.Accordion(4, 16, interval=3),
+    "Fastest": gravac.Fastest((gravac.Dense(), gravac.TopK(8))),
+    "GraVAC": gravac.GraVAC((gravac.Dense(), gravac.TopK(8)), window=2),
+    "Accordion": gravac.Accordion((gravac.TopK(4), gravac.TopK(16)), interval=3),
 }
 
 
 @pytest.mark.parametrize("controller", choices(CONTROLLERS, lambda x: x == "GraVAC"))
 def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
-    tx = gravac.transform(
-        compress=COMPRESS,
-        exchange=gravac.AllGather(),
-        controller=CONTROLLERS[controller],
-    )
+    tx = sending(CONTROLLERS[controller])
     # An entry is sent in three steps, until its last bit has arrived.
     zeros = lambda x: np.zeros((150, *x.shape[1:]), np.float32)
     gradients = jax.tree.map(
@@ -521,7 +489,7 @@ def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(controller):
 
 
 def test_gradients_of_zero_deliver_the_residual_in_few_bits_but_for_a_rounding():
-    tx = gravac.transform(compress=COMPRESS, controller=gravac.Fixed(16))
+    tx = sending(gravac.Bits(2))
     zeros = lambda x: np.zeros((60, *x.shape[1:]), np.float32)
     gradients = jax.tree.map(lambda x: np.concatenate([x[:1], zeros(x)]), FLOATS)
     updates, states = trajectory(tx, PARAMS, "vmap")(gradients)
@@ -549,9 +517,7 @@ def flat(tree):
 
 
 def test_any_pytree_of_floats_is_averaged():
-    tx = gravac.transform(
-        compress=True, compressor=gravac.TopK(), controller=gravac.Fixed(4)
-    )
+    tx = gravac.transform(compress=True, send=gravac.TopK(4, select="exact"))
     rng = np.random.default_rng(0)
     # Multiples of 4 below 128: their means over 4 replicas are exact in bfloat16.
     gradients = jax.tree.map(
@@ -570,8 +536,8 @@ def test_any_pytree_of_floats_is_averaged():
 
 
 def test_several_buckets_lose_nothing(monkeypatch):
-    monkeypatch.setattr(entries, "MAX_ENTRIES", SIZE // 2)
-    tx = gravac.transform(compress=True, controller=gravac.Fixed(4), exchange=EXACT)
+    monkeypatch.setattr(_buckets, "MAX_ENTRIES", SIZE // 2)
+    tx = gravac.transform(compress=True, send=LADDER[1])
     updates, states = trajectory(tx, PARAMS, "vmap")(INTEGERS)
     *buckets, _ = states.local.memory
     left = np.concatenate([x.residual for x in buckets], axis=-1)
@@ -586,7 +552,7 @@ def test_several_buckets_lose_nothing(monkeypatch):
 
 @pytest.mark.parametrize("tree", [{}, {"empty": jnp.zeros((0, 3)), "none": None}])
 def test_a_tree_without_entries_comes_back(tree):
-    tx = gravac.transform(None, compress=True, controller=gravac.Fixed(2))
+    tx = gravac.transform(None, compress=True, send=ROWS)
     updates, state = jax.jit(tx.update)(tree, tx.init(tree))
     assert_same(updates, tree)
     assert int(state.steps) == 1
@@ -594,12 +560,7 @@ def test_a_tree_without_entries_comes_back(tree):
 
 def test_alone_is_one_replica_on_a_mesh():
     alone, on_mesh = (
-        gravac.transform(
-            axis_name,
-            compress=COMPRESS,
-            controller=Scripted((1, 16)),
-            exchange=gravac.Quantized(32),
-        )
+        gravac.transform(axis_name, compress=COMPRESS, send=Scripted(FEW_BITS[::2]))
         for axis_name in (None, "data")
     )
     one = jax.tree.map(lambda x: x[:, :1], INTEGERS)
@@ -630,12 +591,8 @@ def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
     names = ("outer", "inner")
 
     def received(axis_name, **where):
-        tx = gravac.transform(
-            axis_name,
-            compress=COMPRESS,
-            controller=Scripted((1, 16)),
-            exchange=gravac.Quantized(32),
-        )
+        send = Scripted(FEW_BITS[::2])
+        tx = gravac.transform(axis_name, compress=COMPRESS, send=send)
         run = trajectory(tx, PARAMS, axis_name=axis_name, **where)
         return run(INTEGERS, **times())
 
@@ -645,7 +602,7 @@ def test_a_tuple_of_axes_is_one_axis_of_their_product(how, axis_type):
 
 
 def test_a_model_of_which_nothing_is_compressed_is_averaged():
-    tx = gravac.transform(compress=False, controller=gravac.Fixed(10))
+    tx = gravac.transform(compress=False, send=ROWS)
     updates, states = trajectory(tx, PARAMS, "shard_map")(INTEGERS)
     assert_same(updates, jax.tree.map(lambda x: x.mean(axis=1), INTEGERS))
     assert (states.info.factor == 1).all()
@@ -654,8 +611,16 @@ def test_a_model_of_which_nothing_is_compressed_is_averaged():
 # As an Optax transformation
 
 
-ALONE = gravac.transform(None, compress=COMPRESS, controller=gravac.Fixed(4))
+ALONE = gravac.transform(None, compress=COMPRESS, send=ROWS)
 GRADIENTS = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), FLOATS)
+
+
+@pytest.mark.parametrize(
+    "memory", [gravac.Momentum(), gravac.Steps(optax.sgd(0.1)), None], ids=repr
+)
+def test_fastest_chooses_unless_something_is_given(memory):
+    given = gravac.transform(memory=memory, send=gravac.Fastest())
+    assert_same(gravac.transform(memory=memory).init(PARAMS), given.init(PARAMS))
 
 
 def test_init_needs_shapes_only():
@@ -682,8 +647,8 @@ def test_the_info_is_found_in_any_chain():
 
 @pytest.mark.parametrize("compress", [True, COMPRESS])
 def test_the_state_goes_through_map_params(compress):
-    exchange = gravac.transform(None, compress=compress)
-    tx = optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+    tx = gravac.transform(None, compress=compress)
+    tx = optax.chain(tx, optax.sgd(0.1, momentum=0.9))
     for state in (tx.init(PARAMS), gravac.init(tx, PARAMS, N)):
         mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
         assert_same(mapped[0], state[0])  # none of it has the params' shapes
@@ -700,9 +665,7 @@ def test_a_state_may_be_donated():
 
 
 def test_float16_saturates_where_the_exchange_outgrows_it():
-    tx = gravac.transform(
-        None, compress=True, compressor=gravac.TopK(), controller=gravac.Fixed(4)
-    )
+    tx = gravac.transform(None, compress=True, send=gravac.TopK(4))
     grads = jnp.full(8, 60_000, jnp.float16)
     update = jax.jit(tx.update)
     state = tx.init(grads)
@@ -715,7 +678,7 @@ def test_float16_saturates_where_the_exchange_outgrows_it():
 
 @pytest.mark.slow
 def test_no_leaf_of_the_state_is_nan():
-    tx = gravac.transform(None, compress=True, controller=gravac.Fastest((1, 4)))
+    tx = gravac.transform(None, compress=True)
     state, update = tx.init(jnp.ones(8)), jax.jit(tx.update)
     for _ in range(3):
         assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(state))
@@ -728,7 +691,8 @@ import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
 import warnings
 import gravac_jax as gravac
-tx = gravac.transform(compress=True, controller=gravac.Fastest((1, 4)))
+few_bits = (gravac.Dense(), gravac.Bits(8))
+tx = gravac.transform(send=gravac.Fastest(few_bits))
 def step(state, batch):
     updates, state = tx.update(batch.sum(0), state, step_seconds=jnp.float32(1))
     return state, updates
@@ -741,7 +705,7 @@ state = gravac.place(wide, 2)
 kinds = {x.dtype.name for x in jax.tree.leaves(state)}
 state, updates = gravac.simulate(step, 2)(state, jnp.ones((2, 8)))
 assert kinds == {x.dtype.name for x in jax.tree.leaves(state)}, kinds
-scheduled = gravac.transform(compress=True, controller=gravac.warm_up(4, (1, 4)))
+scheduled = gravac.transform(send=gravac.Scheduled(few_bits, starts=(4,)))
 state = gravac.place(scheduled.init(jnp.ones(8, jnp.float32)), 2)
 kinds_of = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
 before = kinds_of(state)
@@ -752,4 +716,5 @@ print(sorted(kinds))
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "['bool', 'float32', 'int32']\n", done.stderr
+    kinds = "['bool', 'float32', 'int32', 'uint32']\n"
+    assert done.stdout == kinds, done.stderr

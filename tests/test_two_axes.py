@@ -16,17 +16,17 @@ from _harness import (
     agreed,
     assert_same,
     at,
-    beside,
     choices,
     make_mesh,
 )
 
 import gravac_jax as gravac
-from gravac_jax._selection import entries
+from gravac_jax import _buckets
 
 SLOW, FAST = 2, 4
 NAMES = ("dcn", "ici")
-LADDER = (1, 16)
+DENSE, FEW = gravac.Dense(), gravac.Bits(2, row_entries=32)
+LADDER = DENSE, gravac.TopK(16, select="exact")
 STEPS = 8
 ROWS, COLUMNS = 32, 16  # of a matrix; each fast device owns 8 rows
 N = ROWS * COLUMNS
@@ -61,9 +61,8 @@ def two_axes(axis_type=AUTO):
     return make_mesh((SLOW, FAST), NAMES, axis_type)
 
 
-def transform(controller=Scripted(LADDER), **kwargs):  # noqa: B008 (frozen)
-    usual = {"exchange": gravac.AllGather(), "controller": controller}
-    return gravac.transform(**AXES, **usual | kwargs)
+def transform(send=Scripted(LADDER), **kwargs):  # noqa: B008 (frozen)
+    return gravac.transform(**AXES, send=send, **kwargs)
 
 
 def put(tree, mesh, specs):
@@ -122,11 +121,11 @@ def local(params, batch):
 
 @on_meshes
 def test_over_the_fast_axis_gradients_are_averaged_whole(axis_type, check_vma):
-    others = {"exchange": gravac.Quantized(32), "controller": Scripted(LADDER)}
-    tx = transform(compress=IS_MATRIX, **others)
+    send = Scripted((DENSE, FEW))
+    tx = transform(send, compress=IS_MATRIX)
     deltas, states = run(tx, WHOLE, local, axis_type, check_vma)
     # Two replicas whose gradients are already means of four.
-    tx = gravac.transform("dcn", compress=IS_MATRIX, **others)
+    tx = gravac.transform("dcn", send=send, compress=IS_MATRIX)
     mesh = make_mesh((SLOW,), ("dcn",))
     step = gravac.data_parallel(step_of(tx, local), mesh, "dcn", donate=False)
     begun = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
@@ -154,8 +153,8 @@ def sharded(params, batch):
     return sharded_loss(params, batch)[1]
 
 
-def run_sharded(controller, axis_type=AUTO, check_vma=True, **kwargs):
-    tx = transform(controller, sharded=IS_MATRIX, **kwargs)
+def run_sharded(send, axis_type=AUTO, check_vma=True, **kwargs):
+    tx = transform(send, sharded=IS_MATRIX, **kwargs)
     return run(tx, SPECS, sharded, axis_type, check_vma)
 
 
@@ -170,7 +169,7 @@ def compensated_and_kept(states):
 
 @on_meshes
 def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
-    deltas, states = run_sharded(gravac.Fixed(1), axis_type, check_vma)
+    deltas, states = run_sharded(DENSE, axis_type, check_vma)
     for i, delta in enumerate(deltas):
         for name, x in GRADIENTS.items():
             np.testing.assert_array_equal(delta[name], x[i].mean((0, 1)))
@@ -179,15 +178,12 @@ def test_dense_updates_of_slices_are_the_mean_gradients(axis_type, check_vma):
 
 @on_meshes
 def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
-    exchange = gravac.AllGather(gravac.TopK())
-    deltas, states = run_sharded(
-        Scripted(LADDER), axis_type, check_vma, exchange=exchange
-    )
+    deltas, states = run_sharded(Scripted(LADDER), axis_type, check_vma)
     for i, (compensated, kept) in enumerate(compensated_and_kept(states)):
-        factor = LADDER[i % len(LADDER) if i >= 3 else 0]
-        assert float(states[i].info.factor) == factor
+        rung = i % 2 if i >= 3 else 0
+        assert states[i].info.rung == rung
         is_sent = (kept == 0) & (compensated != 0)
-        slots = N // FAST // factor
+        slots = N // FAST // (16 if rung else 1)
         assert (is_sent.sum(-1) == np.minimum(slots, (compensated != 0).sum(-1))).all()
         assert (kept == np.where(is_sent, 0, compensated)).all()
         # On each device no kept entry is larger than a sent one.
@@ -199,29 +195,24 @@ def test_each_device_compresses_the_slice_that_it_owns(axis_type, check_vma):
 
 
 # Of slices these know more than the entries.
-EVERY_EXCHANGE = choices(
+ENCODINGS = choices(
     [
-        gravac.SharedRandomK(),
-        gravac.LeaderIndices(gravac.TopK()),
-        gravac.LowRank(),
-        gravac.QuantizedAllReduce(32),
+        gravac.Bits(2, turns=4, row_entries=32),
+        gravac.Bits(8, mean_bits=4, row_entries=32),  # in two stages
+        gravac.LowRank(1),
     ],
-    lambda x: False,
+    lambda x: getattr(x, "turns", 1) > 1,
 )
-IN_TURN = pytest.param(gravac.Quantized(32), (1.0, 64.0), id="in turn")
 
 
-@pytest.mark.parametrize(
-    ("exchange", "ladder"), [*beside(EVERY_EXCHANGE, LADDER), IN_TURN]
-)
-def test_every_exchange_keeps_and_sends_slices(exchange, ladder):
-    deltas, states = run_sharded(Scripted(ladder), exchange=exchange)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_encodings_keep_and_send_slices(encoding):
+    deltas, states = run_sharded(Scripted((DENSE, encoding)))
     pairs = compensated_and_kept(states)
     for delta, (compensated, kept) in zip(deltas, pairs, strict=True):
         sent = (compensated - kept).mean(0).reshape(ROWS, COLUMNS)
-        rtol = 2.0**-8 if _laws.rounds_the_mean(exchange) else 0
-        atol = _laws.tolerance(exchange) * np.abs(compensated).max()
-        np.testing.assert_allclose(delta["w"], sent, rtol=rtol, atol=atol)
+        atol = _laws.tolerance(encoding) * np.abs(compensated).max()
+        np.testing.assert_allclose(delta["w"], sent, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +222,9 @@ def test_every_exchange_keeps_and_sends_slices(exchange, ladder):
 def test_over_two_axes_a_delayed_run_is_the_other_one_step_later(is_sharded):
     chosen = {"sharded": IS_MATRIX} if is_sharded else {"compress": IS_MATRIX}
     specs, gradients_of = (SPECS, sharded) if is_sharded else (WHOLE, local)
-    chosen["exchange"] = gravac.Quantized(32)
 
     def deltas(delay):
-        tx = transform(gravac.Fixed(16), delay=delay, **chosen)
+        tx = transform(FEW, delay=delay, **chosen)
         return run(tx, specs, gradients_of)[0]
 
     prompt, late = deltas(0), deltas(1)
@@ -246,9 +236,8 @@ def test_over_two_axes_a_delayed_run_is_the_other_one_step_later(is_sharded):
 
 
 def test_rounds_of_slices_are_as_alike_as_those_of_whole_params():
-    rounds = gravac.Every(2, gravac.Fixed(1))
     found = [
-        run(transform(rounds, exchange=gravac.DenseMean(), **chosen), *how)[1]
+        run(transform(DENSE, every=2, **chosen), *how)[1]
         for chosen, *how in [
             ({"compress": IS_MATRIX}, WHOLE, local),
             ({"sharded": IS_MATRIX}, SPECS, sharded),
@@ -269,7 +258,7 @@ ALL_BEFORE = {
 
 @functools.cache
 def dense_updates():
-    return run_sharded(gravac.Fixed(1))[0]
+    return run_sharded(DENSE)[0]
 
 
 @pytest.mark.parametrize(
@@ -283,8 +272,8 @@ def dense_updates():
 )
 def test_clip_decay_and_momentum_see_the_whole_model(part, check_vma):
     given = {part: ALL_BEFORE[part]}
-    received, _ = run_sharded(gravac.Fixed(1), check_vma=check_vma, **given)
-    tx = transform(gravac.Fixed(1), compress=IS_MATRIX, **given)
+    received, _ = run_sharded(DENSE, check_vma=check_vma, **given)
+    tx = transform(DENSE, compress=IS_MATRIX, **given)
     expected, _ = run(tx, WHOLE, local, check_vma=check_vma)
     without = dense_updates()
     for mine, others in zip(received, expected, strict=True):
@@ -294,9 +283,7 @@ def test_clip_decay_and_momentum_see_the_whole_model(part, check_vma):
 
 
 def test_a_clip_over_slices_survives_entries_whose_squares_overflow():
-    tx = transform(
-        gravac.Fixed(1), sharded=IS_MATRIX, clip=gravac.ClipByGlobalNorm(1.0)
-    )
+    tx = transform(DENSE, sharded=IS_MATRIX, clip=gravac.ClipByGlobalNorm(1.0))
     huge = lambda *x: jax.tree.map(lambda grads: 1e30 * grads, sharded(*x))
     received, states = run(tx, SPECS, huge)
     assert bool(states[0].info.is_finite)
@@ -306,10 +293,7 @@ def test_a_clip_over_slices_survives_entries_whose_squares_overflow():
 
 
 def test_a_flush_takes_slices_to_the_mean_of_own_params():
-    exchange = transform(
-        gravac.Fixed(16), sharded=IS_MATRIX, exchange=gravac.Quantized(32)
-    )
-    tx = optax.chain(exchange, optax.scale(-0.5))
+    tx = optax.chain(transform(FEW, sharded=IS_MATRIX), optax.scale(-0.5))
     mesh, *state = begin(tx, SPECS)
     batch = batch_of(at(GRADIENTS, 0))
 
@@ -319,7 +303,7 @@ def test_a_flush_takes_slices_to_the_mean_of_own_params():
 
     def look(params, state, batch):
         del batch
-        own = gravac.local_params(tx, params, state)
+        own = gravac.own_params(tx, params, state)
         return {**params, "w": jax.lax.pmean(own["w"], "dcn")}, state
 
     state = run(step_of(tx, sharded), state)
@@ -333,12 +317,12 @@ def test_a_flush_takes_slices_to_the_mean_of_own_params():
 
 
 def test_all_devices_take_one_rung():
-    controller = gravac.GraVAC(epsilon=0.5, ladder=(1, 4, 16), window=2, smoothing=1.0)
-    _, states = run_sharded(controller, exchange=gravac.Quantized(32))
+    ladder = DENSE, gravac.Bits(8, row_entries=32), FEW
+    _, states = run_sharded(gravac.GraVAC(ladder, epsilon=0.5, window=2, smoothing=1.0))
     for state in states:
-        agreed(state.rung)
+        agreed(state.decided)
         agreed(state.info.gains)
-    assert len({float(x.info.factor) for x in states}) > 1
+    assert len({int(x.info.rung) for x in states}) > 1
 
 
 @pytest.mark.slow
@@ -396,13 +380,17 @@ def test_nothing_but_payloads_crosses_the_slow_axis():
     shapes = re.compile(r"\w+\[[\d,]*\]")  # several, where XLA made one op of two
     found = [(" ".join(shapes.findall(x)), *rest) for x, *rest in ops]
     evidence = COLUMNS + 4 + 2 * len(LADDER)  # with the leaf that goes dense
-    energies = len(LADDER) + 1  # with the entries, then over the slices
-    dense = f"f32[{N // FAST}] f32[{energies}]"
-    words = lambda factor: 2 * (N // FAST // factor + 1 + energies)
+    words = N // FAST // 16 + 1  # for each entry, and their number
+    figures = 2  # with the entries: the energy of what is sent, and of all
+    energies = len(LADDER) + 1  # over the slices
     assert sorted(found) == sorted(
         [
-            (dense, "all-reduce", "{0,4},{1,5},{2,6},{3,7}"),
-            (f"u16[2,{words(16)}]", "all-gather", "{0,4},{1,5},{2,6},{3,7}"),
+            (f"f32[{N // FAST + figures}]", "all-reduce", "{0,4},{1,5},{2,6},{3,7}"),
+            (
+                f"u16[2,{2 * (words + figures)}]",
+                "all-gather",
+                "{0,4},{1,5},{2,6},{3,7}",
+            ),
             # The model is gathered slice by slice, and its gradient goes back.
             (f"f32[{ROWS},{COLUMNS}]", "all-gather", "{0,1,2,3},{4,5,6,7}"),
             (f"f32[{ROWS // FAST},{COLUMNS}]", "reduce-scatter", "{0,1,2,3},{4,5,6,7}"),
@@ -441,7 +429,7 @@ def test_a_state_that_is_not_placed_is_refused(check_vma):
 
 
 def test_slices_of_several_buckets_have_a_state_for_each(monkeypatch):
-    monkeypatch.setattr(entries, "MAX_ENTRIES", N // FAST // 2)
+    monkeypatch.setattr(_buckets, "MAX_ENTRIES", N // FAST // 2)
     *_, state = begin(transform(sharded=IS_MATRIX), SPECS)
     *shapes, dense = [x.residual.shape for x in state.local.memory]
     assert dense == (SLOW * FAST, COLUMNS)
@@ -449,7 +437,7 @@ def test_slices_of_several_buckets_have_a_state_for_each(monkeypatch):
 
 
 def test_slices_that_drift_apart_are_counted():
-    tx = transform(gravac.Fixed(1), sharded=IS_MATRIX, check_every=1)
+    tx = transform(DENSE, sharded=IS_MATRIX, check_every=1)
 
     def train_step(params, state, batch):
         # A fault of one device that shard_map knows nothing of.
@@ -509,7 +497,7 @@ def test_slices_that_compute_for_each_other_train_as_whole_params(axis_type, che
         return jax.tree.map(lambda p, u: p - u / 1024, params, updates), state
 
     mesh = two_axes(axis_type)
-    tx = transform(gravac.Fixed(1), sharded={"up": True, "down": True, "b": False})
+    tx = transform(DENSE, sharded={"up": True, "down": True, "b": False})
     params = put(TENSORS, mesh, TENSOR_SPECS)
     state = gravac.init(tx, params, mesh, "dcn", "ici")
     specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))

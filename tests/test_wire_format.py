@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from _harness import assert_same
 
-from gravac_jax._selection import entries
-from gravac_jax._selection.entries import PAD, Payload
-from gravac_jax._selection.wire_format import INDICES, VALUES, WireFormat
+from gravac_jax._encodings import entries
+from gravac_jax._encodings.entries import PAD, Payload
+from gravac_jax._encodings.wire import INDICES, VALUES, WireFormat
 
 NORMAL = 2.0**-126
 of_every_value = pytest.mark.parametrize("values", VALUES)
@@ -96,22 +96,18 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
     wire = WireFormat(values, indices, n)
     places = slots(n, k, sent)
     mask = np.isin(np.arange(n), places)
-    figures = np.array([1 / 3, 2.0**60, 0.0], np.float32)
 
     @jax.jit
     def journey(bucket):
         marks = entries.mark(mask)
         payload = entries.take(bucket, jnp.asarray(places))
         rounded = wire.rounded(payload.values)
-        buffer = wire.encode(Payload(rounded, payload.indices), figures)
-        kept = wire.kept(bucket, marks)
-        beside = wire.figures(buffer, figures.size)
-        return buffer, wire.decode(buffer, k), beside, kept
+        buffer = wire.encode(Payload(rounded, payload.indices))
+        return buffer, wire.decode(buffer, k), wire.kept(bucket, marks)
 
-    buffer, arrived, beside, kept = jax.tree.map(np.asarray, journey(bucket))
+    buffer, arrived, kept = jax.tree.map(np.asarray, journey(bucket))
     assert buffer.ndim == 1
-    assert buffer.nbytes == wire.payload_bytes(k) + figures.nbytes
-    assert_same(beside, figures)
+    assert buffer.nbytes == wire.payload_bytes(k)
     assert_same(arrived.indices, places)
     assert not arrived.values[sent:].any()
     total = kept.astype(np.float64)
@@ -124,13 +120,6 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
 def test_at_factor_100_the_default_entries_weigh_at_most_4_1_bytes():
     wire = WireFormat("bfloat16", "uint16", 10_000_000)
     assert wire.payload_bytes(100_000) <= 4.1 * 100_000
-
-
-def test_what_is_taken_and_what_is_left_are_the_bucket():
-    bucket, indices = jnp.array([1.0, -2.0, 3.0, -4.0]), jnp.array([0, 3])
-    payload = entries.take(bucket, indices)
-    assert payload.values.tolist() == [1.0, -4.0]
-    assert entries.drop(bucket, payload.indices).tolist() == [0.0, -2.0, 3.0, 0.0]
 
 
 def mean_of(values, indices, n):

@@ -3,24 +3,23 @@
 import dataclasses
 import functools
 import importlib
-import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import resnet_cifar.config
 import resnet_cifar.model
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
+from _harness import choices
 from _task_files import write_all
+from common.training import train_step
 from lstm_ptb.model import LanguageModel
-from paper import report
-from paper import run as paper
 from training import Options, Replicas, Run, methods
+from training.sends import parse
 
 import gravac_jax as gravac
 from gravac_jax import metrics
@@ -74,7 +73,7 @@ def train(name, data_dir, out, monkeypatch, cut=None, **asked):
     """A tiny run; one that is cut ends after so many steps as if it were killed."""
     program = importlib.import_module(f"{name}.train")
     config = dataclasses.replace(program.PRESETS["small"], **SHORT | SIZES[name])
-    asked = {"method": "fixed10", "replicas": 2, "save_every": SAVED} | asked
+    asked = {"send": "TopK(10)", "replicas": 2, "save_every": SAVED} | asked
     states, end_step = [], Run.end_step
 
     def watched(run, step, state, *others):
@@ -186,167 +185,71 @@ def test_simulated_replicas_find_what_devices_find(
     assert simulated.tested == pytest.approx(on_mesh.tested, rel=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fast_keys")
-def test_the_results_of_methods_are_recorded_once(
-    data_dir, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(paper, "TIMED_STEPS", 4)
-    monkeypatch.setattr(paper, "FIRST_TIMED", 1)
-    presets = importlib.import_module("lstm_ptb.train").PRESETS
-    small = dataclasses.replace(presets["small"], **SIZES["lstm_ptb"])
-    monkeypatch.setitem(presets, "small", small)
-    ask = lambda *methods: paper.Args(
-        data_dir, tmp_path / "out.jsonl", methods=methods, replicas=2, steps=2
-    )
-    paper.main(ask("dense"))
-    first = (tmp_path / "out.jsonl").read_text()
-    paper.main(ask("dense", "topk10"))
-    text = (tmp_path / "out.jsonl").read_text()
-    assert text.startswith(first)
-    times, dense, topk = [json.loads(line) for line in text.splitlines()[1:]]
-    assert times["dense_ms"] == sorted(times["dense_ms"])
-    assert times["dense_ms"][0] > 0
-    assert (dense["steps"], dense["dense_steps"], dense["mean_factor"]) == (2, 2, 1)
-    assert topk["mean_factor"] == pytest.approx(10, rel=0.01)
-    assert topk["wire_bytes"] < dense["wire_bytes"]
-    assert topk["dense_wire_bytes"] == dense["dense_wire_bytes"]
-    assert [x["step"] for x in topk["evaluations"]] == [2]
-    assert dense["course"] == [[0, 1.0]]
-    table = report.text(tmp_path / "out.jsonl")
-    assert "| topk10 | " in table
-    assert "| 22.0, 1x |" in table
-    assert capsys.readouterr().out.endswith(f"{table}\n")
-
-
-def test_wide_before_a_name_gives_entries_of_8_bytes():
-    found = methods.arguments("widesampled10")
-    assert found["exchange"] == gravac.AllGather(
-        gravac.SampledTopK(), values="float32", indices="int32"
-    )
-    assert found["controller"] == methods.arguments("sampled10")["controller"]
-    assert methods.is_local("widelocalmomentum10")
-
-
-def test_a_name_may_ask_for_rounds_of_the_largest_entries_of_rows():
-    found = methods.arguments("every15rowsadam32")
-    assert found["exchange"] == gravac.QuantizedTopK()
-    assert found["controller"] == gravac.Every(15, gravac.Fixed(32))
-    assert isinstance(found["memory"], gravac.Steps)
-
-
-@pytest.mark.parametrize(("factor", "bits"), [(8, 4), (16, 2), (32, 1)])
-def test_a_name_may_ask_for_parts_in_turn(factor, bits):
-    found = methods.arguments(f"delayedturns4allreducedadam{factor}")
-    assert found["controller"] == gravac.Fixed(4 * factor)
-    assert found["exchange"] == gravac.QuantizedAllReduce(least_bits=bits)
-    assert found["exchange"].turns(4 * factor) == 4
-    assert found["delay"] == 1
-
-
-@pytest.mark.parametrize("name", ["turns8default", "turns8gravac", "turns8rows64"])
-def test_parts_in_turn_need_few_bits(name):
-    with pytest.raises(SystemExit, match=r"turns8.* none of the methods"):
-        methods.arguments(name)
-
-
-def test_a_name_may_ask_for_rounds_that_begin_short():
-    name = "every4until400then13allreducedadam16"
-    rounds = methods.arguments(name)["controller"]
-    lengths = [int(rounds.round_steps(jnp.int32(step), ())) for step in (0, 399, 400)]
-    assert lengths == [4, 4, 13]
-    words = "AdamW's steps in two bits, every 4 steps, from step 400 every 13"
-    assert methods.in_words(name) == words
-
-
-def test_a_name_may_ask_for_a_part_at_the_end_of_each_round():
-    name = "insideevery4turns16allreducedadam16"
-    controller = methods.arguments(name.removeprefix("inside"))["controller"]
-    assert controller == gravac.Every(4, gravac.Fixed(256))
-    rounds = methods.in_rounds(name.removeprefix("inside"))
-    assert rounds == (4, "turns16allreducedadam16")
-    words = "AdamW's steps in two bits, in 16 turns, every 4 steps"
-    assert methods.in_words(name) == f"{words}, learning rate inside"
-
-
-def test_rounds_may_have_many_stages():
-    name = "every1until2then4until6then9adam1"
-    rounds = methods.arguments(name)["controller"]
-    lengths = [
-        int(rounds.round_steps(jnp.int32(step), ())) for step in (0, 2, 5, 6, 99)
-    ]
-    assert lengths == [1, 4, 4, 9, 9]
-    assert methods.in_words(name) == "AdamW's steps whole, every 1 to 9 steps"
-
-
-def test_a_name_may_ask_for_a_published_recipe():
-    assert methods.is_recipe("diloco30")
-    assert methods.is_recipe("sparseloco15x32")
-    assert not methods.is_recipe("every30adam1")
-    assert methods.in_words("diloco30momentum0.6") == (
-        "DiLoCo, every 30 steps, momentum 0.6"
-    )
-    assert (
-        methods.in_words("sparseloco15x32") == "SparseLoCo, every 15 steps, factor 32"
-    )
-    assert methods.in_words("onebitadam200") == (
-        "1-bit Adam, the first 200 steps dense"
-    )
-    assert methods.is_local("diloco30")
-    assert not methods.is_local("onebitadam200")
-    ours = "insideturns4allreducedadam16"
-    assert methods.is_recipe(ours)
-    assert methods.in_words(ours) == (
-        "AdamW's steps in two bits, in 4 turns, learning rate inside"
-    )
-    with pytest.raises(SystemExit, match="goes before a method of steps only"):
-        methods.is_recipe("insidelocalallreduced16")
-    params = {"w": jnp.ones(3000)}
-    tx = methods.recipe("diloco30", optax.adamw(1e-3), optax.identity())
-    assert optax.tree.get(tx.init(params), "info").local_steps == 0
-
-
-def test_the_course_of_a_factor_is_its_changes():
-    assert paper.course([10.0, 10.0, 40.0, math.inf, 10.0, 10.0]) == [
-        [0, 10.0],
-        [2, 40.0],
-        [3, math.inf],
-        [4, 10.0],
-    ]
-
-
-def test_a_step_s_time_is_what_was_timed_and_the_network_s():
-    sent = {"wire_bytes": 25e6, "dense_wire_bytes": 1e9, "steps": 2, "dense_steps": 1}
-    times = {"dense_ms": [1, 40, 50], "fixed100_ms": [1, 46, 50]}
-    record = report.Record("lstm_ptb", 2, *report.own_ms(times), [])
-    # Half of the steps select; 12.5 MB at 100 Mbit/s; three messages of 0.1 ms.
-    assert record.step_ms(sent, 100) == pytest.approx(40 + 3 + 1000 + 0.3)
-
-
-def ended(method, seed, loss, **figures):
-    """The line of a run."""
-    return {"method": method, "seed": seed, "test": {"loss": loss}, **figures}
-
-
-def test_gaps_are_those_of_a_seed():
-    runs = [ended("dense", 0, 2.0), ended("dense", 1, 4.0)]
-    runs += [ended("fixed10", *x) for x in ((1, 4.4), (0, 2.1), (2, 9.0))]
-    record = report.Record("lstm_ptb", 2, 1, 1, runs)
-    assert record.gaps("fixed10") == pytest.approx([0.1, 0.05])
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("Bits(2, turns=4)", gravac.Bits(2, turns=4)),
+        ('TopK(100, select="exact")', gravac.TopK(100, select="exact")),
+        (
+            "Fastest((Dense(), LowRank(4)), least_progress=-0.0)",
+            gravac.Fastest((gravac.Dense(), gravac.LowRank(4))),
+        ),
+        ("GraVAC(TopK.geometric(4, 16))", gravac.GraVAC(gravac.TopK.geometric(4, 16))),
+    ],
+)
+def test_what_is_sent_can_be_written_as_text(text, made):
+    assert parse(text) == made
+    assert parse(repr(made)) == made
 
 
 @pytest.mark.parametrize(
-    ("bytes_sent", "gap"), [(1, 0.3), (10, 0.2), (100, 0.1), (1000, 0.0), (0.1, np.nan)]
+    ("text", "why"),
+    [
+        ("Bits(3)", "`bits` must be 8 or 4 or 2 or 1"),
+        ("Bits(2", "never closed"),
+        ("Bits", r"no call: Bits\(\)"),
+        ("TopK.geometric(2, 4)", "makes no encoding"),
+        ("open('x')", "there is no open"),
+        ("Bits(open('x'))", "there is no open"),
+        ("Bits(2).exchange(0)", "there is no Bits"),
+        ("Bits(1 if 1 else 2)", "malformed"),
+        ("Encoding()", "abstract"),
+    ],
 )
-def test_the_frontier_is_straight_between_static_factors(bytes_sent, gap):
-    places = {"dense": (1000, 1.0), "fixed10": (100, 1.1), "fixed1000": (1, 1.3)}
-    runs = [
-        ended(method, 0, loss, wire_bytes=own, dense_wire_bytes=1000)
-        for method, (own, loss) in {**places, "default": (bytes_sent, 9.0)}.items()
-    ]
-    record = report.Record("lstm_ptb", 2, 1, 1, runs)
-    found = record.frontier("default")
-    np.testing.assert_allclose(found, gap, rtol=1e-12, atol=1e-12)
+def test_other_text_is_refused_and_not_run(text, why):
+    with pytest.raises(SystemExit, match=rf"cannot be sent: .*{why}"):
+        parse(text)
+
+
+def test_a_name_is_that_of_a_recipe_and_of_what_is_sent():
+    found = methods.method("late adamw Bits(2, turns=4)")
+    assert (found.recipe, found.send) == ("late adamw", gravac.Bits(2, turns=4))
+    assert (found.is_own, found.is_told) == (True, False)
+    found = methods.method("Fastest((Dense(), TopK(100)))")
+    assert (found.recipe, found.is_own, found.is_told) == ("", False, True)
+    assert found.ladder == (gravac.Dense(), gravac.TopK(100))
+    assert methods.method("dense").send == gravac.Dense()
+    with pytest.raises(SystemExit, match=r"has no recipe; recipes are .*adamw:"):
+        methods.method("adam Bits(2)")
+    with pytest.raises(SystemExit, match=r"is called 'own TopK\(10\)'"):
+        methods.method("own TopK(10.0)")
+
+
+@pytest.mark.parametrize("recipe", choices(methods.RECIPES, lambda x: x == "adamw"))
+def test_every_recipe_trains(recipe):
+    one_bit = "Scheduled((Dense(), Bits(1)), starts=(30,))"
+    sends = {"1-bit adam": one_bit, "momentum": "TopK(2)", "dgc": "TopK(2)"}
+    found = methods.method(f"{recipe} {sends.get(recipe, 'Bits(4)')}".strip())
+    tx = found.optimizer(methods.OPTIMIZERS["sgd"], 0.02)
+    loss = lambda params, batch: jnp.mean((params["w"] - batch.mean()) ** 2)
+    step = gravac.simulate(train_step(tx, loss, found.is_own), 2)
+    # 1-bit Adam would divide by the gradient of an entry that is where it should be.
+    params = {"w": jnp.linspace(-1, 0, 64).reshape(8, 8)}
+    state, losses = gravac.place((params, tx.init(params)), 2), []
+    for _ in range(40):
+        *state, value = step(*state, jnp.ones((2, 1)))
+        losses.append(float(value.mean()))
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_the_state_of_the_lstm_goes_on_from_window_to_window():
@@ -365,7 +268,7 @@ def test_the_state_of_the_lstm_goes_on_from_window_to_window():
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"method": "dense", "seed": 0}')
+    (tmp_path / "config.json").write_text('{"send": "Dense()", "seed": 0}')
     config = resnet_cifar.config.PRESETS["small"]
     options = Options(tmp_path, out=tmp_path)
     with (
@@ -373,8 +276,3 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         Run("resnet_cifar", config, options, Replicas(1), batches=None),
     ):
         pass
-
-
-def test_a_method_at_each_replica_s_own_params_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="at each replica's own params"):
-        _ = Options(tmp_path, method="localfixed10").exchange

@@ -4,7 +4,7 @@ Every replica reads a contiguous part of the text, window by window, and keeps t
 LSTM's state from one to the next. Lines marked `# gravac` are all that is particular to
 compressed gradients.
 
-    python examples/lstm_ptb/train.py --data-dir DIR --preset paper --method default
+    python examples/lstm_ptb/train.py --data-dir DIR --preset paper
 """
 
 import sys
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lstm_ptb.config import PRESETS, Config
 from lstm_ptb.model import LanguageModel
 from tasks import cross_entropy, pipeline, text
-from training import Options, Replicas, Run, main, methods, replica_key
+from training import Options, Replicas, Run, main, replica_key
 
 import gravac_jax as gravac
 
@@ -49,14 +49,14 @@ def train(config: Config, options: Options) -> dict[str, float]:
         )
         return cross_entropy(logits, targets), states
 
-    exchange = options.exchange
     rate = config.learning_rate
     if config.warm_up_steps:
         rate = optax.linear_schedule(0.0, rate, config.warm_up_steps)
+    exchange = {**options.exchange, "weight_decay": config.weight_decay}
     tx = optax.chain(
-        gravac.transform(**exchange, weight_decay=config.weight_decay),  # gravac
-        *methods.after(exchange, optax.trace(config.momentum), config.clip),
-        optax.scale_by_learning_rate(rate),
+        gravac.transform(**exchange),  # gravac
+        *([optax.clip_by_global_norm(config.clip)] if config.clip else []),
+        optax.sgd(rate, momentum=config.momentum),
     )
 
     def train_step(

@@ -1,6 +1,6 @@
 """Train GraVAC's ResNet-101 on CIFAR-10; the loop is in training/images.py.
 
-python examples/resnet_cifar/train.py --data-dir DIR --preset paper --method default
+python examples/resnet_cifar/train.py --data-dir DIR --preset paper
 """
 
 import sys

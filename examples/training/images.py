@@ -13,7 +13,6 @@ import optax
 from tasks import cifar, cross_entropy, pipeline
 
 import gravac_jax as gravac
-from training import methods
 from training.replicas import Replicas, replica_key
 from training.run import Options, Run, mean
 
@@ -45,11 +44,11 @@ def train(
     init = jax.jit(model.init, static_argnames="is_training")
     variables: Any = init(key, one, is_training=False)
     params, statistics = variables["params"], variables["batch_stats"]
-    exchange = options.exchange
+    exchange = {**options.exchange, "weight_decay": config.weight_decay}
     tx = optax.chain(
-        gravac.transform(**exchange, weight_decay=config.weight_decay),  # gravac
-        *methods.after(exchange, optax.trace(config.momentum), config.clip),
-        optax.scale_by_learning_rate(learning_rate),
+        gravac.transform(**exchange),  # gravac
+        *([optax.clip_by_global_norm(config.clip)] if config.clip else []),
+        optax.sgd(learning_rate, momentum=config.momentum),
     )
 
     def train_step(

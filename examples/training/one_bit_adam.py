@@ -8,9 +8,6 @@ import optax
 
 import gravac_jax as gravac
 
-ONE_BIT = gravac.QuantizedAllReduce(least_bits=1)  # at factor 32
-LADDER = (1.0, 32.0)  # dense steps, and then one bit
-
 
 class OneBitAdamState(NamedTuple):
     """State of `one_bit_adam`.
@@ -28,7 +25,7 @@ class OneBitAdamState(NamedTuple):
 
 
 def one_bit_adam(
-    warm_up_steps: int,
+    send: gravac.Scheduled,
     max_norm: float,
     axis_name: str = "data",
     b1: float = 0.9,
@@ -43,8 +40,8 @@ def one_bit_adam(
     end.
 
     Args:
-      warm_up_steps: Steps before the second moments freeze; the authors take 15% to 25%
-        of all.
+      send: Dense steps, and then one bit: `Scheduled((Dense(), Bits(1)), (200,))`. The
+        second moments freeze at its start; the authors take 15% to 25% of all steps.
       max_norm: Bound of the mean gradient's norm; a replica's own gradient is clipped
         at sqrt(N) times this bound.
       axis_name: The axis of the replicas.
@@ -61,9 +58,8 @@ def one_bit_adam(
       bias of the moments; here they have Adam's, that of the second ones up to the
       warm-up's end.
     """
-    exchange = gravac.transform(
-        axis_name, exchange=ONE_BIT, controller=gravac.warm_up(warm_up_steps, LADDER)
-    )
+    exchange = gravac.transform(axis_name, send=send)
+    (warm_up_steps,) = send.starts
 
     def init(params: Any) -> OneBitAdamState:
         mu, nu = optax.tree.zeros_like(params), optax.tree.zeros_like(params)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,9 +16,10 @@ from tasks import DataError
 
 import gravac_jax as gravac
 from gravac_jax import checkpoint, metrics
-from training import methods
 from training.replicas import Replicas
+from training.sends import parse
 
+DEFAULT = "default"
 TRACE_AFTER, TRACED_STEPS = 10, 10
 
 
@@ -28,7 +30,8 @@ class Options:
     Args:
       data_dir: The folder of the data set's files.
       preset: The hyper-parameters of config.py; two CPU cores are enough for "small".
-      method: What is exchanged; names as in examples/training/methods.py.
+      send: What is exchanged: an encoding or a controller, such as "Bits(2)",
+        "TopK(100)" or "GraVAC(epsilon=0.7)"; or "default" for the program's own.
       replicas: The number of replicas. Default: one on every device, or four that are
         simulated on a single one.
       steps: Steps other than the preset's.
@@ -39,16 +42,13 @@ class Options:
       save_every: Steps from one checkpoint to the next.
       bandwidth_mbit: The bandwidth of the network that simulated replicas are said to
         have; real steps are timed.
-      compute_ms: Milliseconds of a simulated step without an exchange, as controllers
-        are told.
-      selection_ms: What a compressed step takes beyond that, to choose what it sends.
       tensorboard: Also write what TensorBoard shows.
       trace: Also write a profile of ten steps, once ten are done, for Perfetto.
     """
 
     data_dir: Path
     preset: Literal["paper", "small"] = "small"
-    method: str = "default"
+    send: str = DEFAULT
     replicas: int | None = None
     steps: int | None = None
     seed: int = 0
@@ -56,8 +56,6 @@ class Options:
     out: Path | None = None
     save_every: int = 500
     bandwidth_mbit: float = 1000
-    compute_ms: float = 10
-    selection_ms: float = 1
     tensorboard: bool = False
     trace: bool = False
 
@@ -71,19 +69,11 @@ class Options:
         """The arguments of `gravac.transform`.
 
         Raises:
-          SystemExit: If there is no such method, or it needs another train step.
+          SystemExit: If there is nothing of that name to send.
         """
-        if methods.is_local(self.method):
-            raise SystemExit(
-                f"--method {self.method} takes gradients at each replica's own params, "
-                "which these programs do not; see gravac.local_params"
-            )
-        wire = gravac.WireCost(
-            bytes_per_second=125e3 * self.bandwidth_mbit,
-            compute_seconds=1e-3 * self.compute_ms,
-            selection_seconds=1e-3 * self.selection_ms,
-        )
-        return {"wire": wire, **methods.arguments(self.method)}
+        network = gravac.WireCost(bytes_per_second=125e3 * self.bandwidth_mbit)
+        send = None if self.send == DEFAULT else parse(self.send)
+        return {"send": send, "network": network}
 
 
 class Run:
@@ -103,8 +93,8 @@ class Run:
     def __init__(
         self, name: str, config: Any, options: Options, replicas: Replicas, batches: Any
     ):
-        label = f"{name}-{options.preset}-{options.method}-{options.seed}"
-        self.folder = options.out or Path("runs") / label
+        label = f"{name}-{options.preset}-{options.send}-{options.seed}"
+        self.folder = options.out or Path("runs") / file_name(label)
         self._config, self._options, self._batches = config, options, batches
         self._replicas, self._label = replicas, label
         self._closing = contextlib.ExitStack()
@@ -206,7 +196,7 @@ class Run:
     def _claim(self) -> None:
         """Write down what this is a run of, or refuse to go on with another one."""
         path = self.folder / "config.json"
-        own = {name: getattr(self._options, name) for name in ("method", "seed")}
+        own = {name: getattr(self._options, name) for name in ("send", "seed")}
         own |= {"bfloat16": self._options.bfloat16, **dataclasses.asdict(self._config)}
         own = json.loads(json.dumps(own))  # tuples become lists
         if path.exists():
@@ -219,6 +209,11 @@ class Run:
                     )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(own, indent=2) + "\n")
+
+
+def file_name(text: str) -> str:
+    """Return a text without the quotes, brackets and spaces of an encoding's name."""
+    return re.sub(r"[^\w.-]+", "_", text)
 
 
 def mean(figures: list[dict[str, Any]]) -> dict[str, float]:

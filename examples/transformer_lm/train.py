@@ -1,8 +1,9 @@
 """Train a small GPT with AdamW.
 
 By default each replica has an AdamW of its own, takes gradients at params of its own,
-and exchanges steps in two bits: `gravac.adamw`. Other methods exchange gradients, and
-AdamW comes after them. Lines marked `# gravac` are all that is particular to either.
+and exchanges steps in two bits: `gravac.adamw`. With `--send`, replicas exchange
+gradients, and AdamW comes after. Lines marked `# gravac` are all that is particular to
+either.
 
     python examples/transformer_lm/train.py --data-dir TEXT --preset paper
 """
@@ -17,7 +18,7 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tasks import cross_entropy, pipeline, text
-from training import Options, Replicas, Run, main, mean, methods
+from training import DEFAULT, Options, Replicas, Run, main, mean
 from transformer_lm.config import PRESETS, Config
 from transformer_lm.model import LanguageModel
 
@@ -35,19 +36,15 @@ def optimizer(config: Config, options: Options) -> optax.GradientTransformation:
     )
     is_matrix = lambda params: jax.tree.map(lambda x: x.ndim == 2, params)
     decay = {"weight_decay": config.weight_decay, "mask": is_matrix}
-    if options.method == "default":
+    if options.send == DEFAULT:
         clip = gravac.ClipByGlobalNorm(config.clip)
         return gravac.adamw(  # gravac
             schedule, b1=config.b1, b2=config.b2, clip=clip, **decay
         )
-    exchange = options.exchange
     return optax.chain(
-        gravac.transform(**exchange),  # gravac
-        *methods.after(
-            exchange, optax.scale_by_adam(config.b1, config.b2), config.clip
-        ),
-        optax.add_decayed_weights(**decay),
-        optax.scale_by_learning_rate(schedule),
+        gravac.transform(**options.exchange),  # gravac
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(schedule, config.b1, config.b2, **decay),
     )
 
 
@@ -76,8 +73,8 @@ def train(config: Config, options: Options) -> dict[str, float]:
 
     def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
         own = params
-        if options.method == "default":
-            own = gravac.local_params(tx, params, opt_state)  # gravac
+        if options.send == DEFAULT:
+            own = gravac.own_params(tx, params, opt_state)  # gravac
         loss, grads = grad(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params, **times)
         return optax.apply_updates(params, updates), opt_state, loss

@@ -1,6 +1,6 @@
 """Train GraVAC's VGG-16 on CIFAR-100; the loop is in training/images.py.
 
-python examples/vgg_cifar/train.py --data-dir DIR --preset paper --method default
+python examples/vgg_cifar/train.py --data-dir DIR --preset paper
 """
 
 import sys

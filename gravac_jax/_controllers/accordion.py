@@ -1,4 +1,4 @@
-"""Two factors: the low one while the gradient's norm changes fast."""
+"""Two encodings: the one that sends more while the gradient's norm changes fast."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers.base import DerivedLadder, Evidence, has_dropped
+from gravac_jax._controllers import base
+from gravac_jax._controllers.base import Controller, Evidence, has_dropped
+from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.low_rank import LowRank
 
 
 class AccordionState(NamedTuple):
@@ -18,65 +21,62 @@ class AccordionState(NamedTuple):
       seen: `[]` int32, steps of this interval so far.
       total: `[]` float32, the sum of the norms of their gradients.
       last_total: `[]` float32, the sum over the previous interval; 0 if there was none.
-      rung: `[]` int32, the rung of this interval, apart from learning rate drops.
+      regime: `[]` int32, the rung of this interval, apart from learning rate drops.
     """
 
     seen: jax.Array
     total: jax.Array
     last_total: jax.Array
-    rung: jax.Array
+    regime: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Accordion(DerivedLadder):
+@dataclasses.dataclass(frozen=True, repr=False)
+class Accordion(Controller):
     """Sends more in critical regimes, in which the norm of the gradient changes fast.
 
     After each interval it compares the norm with that of the interval before::
 
-        |norm before - norm now| / norm before >= threshold:  the low factor
-        otherwise:                                            the high one
+        |norm before - norm now| / norm before >= threshold:  the first encoding
+        otherwise:                                            the second one
 
-    The first two intervals and two steps have the low factor, as does one interval of
-    steps after the learning rate drops. It needs neither times nor gains.
+    The first two intervals and two steps have the first encoding, as does one interval
+    of steps after the learning rate drops. It needs neither times nor gains.
 
     The norm is that of single gradients (the root of the mean square over replicas),
-    added up over the steps, of all compressed leaves together, which share one factor.
-    The paper takes the norm of a sum of gradients, for each layer. A clip before the
-    exchange makes all norms alike, so that no regime is critical: clip after it. With
-    `LowRank` the two factors are two ranks.
+    added up over the steps, of all leaves together. The paper takes the norm of a sum
+    of gradients, for each layer. A clip before the exchange makes all norms alike, so
+    that no regime is critical: clip after it.
 
     Args:
-      low: the factor of critical regimes.
-      high: the factor of all others.
+      ladder: the encoding of critical regimes, and that of all others.
       interval: steps of an interval; ten epochs in the paper.
       threshold: the relative change of the norm that makes a regime critical.
       learning_rate: a schedule of Optax. A fall to less than 0.7 of itself from one
         step to the next is critical. None if it does not drop.
 
     Raises:
-      TypeError: if `learning_rate` is not a function.
-      ValueError: if the factors do not rise, `interval` is not a positive number, or
-        `threshold` is not above 0.
+      TypeError: if `ladder` is not a tuple of encodings, or `learning_rate` not a
+        function.
+      ValueError: if there are not two encodings, `interval` is not a positive number,
+        or `threshold` is not above 0.
 
     Example:
       >>> import gravac_jax as gravac
-      >>> controller = gravac.Accordion(low=10, high=100, interval=1000)
-      >>> controller.ladder
-      (10, 100)
+      >>> controller = gravac.Accordion((gravac.LowRank(4), gravac.LowRank(1)))
+      >>> tx = gravac.transform(send=controller)
 
     References:
       Agarwal et al., Accordion, MLSys 2021, section 4. GraVAC's code calls another rule
       by this name, which compares one step with the next.
     """
 
-    low: float = 10
-    high: float = 100
+    ladder: tuple[Encoding, ...] = (LowRank(4), LowRank(1))
     interval: int = 1000
     threshold: float = 0.5
     learning_rate: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        _checks.ladder(self.ladder)
+        base.check_ladder(self.ladder, "Accordion", least=2, most=2)
         _checks.positive_integer(
             self.interval, "interval", "steps between two decisions"
         )
@@ -85,23 +85,13 @@ class Accordion(DerivedLadder):
         if self.learning_rate is not None:
             _checks.schedule(self.learning_rate, "learning_rate")
 
-    @property
-    def ladder(self) -> tuple[float, ...]:
-        """The low factor and the high one."""
-        return (self.low, self.high)
-
-    @property
-    def look_every(self) -> int:
-        """100: only readers of `StepInfo.gains` need it."""
-        return 100
-
     def init(self) -> tuple[jax.Array, AccordionState]:
-        """Return the low factor's rung, and the state."""
+        """Return the first rung, and the state."""
         return jnp.zeros((), jnp.int32), AccordionState(
             seen=jnp.zeros((), jnp.int32),
             total=jnp.zeros((), jnp.float32),
             last_total=jnp.zeros((), jnp.float32),
-            rung=jnp.zeros((), jnp.int32),
+            regime=jnp.zeros((), jnp.int32),
         )
 
     def decide(
@@ -114,12 +104,12 @@ class Accordion(DerivedLadder):
         is_over = seen == self.interval
         change = jnp.abs(state.last_total - total)
         is_calm = change < self.threshold * state.last_total
-        rung = jnp.where(is_over, is_calm.astype(jnp.int32), state.rung)
+        rung = jnp.where(is_over, is_calm.astype(jnp.int32), state.regime)
         after = AccordionState(
             seen=jnp.where(is_over, 0, seen),
             total=jnp.where(is_over, 0.0, total),
             last_total=jnp.where(is_over, total, state.last_total),
-            rung=rung,
+            regime=rung,
         )
         if self.learning_rate is None:
             return rung, after

@@ -5,11 +5,17 @@ decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from gravac_jax import _arrays, _checks
+from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.dense import Dense
 
 LOOK_FIRST = 32  # steps; arbitrary
 DROP = 0.7  # of a learning rate in one step; arbitrary: smooth schedules fall less
@@ -22,30 +28,30 @@ class Evidence(NamedTuple):
       step: `[]` int32, steps before this one.
       replicas: N, static.
       first_sparse: `[]` int32, the lowest rung that does not send everything. Rungs
-        below it are dense steps whatever their factors, because with so many replicas
+        below it are dense steps whatever their encodings, because with so many replicas
         their payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would have sent in this step. In a step that does not look (`Controller.looks`)
-        only the energy of the rung taken is right.
+        would have sent in this step. If the controller does not look at the bucket
+        (`looks_at`), or the step does not (`looks`), only that of the rung taken is
+        right.
       energy: `[]` float32, the mean energy of the error-fed gradient.
       gradient_energy: `[]` float32, the mean energy of the gradient after clip and
         decay, without residual and momentum.
-      gradient_energies: `[rungs]` float32, the energy that each rung would have sent of
-        that gradient, had nothing been held back (of a selection, few bits and parts in
-        turn that of an exchange by chance in which entries wait as long), plus that of
-        the leaves that go dense; with a delay, of the gradient that this exchange
-        sends. Zeros if the controller does not ask (`samples_gradient`), and if the
-        step of that gradient did not look.
+      gradient_energies: `[rungs]` float32, the energy that an exchange by chance would
+        have sent of that gradient, in which entries wait as long as at each rung
+        (`Encoding.waits`), plus that of the leaves that go dense; with a delay, of the
+        gradient that this exchange sends. Zeros if the controller does not look at
+        gradients, and if the step of that gradient did not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
         to `update` since the last decision, at the rung that they measured; NaN at
         other rungs.
-      local_seconds: `[]` float32, the same of local steps: how long a step takes that
-        exchanges nothing. NaN if unknown; None without rounds.
-      steps: steps since the last decision: 1, unless some are local.
       wire_bytes: `[rungs]` float32, the bytes that one replica sends in a step at each
-        rung; None if unknown.
+        rung.
+      local_seconds: `[]` float32, the mean of measured times of local steps, which
+        exchange nothing. NaN if unknown; None without rounds.
+      steps: steps since the last decision: 1, unless some are local.
       at_own_params: `[]` bool or static, whether gradients are known to be taken at
         own params.
 
@@ -62,9 +68,9 @@ class Evidence(NamedTuple):
     gradient_energies: jax.Array
     predicted_parts: jax.Array
     measured_seconds: jax.Array
+    wire_bytes: jax.Array
     local_seconds: jax.Array | None = None
     steps: Any = 1
-    wire_bytes: jax.Array | None = None
     at_own_params: jax.Array | bool = False
 
     @property
@@ -87,7 +93,7 @@ class Predictions(NamedTuple):
     """What a controller predicted of its choices at the last decision.
 
     Attributes:
-      factors: the factor of each choice, static.
+      names: the encoding of each choice, as `repr` shows it, static.
       steps: the steps of a round of each choice, static.
       seconds: `[choices]` float32, the mean seconds of a step.
       progress: `[choices]` float32, what a step is worth, in dense steps; zeros before
@@ -106,7 +112,7 @@ class Predictions(NamedTuple):
       See `gravac.Controller`.
     """
 
-    factors: tuple[float, ...]
+    names: tuple[str, ...]
     steps: tuple[int, ...]
     seconds: jax.Array
     progress: jax.Array
@@ -126,36 +132,36 @@ class Controller(abc.ABC):
       keeps its shapes and dtypes, and nothing in it depends on one replica alone.
 
     Attributes:
-      ladder: the factors to choose from, rising.
+      ladder: the encodings to choose from, by falling bytes.
 
     Example:
       >>> import dataclasses, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> @dataclasses.dataclass(frozen=True)
+      >>> @dataclasses.dataclass(frozen=True, repr=False)
       ... class EveryTenthDense(gravac.Controller):
-      ...     ladder: tuple[float, ...] = (1, 100)
+      ...     ladder: tuple = (gravac.Dense(), gravac.TopK(100))
       ...     def init(self):
       ...         return jnp.int32(0), ()
       ...     def decide(self, evidence, state):
       ...         is_sparse = evidence.effective_step % 10 > 0
       ...         return is_sparse.astype(jnp.int32), state
-      >>> tx = gravac.transform(controller=EveryTenthDense())
+      >>> tx = gravac.transform(send=EveryTenthDense())
     """
 
-    ladder: tuple[float, ...]
+    ladder: tuple[Encoding, ...]
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it never leaves its first rung, so that steps need no branches."""
-        return False
+        """Whether there is but one rung, so that steps need no branches."""
+        return len(self.ladder) == 1
 
     @property
     def has_rounds(self) -> bool:
-        """Whether some steps are local and exchange nothing."""
+        """Whether it chooses how long rounds are, so that some steps are local."""
         return False
 
     def round_steps(self, step: jax.Array, state: Any) -> Any:
-        """Return how long a round shall be; asked only of a controller with rounds.
+        """Return how long a round shall be, if it `has_rounds`.
 
         Every exchange asks for the round after the next exchange. So all replicas have
         agreed on it before it begins, and a host can read it without waiting.
@@ -176,9 +182,13 @@ class Controller(abc.ABC):
         return False
 
     @property
-    def samples_gradient(self) -> bool:
-        """Whether it needs `Evidence.gradient_energies`, which cost a sample."""
-        return False
+    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
+        """What it needs to know of rungs that are not taken; looking costs a sample.
+
+        "gradient": `Evidence.gradient_energies`. "bucket": `Evidence.energies` of all
+        rungs, of the error-fed gradient.
+        """
+        return "nothing"
 
     @property
     def look_every(self) -> int:
@@ -219,6 +229,10 @@ class Controller(abc.ABC):
           state: the new state.
         """
 
+    def __repr__(self) -> str:
+        """Return the constructor, with what differs from the defaults."""
+        return _arrays.constructor(self)
+
     def predictions(self, state: Any) -> Predictions | None:
         """Return what the last decision predicted, or None if it predicts nothing.
 
@@ -229,59 +243,63 @@ class Controller(abc.ABC):
         return None
 
 
-class DerivedLadder(Controller):
-    """Base of controllers whose ladder follows from their other arguments."""
-
-    @property
-    @abc.abstractmethod
-    def ladder(self) -> tuple[float, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The factors to choose from, rising."""
-
-
-class Wrapping(DerivedLadder):
-    """Base of controllers around another one, whose rungs and needs are theirs."""
-
-    controller: Controller
-
-    @property
-    def ladder(self) -> tuple[float, ...]:
-        """The ladder of the other controller."""
-        return self.controller.ladder
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether the other controller decides by how long steps take."""
-        return self.controller.uses_seconds
-
-    @property
-    def samples_gradient(self) -> bool:
-        """Whether the other controller needs `Evidence.gradient_energies`."""
-        return self.controller.samples_gradient
-
-    @property
-    def look_every(self) -> int:
-        """Number of steps between two looks: that of the other controller."""
-        return self.controller.look_every
-
-    def predictions(self, state: Any) -> Predictions | None:
-        """Return what the other controller predicted."""
-        return self.controller.predictions(state)
+def check_ladder(
+    value: Any, owner: str, least: int = 1, most: float = math.inf
+) -> None:
+    """Refuse what is no tuple of encodings, each of them once."""
+    is_tuple = isinstance(value, tuple)
+    if not is_tuple or not all(isinstance(x, Encoding) for x in value):
+        raise TypeError(
+            f"the ladder of {owner} must be a tuple of encodings, by falling bytes, got"
+            f" {_arrays.brief(value)}. Write (gravac.Dense(), gravac.Bits(8),"
+            f" gravac.Bits(2)); for one encoding alone,"
+            f" gravac.transform(send=gravac.Bits(2))."
+        )
+    if not least <= len(value) <= most or len(set(value)) < len(value):
+        wanted = f"{least} encodings" + " or more" * (most > least)
+        raise ValueError(
+            f"the ladder of {owner} must have {wanted}, each of them once, got"
+            f" {_arrays.brief(value)}. For one encoding alone write"
+            f" gravac.transform(send=gravac.Bits(2))."
+        )
 
 
-def kinds_of_steps(controller: Controller) -> int:
-    """Return of how many kinds a timed step may be.
+def check_dense_first(ladder: tuple[Encoding, ...], owner: str) -> None:
+    """Refuse a ladder from which a controller could not fall back to dense."""
+    if not isinstance(ladder[0], Dense):
+        raise ValueError(
+            f"the ladder of {owner} must begin with gravac.Dense(), the step that it"
+            f" falls back to, got {_arrays.brief(ladder)}. Put it first."
+        )
 
-    One for each rung, and with rounds one for local steps.
-    """
-    return len(controller.ladder) + controller.has_rounds
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Only(Controller):
+    """Takes the only rung of a ladder, in every step."""
+
+    ladder: tuple[Encoding]
+
+    def init(self) -> tuple[jax.Array, Any]:
+        """Return the only rung, and no state."""
+        return jnp.zeros((), jnp.int32), ()
+
+    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
+        """Return the only rung."""
+        del evidence
+        return jnp.zeros((), jnp.int32), state
 
 
-def highest(ladder: Sequence[float], allowed: Any) -> jax.Array:
-    """Return the highest rung with a factor up to `allowed`, else the lowest."""
-    # A schedule that multiplies its way to a factor may miss it by a rounding.
-    limit = jnp.asarray(allowed, jnp.float32) * (1 + 1e-5)
-    reached = jnp.asarray(ladder, jnp.float32) <= limit
-    return jnp.maximum(jnp.sum(reached, dtype=jnp.int32) - 1, 0)
+def controller_of(send: Any) -> Controller:
+    """Return what chooses among encodings; of one encoding, what always takes it."""
+    if isinstance(send, Encoding):
+        return Only((send,))
+    if not isinstance(send, Controller):
+        raise TypeError(
+            f"`send` must be an encoding such as gravac.Bits(2), or a controller such"
+            f" as gravac.Fastest(), got {_checks.shown(send)}. For several encodings"
+            f" write gravac.Fastest((gravac.Dense(), gravac.Bits(2)))."
+        )
+    return send
 
 
 def has_dropped(

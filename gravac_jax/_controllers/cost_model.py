@@ -1,11 +1,9 @@
-"""The cost model: from bytes and messages to seconds, and compression throughput.
+"""The cost model: from bytes and messages to seconds.
 
 Until the first measured step time arrives, it predicts the seconds of a step.
 """
 
 import dataclasses
-
-import jax
 
 from gravac_jax import _checks
 
@@ -65,8 +63,3 @@ class WireCost:
             self.latency_seconds * messages,
             wire_bytes / self.bytes_per_second,
         )
-
-
-def compression_throughput(gain: jax.Array, step_seconds: jax.Array) -> jax.Array:
-    """Return GraVAC's T_compression, gain per second, up to the constant N b."""
-    return gain / step_seconds

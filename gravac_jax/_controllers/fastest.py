@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _checks
-from gravac_jax._controllers import compression_gain, step_time_filter
+from gravac_jax._controllers import base, compression_gain, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence, Predictions
 from gravac_jax._controllers.progress import WAITING_COST, WAITING_COST_AT_SHARED
 from gravac_jax._controllers.progress import progress as progress_of
+from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.bits import Bits
+from gravac_jax._encodings.dense import Dense
 
 # All of these are arbitrary; simulations showed that they trade well. Steps at a rung
 # are steps that exchange.
@@ -24,6 +27,12 @@ TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
 HORIZON = 500  # steps for which the knowledge from a visit is of use
 LOOK_EVERY = 8  # steps
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
+
+LADDER = (
+    Dense(),
+    *(Bits(bits) for bits in (8, 4, 2, 1)),
+    *(Bits(1, turns=turns) for turns in (2, 4, 8)),
+)
 
 
 class FastestState(NamedTuple):
@@ -57,18 +66,13 @@ class FastestState(NamedTuple):
 
     def moved(self, fresh: "FastestState") -> "FastestState":
         """Forget step times: on other devices they are not known yet."""
-        return self._replace(
-            known=fresh.known,
-            timing=fresh.timing,
-            seconds=fresh.seconds,
-            progress=fresh.progress,
-            fits=fresh.fits,
-        )
+        forgotten = ("known", "timing", "seconds", "progress", "fits")
+        return self._replace(**{name: getattr(fresh, name) for name in forgotten})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fastest(Controller):
-    """Takes the factor and the length of rounds at which training gets on fastest.
+    """Takes the encoding and the length of rounds with which training gets on fastest.
 
     In plain words::
 
@@ -84,13 +88,17 @@ class Fastest(Controller):
             if three exchanges at another rung would teach something about the costs
             that is likely to save more in the next 500 steps than they cost: visit it
 
-    How long an entry waits follows from the share that a rung would send of one
-    gradient of the whole model, without the residual, and from the length of a round;
-    the small entries of a selection wait longer, and what rounding holds back counts a
-    tenth (`Exchange.shares`).
-    So it does not depend on the rung in use, and no rung looks better than it is
+    How long an entry waits follows from what an encoding would send of one gradient of
+    the whole model, without the residual (`Encoding.waits`), and from the length of a
+    round. So it does not depend on the rung in use, and no rung looks better than it is
     because another one let the residual grow. `progress` in `progress.py` says how well
     this predicts.
+
+    At the shared params, gradients ask again for what waits. There, one bit and parts
+    in turn are not taken, and on a ladder that has them a step is worth
+    1 / (1 + 1.2 sqrt(waiting)). `gravac.train_step` tells where gradients are taken, as
+    `update(..., at="own")` does. The steps of `gravac.Steps` are always taken at own
+    params.
 
     It is fastest in time, not in steps: on a slow network it takes many cheap steps
     that are worth less each. If your number of steps is fixed, say what each must be
@@ -104,45 +112,41 @@ class Fastest(Controller):
 
     Cost:
       Some 30 tiny kernels an exchange on GPUs, and 50 on CPUs; in one step of eight, a
-      sample of the gradient and one of the bucket; visits of three exchanges each, at
-      most one in fifty steps once the network has been stable for 400. On two hosts
-      that share two cores, with 330 thousand params, a step took 2 to 4 ms longer than
-      at a static factor, in an earlier version with twice as many kernels.
+      sample of the gradient; visits of three exchanges each, at most one in fifty steps
+      once the network has been stable for 400. On two hosts that share two cores, with
+      330 thousand params, a step took 2 to 4 ms longer than with one encoding, in an
+      earlier version with twice as many kernels.
 
     Args:
-      ladder: factor 1, then larger ones. By default they are 8, 4 and 2 bits of all
-        entries and 2 bits of half of them, as `gravac.Quantized` sends them.
-        `gravac.geometric(4, 256)` goes on to a sixteenth.
+      ladder: the encodings to choose from, by falling bytes; two or more. It starts at
+        the first one that is not `Dense()`. Default: `Dense()`, 8, 4, 2 bits and 1, and
+        one bit in 2, 4 and 8 turns.
       least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
         step makes 1. A choice in use is left when it is 3% below. If none makes as
-        much, as in rounds of `gravac.Every`, the one that makes most is taken. The
-        first exchanges, from which it learns, are not bound by it.
+        much, as with `every=`, the one that makes most is taken. The first exchanges,
+        from which it learns, are not bound by it.
       rounds: the lengths of rounds to choose from, 1 and then rising, such as
         `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
-        with `gravac.Every`. Take gradients at own params then (`gravac.train_step` and
-        `gravac.local_params` do): at the shared ones, local steps would lead nowhere.
+        with `gravac.transform(every=...)`. Take gradients at own params then
+        (`gravac.own_params`): at the shared ones, local steps would lead nowhere.
         Keep momentum before the exchange (`gravac.sgd`, `gravac.adamw`): after it, long
         rounds of whole gradients make less progress than is predicted.
       most_bytes: the most bytes that one replica may send in a step, in the mean over a
         round; None for any number. Dense leaves count. If every choice sends more, the
         one that sends least is taken, and `metrics.explain` says so. The first
         exchanges are not bound by it either.
-      largest_at_shared: the largest factor that is taken at the shared params, where
-        gradients ask again for what waits. Larger ones are predicted to make no
-        progress, and those up to it 1 / (1 + 1.2 sqrt(waiting)), unless `update` is
-        told `at_own_params`, as `gravac.train_step` does.
 
     Raises:
-      TypeError: if `ladder` or `rounds` is not a tuple of numbers.
-      ValueError: if one of the two is out of order or does not begin with 1, or
-        `least_progress` is outside its bounds, or `most_bytes` is not above 0, or
-        `largest_at_shared` is below the second factor of the ladder.
+      TypeError: if `ladder` is not a tuple of encodings, or `rounds` one of numbers.
+      ValueError: if there are fewer than two encodings, `rounds` does not begin with 1
+        and rise, `least_progress` is outside its bounds, or `most_bytes` is not above
+        0.
 
     Example:
       >>> import gravac_jax as gravac
-      >>> gravac.Fastest(ladder=gravac.geometric(10, 100)).ladder
-      (1.0, 10.0, 20.0, 40.0, 80.0, 100.0)
-      >>> tx = gravac.adamw(1e-3, controller=gravac.Fastest(rounds=(1, 4, 16)))
+      >>> controller = gravac.Fastest((gravac.Bits(2), gravac.TopK(100)))
+      >>> tx = gravac.transform(send=controller)
+      >>> tx = gravac.adamw(1e-3, send=gravac.Fastest(rounds=(1, 4, 16)))
 
     References:
       GraVAC's objective, gain times throughput (Tyagi and Swany, IEEE CLOUD 2023), with
@@ -151,24 +155,19 @@ class Fastest(Controller):
       gradient of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
     """
 
-    ladder: tuple[float, ...] = (1.0, 4.0, 8.0, 16.0, 32.0)
+    ladder: tuple[Encoding, ...] = LADDER
     least_progress: float = 0.0
     rounds: tuple[int, ...] = (1,)
     most_bytes: float | None = None
-    largest_at_shared: float = math.inf
 
     def __post_init__(self) -> None:
-        _checks.ladder(self.ladder)
+        base.check_ladder(self.ladder, "Fastest", least=2)
         why = "It is the least that a step may be worth, in dense steps."
         _checks.within(self.least_progress, "least_progress", 0, 1, why)
-        _checks.dense_first(self.ladder, "Fastest")
         _checks.lengths_of_rounds(self.rounds)
         if self.most_bytes is not None:
             why = "It is the most bytes that a replica may send in a step."
             _checks.above_zero(self.most_bytes, "most_bytes", why)
-        why = "The second factor of the ladder must be taken everywhere."
-        least, largest = self.ladder[1], self.largest_at_shared
-        _checks.within(largest, "largest_at_shared", least, math.inf, why)
 
     @property
     def has_rounds(self) -> bool:
@@ -186,9 +185,9 @@ class Fastest(Controller):
         return True
 
     @property
-    def samples_gradient(self) -> bool:
-        """Whether it needs `Evidence.gradient_energies`: always, for unused rungs."""
-        return True
+    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
+        """What it needs to know of rungs that are not taken: how long entries wait."""
+        return "gradient"
 
     @property
     def look_every(self) -> int:
@@ -196,7 +195,7 @@ class Fastest(Controller):
         return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:
-        """Start at the smallest compressed factor, and go to the largest from there.
+        """Start at the first rung that is not dense, and go to the last from there.
 
         The times of these two tell how a step divides into parts, whatever the network.
         Dense steps would tell it, too, but each may take as long as a hundred others.
@@ -204,7 +203,8 @@ class Fastest(Controller):
         decision leaves it.
         """
         last = len(self.ladder) - 1
-        start = lambda: jnp.full((), 1, jnp.int32)
+        first = int(isinstance(self.ladder[0], Dense))
+        start = lambda: jnp.full((), first, jnp.int32)
         choices = len(self.ladder) * len(self.rounds)
         return start(), FastestState(
             home=jnp.full((), last, jnp.int32),
@@ -223,8 +223,9 @@ class Fastest(Controller):
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, then go home, stay, or visit."""
-        home = self._within_reach(state.home, evidence.at_own_params)
-        state = _learned(evidence, state._replace(home=home))
+        reach = lambda choice: self._within_reach(choice, evidence.at_own_params)
+        state = state._replace(home=reach(state.home), current=reach(state.current))
+        state = _learned(evidence, state)
         costs = self._costs(evidence, state)
         home, may_leave = _home(costs, state)
         # To take another choice that costs alike stands in place of a visit, so that
@@ -249,11 +250,12 @@ class Fastest(Controller):
         """Return what is believed of all choices."""
         lengths = self._lengths(evidence)
         may_wait = self._may_wait(evidence.at_own_params)
+        share = compression_gain.gain(state.averages.sent, state.averages.total)
         waiting_cost = self._waiting_cost(evidence.at_own_params)
-        expected = self._progress(state.averages, lengths, waiting_cost)
-        expected = jnp.where(may_wait, expected, 0)
+        worth = progress_of(share[None], lengths[:, None], waiting_cost).ravel()
+        expected = jnp.where(may_wait, worth, 0)
         is_allowed = may_wait & self._is_allowed(expected, state.home)
-        mean_bytes = self._mean_bytes(evidence, lengths)
+        mean_bytes = (evidence.wire_bytes[None] / lengths[:, None]).ravel()
         fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
         least_bytes = jnp.min(jnp.where(may_wait, mean_bytes, jnp.inf))
         is_within = fits | (mean_bytes <= least_bytes)
@@ -280,7 +282,7 @@ class Fastest(Controller):
     def predictions(self, state: FastestState) -> Predictions:
         """Return the seconds and the progress of every choice at the last decision."""
         return Predictions(
-            factors=self.ladder * len(self.rounds),
+            names=tuple(map(repr, self.ladder)) * len(self.rounds),
             steps=tuple(steps for steps in self.rounds for _ in self.ladder),
             seconds=state.seconds,
             progress=state.progress,
@@ -300,46 +302,34 @@ class Fastest(Controller):
         return (progress >= least) | (progress >= jnp.max(progress))
 
     def _lengths(self, evidence: Evidence) -> jax.Array:
-        """Return the steps of rounds, of its own or of `Every`: `[rounds]` float32."""
+        """Return the steps of rounds, its own or those of `every`: `[rounds]`."""
         if self.has_rounds:
             return jnp.asarray(self.rounds, jnp.float32)
         return jnp.asarray(evidence.steps, jnp.float32)[None]
 
-    def _mean_bytes(self, evidence: Evidence, lengths: jax.Array) -> jax.Array:
-        """Return the bytes of a step of each choice, in the mean: `[choices]`."""
-        sent = evidence.wire_bytes
-        sent = jnp.zeros(len(self.ladder)) if sent is None else sent
-        return (sent[None] / lengths[:, None]).ravel()
-
-    def _progress(
-        self,
-        averages: compression_gain.Averages,
-        lengths: jax.Array,
-        waiting_cost: jax.Array,
-    ) -> jax.Array:
-        """Return what a step of each choice is worth, `[choices]` float32."""
-        share = compression_gain.gain(averages.sent, averages.total)
-        share = jnp.where(jnp.arange(share.size) == 0, 1, share)  # dense
-        return progress_of(share[None], lengths[:, None], waiting_cost).ravel()
-
     def _waiting_cost(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return what it costs that entries wait: more where gradients ask again."""
-        is_bounded = self.largest_at_shared < math.inf
-        asks_again = is_bounded & ~jnp.asarray(at_own_params)
+        asks_again = any(self._needs_own_params) & ~jnp.asarray(at_own_params)
         return jnp.where(asks_again, WAITING_COST_AT_SHARED, WAITING_COST)
 
+    @property
+    def _needs_own_params(self) -> list[bool]:
+        return [x.needs_own_params for x in self.ladder]
+
     def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
-        """Return at which choices entries do not wait too long, `[choices]` bool."""
-        factors = jnp.asarray(self.ladder * len(self.rounds), jnp.float32)
-        return (factors <= self.largest_at_shared) | at_own_params
+        """Return which choices may be taken where gradients are, `[choices]` bool."""
+        needs = jnp.asarray(self._needs_own_params * len(self.rounds))
+        return ~needs | at_own_params
 
     def _within_reach(
         self, choice: jax.Array, at_own_params: jax.Array | bool
     ) -> jax.Array:
-        """Return a choice, or the one of the largest factor that may be taken."""
+        """Return a choice, or the last rung of its rounds that may be taken."""
         rungs = len(self.ladder)
-        last = jnp.sum(self._may_wait(at_own_params)[:rungs], dtype=jnp.int32) - 1
-        return choice - jnp.maximum(choice % rungs - last, 0)
+        may_take = self._may_wait(at_own_params)[:rungs]
+        last = jnp.max(jnp.where(may_take, jnp.arange(rungs, dtype=jnp.int32), 0))
+        rung = choice % rungs
+        return choice - rung + jnp.where(may_take[rung], rung, last)
 
 
 class _Costs(NamedTuple):
@@ -372,23 +362,16 @@ class _Costs(NamedTuple):
 def _learned(evidence: Evidence, state: FastestState) -> FastestState:
     """Add what a step has shown, and count it."""
     timing, has_changed = _timed(evidence, state.timing)
+    sampled, whole = evidence.gradient_energies, evidence.gradient_energy
+    newer = compression_gain.smooth(state.averages, sampled, whole, SMOOTHING)
     known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
     return state._replace(
         dwelt=state.dwelt + 1,
         rested=jnp.minimum(state.rested + evidence.steps, REST),
         known=jnp.where(has_changed, 0, known),
-        averages=_smoothed(evidence, state.averages),
+        averages=_arrays.where(jnp.any(sampled > 0), newer, state.averages),
         timing=timing,
     )
-
-
-def _smoothed(
-    evidence: Evidence, averages: compression_gain.Averages
-) -> compression_gain.Averages:
-    """Add the energies of a step that looked."""
-    sampled = evidence.gradient_energies
-    newer = compression_gain.smooth(averages, sampled, sampled[0], SMOOTHING)
-    return _arrays.where(sampled[0] > 0, newer, averages)
 
 
 def _kinds(evidence: Evidence) -> jax.Array:

@@ -1,14 +1,16 @@
 """GraVAC's controller: climb while the gain allows it and the throughput rewards it."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _checks
-from gravac_jax._controllers import compression_gain, cost_model, ladders
+from gravac_jax._controllers import base, compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.top_k import TopK
 
 
 class GraVACState(NamedTuple):
@@ -33,14 +35,11 @@ class GraVACState(NamedTuple):
 
     def moved(self, fresh: "GraVACState") -> "GraVACState":
         """Forget the table and search again: on other devices both are different."""
-        return self._replace(
-            is_settled=fresh.is_settled,
-            is_measured=fresh.is_measured,
-            throughputs=fresh.throughputs,
-        )
+        forgotten = ("is_settled", "is_measured", "throughputs")
+        return self._replace(**{name: getattr(fresh, name) for name in forgotten})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GraVAC(Controller):
     """Algorithm 1 of GraVAC: an epsilon gate at every step, a search by windows.
 
@@ -56,22 +55,24 @@ class GraVAC(Controller):
             if (gain_minimum - gain_candidate) / gain_minimum <= omega:
                 minimum = candidate
             if the two best throughputs differ by at most omega:
-                candidate = the smaller factor of the two; settled
+                candidate = the lower rung of the two; settled
             else:
                 candidate = the next rung up
 
-    The scaling policy is the ladder: `gravac.exponential` or `gravac.geometric`. The
-    gate decides from the smoothed gains up to this step, for which the replicas
-    exchange one scalar a rung. Throughputs come from measured step times as soon as
-    `update` is given one, and from the cost model until then. If there are so many
-    replicas that the first factors are dense steps, it starts above them.
+    The scaling policy is the ladder: `gravac.TopK.exponential` or `TopK.geometric`. The
+    paper multiplies a factor at the end of a window; here the controller climbs to the
+    next rung. The gate decides from the smoothed gains up to this step. That of the
+    rung taken is exact, those of others are estimated from a sample, and the replicas
+    exchange one scalar a rung for them. Throughputs come from measured step times as
+    soon as `update` is given one, and from the cost model until then. If there are so
+    many replicas that the first rungs are dense steps, it starts above them.
 
     Args:
+      ladder: `Dense()`, then the encodings to explore. The default is geometric: on the
+        quickstart it saved more than exponential at the same loss.
       epsilon: smallest gain that may be sent; raising it sends more. The default was
         measured (docs/papers.md says how); the paper uses 0.7 and 0.9 on larger
         models.
-      ladder: factor 1, then the factors to explore. The default is geometric: on the
-        quickstart it saved more than exponential at the same loss.
       omega: relative difference that counts as none; 0.01 in the paper.
       window: steps between two moves; 500 or 2,000 in the paper.
       gain: "energy" for squared norms, as StepInfo reports them, or "norm" for their
@@ -80,32 +81,31 @@ class GraVAC(Controller):
         paper's replicas / 100, at most 1.
 
     Raises:
-      TypeError: if `ladder` is not a tuple of factors.
-      ValueError: if the ladder is out of order or does not begin with 1, or an argument
-        is out of its range.
+      TypeError: if `ladder` is not a tuple of encodings.
+      ValueError: if the ladder does not begin with `Dense()` and go on from there, or
+        an argument is out of its range.
 
     Example:
       >>> import gravac_jax as gravac
-      >>> gravac.GraVAC(epsilon=0.9, ladder=gravac.geometric(10, 100)).ladder
-      (1.0, 10.0, 20.0, 40.0, 80.0, 100.0)
+      >>> controller = gravac.GraVAC(gravac.TopK.exponential(10, 1000), epsilon=0.7)
+      >>> tx = gravac.transform(send=controller)
 
     References:
       Tyagi and Swany, GraVAC: Adaptive Compression for Communication-Efficient
       Distributed DL Training, IEEE CLOUD 2023, Algorithm 1.
     """
 
+    ladder: tuple[Encoding, ...] = TopK.geometric(10, 1000)
     epsilon: float = 0.04
-    ladder: tuple[float, ...] = ladders.geometric(10, 1000)
     omega: float = 0.01
     window: int = 100
     gain: str = "energy"
     smoothing: float | None = None
 
     def __post_init__(self) -> None:
-        why = "It is a gain; factors go by name: GraVAC(ladder=(1, 10, 100))."
-        _checks.within(self.epsilon, "epsilon", 0, 1, why)
-        _checks.ladder(self.ladder)
-        _checks.dense_first(self.ladder, "GraVAC")
+        base.check_ladder(self.ladder, "GraVAC", least=2)
+        base.check_dense_first(self.ladder, "GraVAC")
+        _checks.within(self.epsilon, "epsilon", 0, 1, "It is a gain.")
         _checks.within(self.omega, "omega", 0, 1, "It is a relative difference.")
         _checks.positive_integer(self.window, "window", "steps")
         _checks.one_of(self.gain, "gain", compression_gain.GAINS)
@@ -118,8 +118,13 @@ class GraVAC(Controller):
         """Whether it decides by how long steps take: yes, by throughputs."""
         return True
 
+    @property
+    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
+        """What it needs to know of rungs that are not taken: their gains."""
+        return "bucket"
+
     def init(self) -> tuple[jax.Array, GraVACState]:
-        """Start at the smallest compressed factor, with the next one as candidate."""
+        """Start at the first encoding after dense, with the next one as candidate."""
         rungs = len(self.ladder)
         return jnp.int32(1), GraVACState(
             minimum=jnp.int32(1),
@@ -196,7 +201,7 @@ class GraVAC(Controller):
         is_measured = state.is_measured | jnp.any(is_new)
         is_first = is_measured & ~state.is_measured
         table = jnp.where(is_first, 0.0, state.throughputs)
-        measured = cost_model.compression_throughput(gains, seconds)
+        measured = gains / seconds
         return state._replace(
             throughputs=jnp.where(is_new, measured, table), is_measured=is_measured
         )
@@ -208,7 +213,7 @@ class GraVAC(Controller):
         gains: jax.Array,
         evidence: Evidence,
     ) -> GraVACState:
-        predicted = cost_model.compression_throughput(gains, evidence.predicted_seconds)
+        predicted = gains / evidence.predicted_seconds
         is_here = (jnp.arange(len(self.ladder)) == rung) & ~state.is_measured
         throughputs = jnp.where(is_here, predicted, state.throughputs)
         return state._replace(throughputs=throughputs)

@@ -3,14 +3,28 @@
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._selection.waiting import waiting_steps
-
 # The best for all of eleven workloads is 0.1, and for each alone 0 to 0.27
 # (examples/benchmarks/records/2026-11-27_longer_runs, which says how wrong each is). A
 # value that is too high costs some time, and one that is too low costs quality.
 WAITING_COST = 0.15
 # Of gradients, which ask again for what waits: 1.24 is the best for four workloads.
 WAITING_COST_AT_SHARED = 1.2
+
+
+def waiting_steps(share: jax.Array, steps: jax.Array | int = 1) -> jax.Array:
+    """Return how many steps an entry waits on average until it is sent.
+
+    It waits for the end of its round, and (1 - a) + (1 - a)**2 + ... = (1 - a) / a
+    rounds more, if an exchange sends the share a, and decides by chance what that is.
+
+    Args:
+      share: a, float32.
+      steps: the steps of a round, of a shape that goes with `share`.
+
+    Returns:
+      float32; infinite where the share is 0.
+    """
+    return (steps - 1) / 2 + steps * (1 - share) / share
 
 
 def progress(

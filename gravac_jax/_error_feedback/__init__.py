@@ -6,8 +6,7 @@ and an oracle in the tests.
 
 from gravac_jax._error_feedback.base import Memory
 from gravac_jax._error_feedback.momentum import Momentum
-from gravac_jax._error_feedback.none import NoMemory
 from gravac_jax._error_feedback.residual import Residual
 from gravac_jax._error_feedback.steps import Steps
 
-MEMORIES: tuple[type[Memory], ...] = (Momentum, NoMemory, Residual, Steps)
+MEMORIES: tuple[type[Memory], ...] = (Momentum, Residual, Steps)

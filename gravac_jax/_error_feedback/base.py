@@ -42,8 +42,8 @@ class Memory(abc.ABC):
         return False
 
     @property
-    def forgets(self) -> bool:
-        """Whether `retain` keeps less than an exchange leaves."""
+    def is_at_own_params(self) -> bool:
+        """Whether it is only used with gradients that are taken at own params."""
         return False
 
     @property
@@ -86,16 +86,6 @@ class Memory(abc.ABC):
           state: from `compensate`.
         """
         return self.retain(compensated, compensated, state)
-
-    def ahead(self, state: Any, held: jax.Array) -> jax.Array:
-        """Return by how much this replica's own params are ahead of the shared ones.
-
-        Args:
-          state: from `init` or `retain`.
-          held: `[n]` float32, what is held back: the usual answer.
-        """
-        del state
-        return held
 
     @abc.abstractmethod
     def held(self, state: Any, n: int) -> jax.Array:

@@ -56,12 +56,13 @@ class Momentum(ErrorFeedback):
     from its arrival on.
 
     The optimizer after it must have no momentum of its own: `optax.chain(
-    gravac.transform(momentum=0.9), optax.sgd(0.1))`. `gravac.init`, `gravac.place` and
-    `gravac.guard` raise if they see the momentum of `optax.sgd` or `optax.trace`. They
-    do not see a momentum by another name, such as Adam's first moment.
+    gravac.transform(memory=gravac.Momentum()), optax.sgd(0.1))`. `gravac.init`,
+    `gravac.place` and `gravac.guard` raise if they see the momentum of `optax.sgd` or
+    `optax.trace`. They do not see a momentum by another name, such as Adam's first
+    moment.
 
     Law:
-      At factor 1 the updates are those of the mean gradient with momentum:
+      If everything is sent the updates are those of the mean gradient with momentum:
       `optax.trace(m, nesterov)` after `jax.lax.pmean`.
 
     Cost:
@@ -72,12 +73,12 @@ class Momentum(ErrorFeedback):
       nesterov: whether momentum looks ahead.
       masking: whether to zero the momentum of entries that were sent, in steps that
         hold something back, as the paper does. Keeping it, the default, keeps the size
-        of steps the same at every factor.
+        of steps the same, however few entries are sent.
 
     Raises:
       TypeError: if `nesterov` or `masking` is not a bool.
       ValueError: if `decay` is not in [0, 1). From `gravac.transform`: for masking, if
-        the exchange sends a part of every entry.
+        an encoding sends a part of every entry.
 
     Example:
       >>> import jax.numpy as jnp

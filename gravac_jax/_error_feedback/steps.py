@@ -23,13 +23,10 @@ class StepsState(NamedTuple):
       optimizer: the state of the optimizer, for a flat vector `[n]` of params, or for
         a dict of leaves.
       residual: `[n]` float32, what this replica still has to send.
-      left: `[n]` float32, what the last exchange left of it, if rounds begin at the
-        shared params; else nothing.
     """
 
     optimizer: Any
     residual: jax.Array
-    left: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Steps(ErrorFeedback):
     the exchange does not send stays, and is sent later.
 
     It takes the place of the optimizer: `gravac.adamw` and `gravac.sgd` are of this
-    kind. Take gradients at `gravac.local_params`, as `gravac.train_step` does. At the
+    kind. Take gradients at `gravac.own_params`, as `gravac.train_step` does. At the
     shared params a replica would ask again for the steps that it holds back.
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
@@ -73,9 +70,6 @@ class Steps(ErrorFeedback):
 
     Args:
       optimizer: a transformation of Optax, such as `optax.adam(1e-3)`.
-      residual_decay: share of what an exchange leaves that is kept.
-      begin_at_shared: whether a round begins at the shared params. What earlier
-        exchanges left is then no part of own params.
       by_leaf: whether the optimizer sees whole leaves, in place of a flat vector: a
         dict by their paths, such as `['dense']['kernel']`. It sees the compressed
         leaves and those that go dense apart, with a state for each, so that a mask must
@@ -83,12 +77,11 @@ class Steps(ErrorFeedback):
         always given params. The model may not be sharded.
 
     Raises:
-      TypeError: if `optimizer` is not a transformation of Optax, or `begin_at_shared`
-        or `by_leaf` not a bool.
+      TypeError: if `optimizer` is not a transformation of Optax, or
+        `by_leaf` not a bool.
       ValueError: if the optimizer does not work on a flat vector and `by_leaf` is not
-        set, or remembers the params that it began with, or `residual_decay` is not in
-        [0, 1]; from `gravac.transform`, if leaves are asked for, and it has slices of
-        them only.
+        set, or remembers the params that it began with; from `gravac.transform`, if
+        leaves are asked for, and it has slices of them only.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -101,14 +94,10 @@ class Steps(ErrorFeedback):
 
     References:
       Tang et al., 1-bit Adam, ICML 2021, which exchanges compressed momentum; Basu et
-      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps;
-      SparseLoCo, arXiv 2508.15706, whose residual decays by 0.95 and whose rounds begin
-      at the shared params.
+      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps.
     """
 
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
-    residual_decay: float = 1.0
-    begin_at_shared: bool = False
     by_leaf: bool = False
     _leaves: Leaves | None = dataclasses.field(default=None, init=False, repr=False)
 
@@ -116,9 +105,6 @@ class Steps(ErrorFeedback):
         _checks.component(
             self.optimizer, optax.GradientTransformation, "optimizer", "optax.sgd(0.1)"
         )
-        why = "It is the share of what an exchange leaves that is kept."
-        _checks.within(self.residual_decay, "residual_decay", 0, 1, why)
-        _checks.flag(self.begin_at_shared, "begin_at_shared")
         _checks.flag(self.by_leaf, "by_leaf")
         if not self.by_leaf:
             own_optimizer.refuse_masks(self.optimizer)
@@ -126,9 +112,9 @@ class Steps(ErrorFeedback):
         own_optimizer.refuse_start(self.optimizer, self.by_leaf)
 
     @property
-    def forgets(self) -> bool:
-        """Whether an exchange changes more than what it sends."""
-        return self.begin_at_shared or self.residual_decay < 1
+    def is_at_own_params(self) -> bool:
+        """Whether gradients are taken at own params: yes, see above."""
+        return True
 
     @property
     def needs_params(self) -> bool:
@@ -175,8 +161,7 @@ class Steps(ErrorFeedback):
         optimizer = ()
         if not self._is_empty:
             optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
-        left = jnp.zeros(n, jnp.float32) if self.begin_at_shared else ()
-        return StepsState(optimizer, jnp.zeros(n, jnp.float32), left)
+        return StepsState(optimizer, jnp.zeros(n, jnp.float32))
 
     def compensate(
         self, gradient: jax.Array, state: StepsState, params: jax.Array | None = None
@@ -187,7 +172,7 @@ class Steps(ErrorFeedback):
         gradient = jnp.clip(gradient, -LARGEST, LARGEST)
         own = params
         if params is not None:
-            own = self._cut(params + self.ahead(state, state.residual))
+            own = self._cut(params + state.residual)
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
             step, optimizer = self.optimizer.update(
@@ -218,16 +203,3 @@ class Steps(ErrorFeedback):
     def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
         """Return the state in which all of `compensated` waits."""
         return state._replace(residual=compensated)
-
-    def ahead(self, state: StepsState, held: jax.Array) -> jax.Array:
-        """Return what own params have and the shared ones have not."""
-        return held - state.left if self.begin_at_shared else held
-
-    def retain(
-        self, residual: jax.Array, compensated: jax.Array, state: StepsState
-    ) -> StepsState:
-        """Return the state after an exchange: what it left decays."""
-        del compensated
-        residual = self.residual_decay * residual if self.forgets else residual
-        left = residual if self.begin_at_shared else ()
-        return state._replace(residual=residual, left=left)

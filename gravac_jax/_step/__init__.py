@@ -1,16 +1,14 @@
 """One step of the transform.
 
-`update.py` takes the six phases of `phases.py` in their order: prepare, feed, figures,
-exchange, decide, report.
+`update.py` takes its six phases in their order: prepare, feed, figures, exchange,
+decide, report.
 
 With a delay of one step, the memory is fed last: the exchange sends what the last step
 left in the memory, so that it depends on nothing that this step computes, and the
 network works while the devices do. What is on its way lies in the memory, as does
-everything else that a replica holds back. Nothing else in a step differs. Such a step
-may be taken in two programs, which a CPU needs to do both at once: an update that only
-`receives`, and one that is given what has `arrived`.
+everything else that a replica holds back. Nothing else in a step differs.
 
-Where a controller has rounds (`gravac.Every`), each step feeds the memory, and only the
+With rounds (`every=`), each step feeds the memory, and only the
 last step of a round exchanges what has gathered there. The others are *local*: they
 have no collective, and all but the memory stays as it is. Replicas know which step is
 which because all count alike.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from gravac_jax import _buckets, _checks, _info, _state, _step_checks
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip
 from gravac_jax._collectives import AxisName
-from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.base import Controller, check_ladder
 from gravac_jax._controllers.cost_model import WireCost
-from gravac_jax._error_feedback import NoMemory
+from gravac_jax._encodings.base import Bucket
+from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._error_feedback.base import Memory
-from gravac_jax._exchanges.base import Exchange
 from gravac_jax._slices import Slices
 from gravac_jax._state import LocalState, TransformState
 
@@ -24,7 +25,8 @@ from gravac_jax._state import LocalState, TransformState
 class Components:
     """The components of one transform.
 
-    The arguments are those of `gravac.transform`.
+    The arguments are those of `gravac.transform`; `controller` is that of `send`, or
+    one that always takes the only encoding.
     """
 
     axis_name: AxisName
@@ -33,13 +35,12 @@ class Components:
     slices: Slices | None
     clip: Clip | None
     weight_decay: float
-    exchange: Exchange
     memory: Memory
     controller: Controller
+    every: int | Callable[[Any], Any]
     compress: Any
     delay: int
-    wire: WireCost | None
-    seed: int
+    network: WireCost | None
     check_every: int
 
     def __post_init__(self) -> None:
@@ -47,22 +48,19 @@ class Components:
         _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
+        memories = "gravac.Residual(), or gravac.Steps(optax.adam(1e-3))"
+        _checks.component(self.memory, Memory, "memory", memories)
         if self.clip is not None:
             _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
-        if self.wire is not None:
-            wires = "gravac.WireCost(), or probe.read(file)"
-            _checks.component(self.wire, WireCost, "wire", wires)
-        _checks.ladder(self.controller.ladder)
+        if self.network is not None:
+            networks = "gravac.WireCost(), or probe.read(file)"
+            _checks.component(self.network, WireCost, "network", networks)
+        check_ladder(self.controller.ladder, type(self.controller).__name__)
         _checks.delay(self.delay)
-        _checks.seed(self.seed)
-        if self.waits and isinstance(self.memory, NoMemory):
-            raise ValueError(
-                "`delay` and gravac.Every need a memory: what is not sent yet waits"
-                " there, and NoMemory() forgets it. Use memory=gravac.Residual(), the"
-                " default."
-            )
-        if self.memory.masks and not self.exchange.sends_whole_entries:
-            _checks.cannot_mask(self.memory, self.exchange)
+        _checks.every(self.every, self.controller)
+        for encoding in self.controller.ladder:
+            if self.memory.masks and not encoding.sends_whole_entries:
+                _checks.cannot_mask(self.memory, encoding)
         if self.memory.needs_leaves and self.is_sharded:
             raise ValueError(
                 "`memory` runs an optimizer on whole leaves, and with `sharded` each"
@@ -77,8 +75,24 @@ class Components:
     @property
     def waits(self) -> bool:
         """Whether a gradient waits in the memory before the others hear of it."""
-        waits = bool(self.delay) or self.controller.has_rounds
-        return waits or self.memory.forgets
+        return bool(self.delay) or self.has_rounds
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some steps are local and exchange nothing."""
+        return self.every != 1 or self.controller.has_rounds
+
+    @property
+    def kinds(self) -> int:
+        """Of how many kinds a timed step may be: a rung, or with rounds local."""
+        return len(self.controller.ladder) + self.has_rounds
+
+    def round_steps(self, step: jax.Array, state: Any) -> jax.Array:
+        """Return the length of the round that begins at a step, `[]` int32."""
+        if self.controller.has_rounds:
+            return self.controller.round_steps(step, state)
+        steps = self.every(step) if callable(self.every) else self.every
+        return jnp.int32(jnp.round(steps))
 
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
@@ -100,7 +114,10 @@ class Components:
           like: the params that `compress` is asked about, if not `tree`.
         """
         asked = tree if like is None else like
-        buckets = _buckets.plan(asked, self.compress, self.exchange.padded_size)
+        compress, ladder = self.compress, self.controller.ladder
+        if compress is None and all(x.suits_small_leaves for x in ladder):
+            compress = True
+        buckets = _buckets.plan(asked, compress, self._padded_size)
         if like is not None:
             buckets = dataclasses.replace(buckets, leaves=_buckets.leaves_of(tree))
         if self.slices is None:
@@ -114,26 +131,25 @@ class Components:
 
     def initial(self, buckets: Buckets) -> TransformState:
         """Return the state before the first step, of what a device owns."""
-        sizes, ladder = buckets.sizes, self.controller.ladder
-        exchanges = zip(self.shaped(buckets), sizes, strict=True)
+        ladder = self.controller.ladder
         memories = zip(self.memories(buckets), buckets.part_sizes, strict=True)
         rung, controller = self.controller.init()
         told, rounds = (), ()
         if self.waits:
-            told = _state.nothing_told(self.controller)
-        if self.controller.has_rounds:
-            rounds = _state.first_round(self.controller, controller)
+            told = _state.nothing_told(self.controller, self.kinds)
+        if self.has_rounds:
+            rounds = _state.first_round(self.round_steps, controller)
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
-            ladder=jnp.asarray(ladder, jnp.float32),
+            ladder=jnp.asarray(_state.names(ladder)),
             layout=self._layout(buckets),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 told=told,
                 memory=tuple(x.init(n) for x, n in memories),
-                exchange=tuple(x.init(n, ladder) for x, n in exchanges),
+                encodings=tuple(x.init() for x in self.ladders(buckets)),
             ),
-            rung=rung,
+            decided=rung,
             ahead=jnp.stack([rung, rung]),
             controller=controller,
             past_rungs=jnp.full(_state.PAST_STEPS, -1, jnp.int32),
@@ -159,6 +175,13 @@ class Components:
             )
         return [self.memory.of_leaves(x) for x in buckets.named_shapes]
 
-    def shaped(self, buckets: Buckets) -> list[Exchange]:
-        """Return the exchange of each bucket."""
-        return [self.exchange.shaped(shapes) for shapes in buckets.shapes]
+    def ladders(self, buckets: Buckets) -> list[Ladder]:
+        """Return the encodings of each bucket."""
+        ladder = self.controller.ladder
+        is_looked_at = len(ladder) > 1 and self.controller.looks_at == "bucket"
+        both = zip(buckets.sizes, buckets.shapes, strict=True)
+        return [Ladder(ladder, Bucket(*x), is_looked_at) for x in both]
+
+    def _padded_size(self, n: int) -> int:
+        """Return the size of a bucket that suits all encodings."""
+        return max(x.padded_size(n) for x in self.controller.ladder)

@@ -7,7 +7,7 @@ import numpy as np
 
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Axes
-from gravac_jax._exchanges.base import Exchange
+from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._info import Tables
 from gravac_jax._state import LocalState, TransformState
 from gravac_jax._step.components import Components
@@ -20,7 +20,7 @@ class Setting(NamedTuple):
       components: what the transform is made of.
       axes: the other replicas.
       buckets: what is fused, and what goes dense.
-      exchanges: the exchange of each bucket.
+      ladders: the encodings of each bucket.
       tables: what each rung sends.
       looks: whether the step estimates what other rungs would send, `[]` bool or
         static.
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     components: Components
     axes: Axes
     buckets: Buckets
-    exchanges: list[Exchange]
+    ladders: list[Ladder]
     tables: Tables
     looks: jax.Array | bool
     key: jax.Array
@@ -55,21 +55,6 @@ class Setting(NamedTuple):
     is_due: bool | None = None
     at_own_params: bool = False
 
-    @property
-    def sends(self) -> jax.Array | bool:
-        """Whether this step exchanges; static if that is known."""
-        if not self.components.controller.has_rounds:
-            return True
-        if self.is_due is not None:
-            return self.is_due
-        return self.state.info.local_steps + 1 >= self.state.round.length
-
-    @property
-    def turn(self) -> jax.Array:
-        """The number of this step, or with rounds of this exchange, `[]` int32."""
-        has_rounds = self.components.controller.has_rounds
-        return self.state.round.exchanges if has_rounds else self.state.steps
-
 
 class Gradient(NamedTuple):
     """This replica's own gradient.
@@ -77,7 +62,7 @@ class Gradient(NamedTuple):
     Attributes:
       parts: the buckets, then the leaves that go dense: `[n]` float32 each.
       bad: `[]` float32, 1 if an entry is not finite or, unclipped, beyond the bound of
-        `phases.prepare`.
+        `prepare`.
     """
 
     parts: tuple[jax.Array, ...]
@@ -103,7 +88,7 @@ class Agreed(NamedTuple):
     Attributes:
       dense: `[m]` float32, the mean of the leaves that go dense.
       bad: `[]` float32, above 0 if some replica's gradient is bad.
-      gradient_energy: `[]` float32, the mean energy of the gradient's buckets.
+      gradient_energy: `[]` float32, the mean energy of the gradient.
       gradient_energies: `[rungs]` float32, the mean energies that each rung would have
         sent of it alone; () if the controller never asks.
       contrast: `[]` float32, 0 if that energy is the same on all replicas.
@@ -135,7 +120,8 @@ class Arrived(NamedTuple):
       agreed: what every step averages.
       rung: `[]` int32, the rung that was taken; the number of rungs if it was local.
       means: the mean of what was sent, `[n]` float32 a bucket.
-      mean_energies: `[rungs + 1]` float32, as in `Exchanged`, of all buckets.
+      mean_energies: `[rungs + 1]` float32, the mean over replicas of the energy that
+        each rung would have sent, as in `Exchanged`, and of the whole.
       energy: `[]` float32, the energy of the means; 0 without rounds.
     """
 

@@ -216,8 +216,8 @@ replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
     "update_fn() missing": """
 gravac: a part of the optimizer is told more than gradients. In a step of your own write
 tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)), for example.
-gravac.local_params and gravac.flush ask the optimizer, too, and hand on what they are
-told: gravac.local_params(tx, params, opt_state, value=0.0), where any value will do.
+gravac.own_params and gravac.flush ask the optimizer, too, and hand on what they are
+told: gravac.own_params(tx, params, opt_state, value=0.0), where any value will do.
 gravac.train_step tells the optimizer no more than the times of steps.
 """,
 }

@@ -1,6 +1,7 @@
 """What the transform is given: params, gradients, its state and figures."""
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,12 +135,12 @@ def is_pure(steps: Any) -> None:
 
 def state_matches(received: Any, expected: Any) -> None:
     """Refuse a state that was made for other params, or with other components."""
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        return {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
-
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
     if shapes(received) != shapes(expected):
-        had, need = shapes(received), shapes(expected)
+        had, need = (
+            {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
+            for tree in (received, expected)
+        )
         for path in [path for path in had if need.get(path) == had[path]]:
             del had[path], need[path]
         raise ValueError(
@@ -171,7 +172,8 @@ def warn_of_guess(controller: Any) -> None:
         f" 10 ms of computation a step and a network of 1 Gbit/s. gravac.train_step"
         f" measures them. In a step of your own pass what gravac.StepClock measures to"
         f" tx.update(..., step_seconds=...), or say what your network can do:"
-        f" gravac.transform(wire=gravac.WireCost(...)), or what the probe found there.",
+        f" gravac.transform(network=gravac.WireCost(...)), or what the probe found"
+        f" there.",
         stacklevel=2,
     )
 
@@ -186,27 +188,25 @@ def known_rung(rung: Any, rungs: int) -> None:
         )
 
 
-def averaged_figures(figures: Any, expected: type, exchanges: Any) -> None:
-    """Raise if an exchange of a user's own did not average what it was given."""
-    if not isinstance(figures, expected):
-        raise TypeError(
-            f"{type(exchanges[0]).__name__}.exchange did not average its `figures`."
-            f" Return gravac.Exchanged(..., figures=comm.mean(figures))."
+def bytes_fall(
+    encodings: Sequence[Any], wire_bytes: Sequence[float], replicas: int, n: int
+) -> None:
+    """Refuse a ladder on which some encoding sends more than the one before it."""
+    if any(low < high for low, high in itertools.pairwise(wire_bytes)):
+        rows = zip(encodings, wire_bytes, strict=True)
+        table = "".join(f"\n  {x!r:<28} {sent:14,.0f}" for x, sent in rows)
+        raise ValueError(
+            f"a ladder goes from the encoding that sends most to the one that sends"
+            f" least, and this one does not, in bytes that each of {replicas} replicas"
+            f" sends in a step of {n:,} entries:{table}\nPut the encodings in the"
+            f" order of their bytes, or leave one out."
         )
 
 
-def needs_delay() -> None:
-    """Refuse to receive before the gradient is there, without a delay."""
-    raise ValueError(
-        "overlap=True needs gravac.transform(delay=1): without a delay an exchange"
-        " waits for the gradient. Add the delay, or leave `overlap` out."
-    )
-
-
 def holds_all(sizes: tuple[int, ...], entries: tuple[int, ...]) -> None:
-    """Raise if an exchange of a user's own asks for buckets that are too small."""
+    """Raise if an encoding of a user's own asks for buckets that are too small."""
     if any(size < filled for size, filled in zip(sizes, entries, strict=True)):
         raise ValueError(
-            f"`padded_size` of the exchange returned {list(sizes)} for"
+            f"`padded_size` of the encoding returned {list(sizes)} for"
             f" {list(entries)} entries: return as many or more."
         )

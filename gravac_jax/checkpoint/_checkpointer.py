@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from gravac_jax import _arrays, _checks
 from gravac_jax.checkpoint import _checksums, _format, _restore
-from gravac_jax.checkpoint._paths import by_path, nested
+from gravac_jax.checkpoint._paths import Named, by_path, nested
 
 
 class CheckpointError(RuntimeError):
@@ -225,8 +225,8 @@ class Checkpointer:
         replica then gets the mean of the replicas in whose place it stands, so that the
         mean over all replicas stays the same. The controller keeps what it knows about
         gradients, and measures again how long steps take. With another ladder the
-        controller begins anew. If the checkpoint is of a chain without
-        `gravac.transform`, residuals begin empty. Both raise a warning.
+        controller begins anew, as does what encodings keep. If the checkpoint is of a
+        chain without `gravac.transform`, residuals begin empty. Both raise a warning.
 
         Args:
           tree: the state, as for `save`, placed on the devices of this run. It stays as
@@ -238,8 +238,8 @@ class Checkpointer:
           What was saved; None if the directory has no checkpoint.
 
         Raises:
-          ValueError: if the checkpoint is of another model, optimizer, memory or
-            exchange, or was written by another version of this package.
+          ValueError: if the checkpoint is of another model, optimizer or memory, or was
+            written by a version of this package with another format.
           CheckpointError: if no checkpoint of this step exists, or it cannot be read.
         """
         self.wait()
@@ -263,14 +263,19 @@ class Checkpointer:
             data, checksums = _checksums.decode(metadata.custom_metadata, set(saved))
         here = _restore.paths_here(saved, tree)
         by_name = {here[k]: x for k, x in saved.items()}
-        shapes = _restore.shapes_to_read(by_name, tree, params)
-        wanted = {k: shapes.get(here[k], ocp.PLACEHOLDER) for k in saved}
-        with self._errors("cannot be read", step, hint):
-            loaded = by_path(self._orbax.load(step, nested(wanted)))
-            loaded = {k: x for k, x in loaded.items() if here[k] in shapes}
-            _checksums.verify(loaded, checksums)
+
+        def read(shapes: Named) -> Named:
+            wanted = {k: shapes.get(here[k], ocp.PLACEHOLDER) for k in saved}
+            with self._errors("cannot be read", step, hint):
+                loaded = by_path(self._orbax.load(step, nested(wanted)))
+                loaded = {k: x for k, x in loaded.items() if here[k] in shapes}
+                _checksums.verify(loaded, checksums)
+            return {here[k]: x for k, x in loaded.items()}
+
+        if versions := _restore.versions(by_name, tree):
+            _restore.require_version(read(versions))
+        found = read(_restore.shapes_to_read(by_name, tree, params))
         self._at = step
-        found = {here[k]: x for k, x in loaded.items()}
         return Restored(step, _restore.fill(found, tree, params), data)
 
     def close(self) -> None:

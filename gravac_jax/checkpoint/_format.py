@@ -1,17 +1,17 @@
-"""The format of checkpoints, version 7: training state as named arrays.
+"""The format of checkpoints, version 8: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
-    version                        6
+    version                        8
     replicas                       N
-    steps, rung, ahead, ...        the fields that are the same on all replicas
+    steps, decided, ahead, ...        the fields that are the same on all replicas
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
     memory/optimizer/count         `[N]`, numbers that the memory keeps
     memory/optimizer/mu/['kernel'] `[N, ...]`, what an optimizer keeps by leaf
     told/bad                       `[N]`, with a delay
-    exchange/0/threshold           `[N, ...]`, the state of the exchange of bucket 0
+    encodings/0/TopK/threshold     `[N, ...]`, the state of an encoding, of bucket 0
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from gravac_jax.checkpoint import _paths
 from gravac_jax.checkpoint._leaves import Layout, layout_of
 from gravac_jax.checkpoint._paths import Named, Path
 
-VERSION = 7
+VERSION = 8
 
 
 def to_named(tree: Any, params: Any) -> Named:

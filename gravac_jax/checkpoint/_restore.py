@@ -15,10 +15,18 @@ from gravac_jax._state import TransformState, is_transform_state
 from gravac_jax.checkpoint import _format, _paths, _replicas
 from gravac_jax.checkpoint._paths import Named, Path
 
-_PER_REPLICA = ("told", "memory", "exchange")
+_PER_REPLICA = ("told", "memory", "encodings")
 
-# The fields that mean something on one ladder and to one controller only.
-_DECISIONS = ("ladder", "rung", "ahead", "past_rungs", "controller")
+# What means something on one ladder and to one controller only.
+_SHARED_DECISIONS: list[Path] = [
+    ("ladder",),
+    ("decided",),
+    ("ahead",),
+    ("past_rungs",),
+    ("controller",),
+    ("info", "gains"),
+]
+_DECISIONS: list[Path] = [*_SHARED_DECISIONS, ("told",), ("encodings",)]
 
 
 def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
@@ -41,6 +49,34 @@ def paths_here(saved: Named, tree: Any) -> dict[Path, Path]:
         if saved.keys() <= before.keys():
             return {path: paths[i] for path, i in before.items()}
     return {path: path for path in saved}
+
+
+def versions(saved: Named, tree: Any) -> Named:
+    """Return what to read before all else: a number for each transform, by path.
+
+    Args:
+      saved: as for `shapes_to_read`.
+      tree: as for `shapes_to_read`.
+    """
+    paths = [(*place, "version") for place in _places(tree)]
+    return {path: _format.VERSION for path in paths if path in saved}
+
+
+def require_version(found: Named) -> None:
+    """Refuse a checkpoint of another version of the format.
+
+    Args:
+      found: what was read of `versions`.
+    """
+    for version in found.values():
+        if version != _format.VERSION:
+            raise ValueError(
+                f"the checkpoint has version {version}, and this gravac_jax reads"
+                f" {_format.VERSION}. To go on with this one, restore with the"
+                f" gravac_jax that saved it, deliver what replicas hold back"
+                f" (gravac.flush), save the params alone, and begin here with"
+                f" gravac.place((params, tx.init(params)), mesh)."
+            )
 
 
 def shapes_to_read(saved: Named, tree: Any, params: Any) -> Named:
@@ -68,11 +104,11 @@ def shapes_to_read(saved: Named, tree: Any, params: Any) -> Named:
     for place in known:
         mine, theirs = _paths.below(here, place), _paths.below(saved, place)
         is_same = _decisions(mine) == _decisions(theirs)
-        for name, x in mine.items():
+        for name, x in (mine if is_same else _undecided(mine)).items():
             shape = _paths.shape_of(theirs[name]) if name in theirs else None
             if name[0] in _PER_REPLICA and shape and shape[1:] == x.shape[1:]:
                 wanted[place + name] = _replicas.loading(x, shape)
-            elif shape == _paths.shape_of(x) and (is_same or name[0] not in _DECISIONS):
+            elif shape == _paths.shape_of(x):
                 wanted[place + name] = x
     return wanted
 
@@ -84,34 +120,25 @@ def fill(loaded: Named, tree: Any, params: Any) -> Any:
       loaded: the arrays for which `shapes_to_read` asked, by path.
       tree: as for `shapes_to_read`. It stays as it is.
       params: as for `shapes_to_read`.
-
-    Raises:
-      ValueError: if another version of the format was saved.
     """
-    named, here = dict(loaded), _abstract(tree, params)
+    named, here = _paths.outside(loaded, list(_places(tree))), _abstract(tree, params)
     for place, state in _places(tree).items():
         below = _paths.below(loaded, place)
-        if below and below["version",] != _format.VERSION:
-            raise ValueError(
-                f"the checkpoint has version {below['version',]}, and this gravac_jax"
-                f" reads {_format.VERSION}. Restore with the gravac_jax that saved it."
-            )
         ladder = [x for name, x in below.items() if name[0] == "ladder"]
-        is_new_ladder = not np.array_equal(ladder, jax.tree.leaves(state.ladder))
-        if below and is_new_ladder:
+        if below and not np.array_equal(ladder, jax.tree.leaves(state.ladder)):
+            below = _undecided(below)
             warnings.warn(
                 "the checkpoint was saved with another ladder or controller: residuals"
-                " are restored, and the controller begins anew.",
+                " are restored; the controller, and what encodings keep, begin anew.",
                 stacklevel=3,
             )
         for name, x in below.items():
-            path = place + name
-            if name[0] in _DECISIONS and is_new_ladder:
-                del named[path]
-            elif name[0] in _PER_REPLICA:
-                # In the state of an exchange a mean of replicas means nothing.
-                is_averaged = name[0] != "exchange"
-                named[path] = _replicas.redistribute(x, here[path], is_averaged)
+            path, value = place + name, x
+            if name[0] in _PER_REPLICA:
+                # In the state of an encoding a mean of replicas means nothing.
+                is_averaged = name[0] != "encodings"
+                value = _replicas.redistribute(x, here[path], is_averaged)
+            named[path] = value
     return _format.from_named(named, tree, params)
 
 
@@ -127,9 +154,15 @@ def _abstract(tree: Any, params: Any) -> Named:
     return {path: like(x) if isinstance(x, jax.Array) else x for path, x in named}
 
 
+def _undecided(named: Named) -> Named:
+    """Return what means the same on every ladder and to every controller."""
+    return _paths.outside(named, _DECISIONS)
+
+
 def _decisions(named: Named) -> Named:
-    found = {name: x for name, x in named.items() if name[0] in _DECISIONS}
-    return {name: _paths.shape_of(x) for name, x in found.items()}
+    """Return the shapes of what replicas have decided alike."""
+    shared = named.keys() - _paths.outside(named, _SHARED_DECISIONS).keys()
+    return {name: _paths.shape_of(named[name]) for name in shared}
 
 
 def _fixed(named: Named, places: list[Path]) -> dict[Path, str]:
@@ -140,8 +173,6 @@ def _fixed(named: Named, places: list[Path]) -> dict[Path, str]:
         for name, x in _paths.below(named, place).items():
             if name[0] == "memory":
                 found[place + name] = f"{_paths.shape_of(x)[1:]} for each replica"
-            elif name[0] == "exchange":  # the number of buckets may change
-                found[(*place, "exchange", *name[2:])] = "present"
     return found
 
 
@@ -156,8 +187,8 @@ def _require_same(here: dict[Path, str], saved: dict[Path, str]) -> None:
     ]
     if different:
         raise ValueError(
-            f"the checkpoint is of another model, optimizer, memory or exchange."
+            f"the checkpoint is of another model, optimizer or memory."
             f" Differences: {len(different)}, such as {'; '.join(different[:3])}."
-            f" Restore with what saved it. Then, to change the memory or exchange, send"
-            f" the residuals with gravac.flush, and begin with gravac.init."
+            f" Restore with what saved it. Then, to change the memory, send the"
+            f" residuals with gravac.flush, and begin with gravac.init."
         )

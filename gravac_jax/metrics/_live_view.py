@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from gravac_jax.metrics import _explain
+from gravac_jax.metrics._scalars import taken
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,15 +26,15 @@ _CHANCE = 0.01  # of steps may have different gradients of one norm
 
 
 class LiveView:
-    """Shows progress, loss, factor, gain, bytes and the time left.
+    """Shows progress, loss, encoding, factor, gain, bytes and the time left.
 
     In a terminal a progress bar changes in place, with the figures below it. Elsewhere,
     such as in the log of a cluster, one line is printed every few seconds. The loss is
     the mean of the last 20 steps; the bytes are those of one replica since the view was
     opened, beside those of dense steps. Figures that are not written are not shown.
 
-    If `metrics.Recorder` is given the controller, a line says whenever the controller
-    changes its mind, and why.
+    If `metrics.Recorder` is given the transform's `send`, the encoding that was taken
+    is named, and a line says whenever a controller changes its mind, and why.
 
     Args:
       total_steps: Number of steps of the run.
@@ -86,9 +87,9 @@ class LiveView:
         self._task = self._progress.add_task(title, total=total_steps, pace="")
         self._losses: collections.deque[float] = collections.deque(maxlen=_LOSSES)
         self._sent = self._dense = 0.0  # bytes so far
-        self._known: dict[str, float] = {}  # figures of the last step that sent
+        self._known: list[str] = []  # figures of the last step that sent
         self._printed_at = -math.inf
-        self._choice = math.nan
+        self._choice: float | None = None
         self._live = live.Live(
             self._progress,
             console=self._console,
@@ -106,18 +107,19 @@ class LiveView:
         self._progress.update(self._task, completed=step + 1)
         if speed := self._progress.tasks[0].speed:  # steps per second
             self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
-        figures = self._describe(scalars)
+        figures, total = self._figures(scalars), self._total(scalars)
         by_chance = max(1, _CHANCE * step)
         is_loud = lambda key: scalars.get(key, 0) > by_chance * (key == _ALIKE)
         alarms = [x.format(scalars[k]) for k, x in _ALARMS.items() if is_loud(k)]
-        self._live.update(Group(self._progress, "  ".join(figures), *alarms))
+        self._live.update(Group(self._progress, "  ".join(figures), *total, *alarms))
         now, is_last = time.monotonic(), step + 1 == self.total_steps
         is_time = is_last or now - self._printed_at >= self.every_seconds
         if is_time and not self._console.is_terminal:
             self._printed_at = now
             pace = self._progress.tasks[0].fields["pace"]
             place = f"step {step + 1} of {self.total_steps}"
-            line = ", ".join(filter(None, [self.title, place, *figures, pace, *alarms]))
+            words = [self.title, place, *figures, *total, pace, *alarms]
+            line = ", ".join(filter(None, words))
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
@@ -135,30 +137,32 @@ class LiveView:
 
     def _explain(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print why the controller chose, if it has chosen otherwise."""
-        choice = scalars.get(_explain.HOME, math.nan)
-        if math.isnan(choice) or choice == self._choice:
-            return
-        if words := _explain.in_words(scalars):
+        words, choice = _explain.in_words(scalars), scalars.get(_explain.HOME)
+        if words and choice != self._choice:
             self._choice = choice
             line = f"step {step + 1}: {words}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _describe(self, scalars: Mapping[str, float]) -> list[str]:
+    def _figures(self, scalars: Mapping[str, float]) -> list[str]:
+        """Return the loss, and what the last step that sent anything has sent."""
+        if math.isfinite(scalars.get("gravac/factor", math.nan)):
+            figures = [
+                x.format(scalars[k]) for k, x in _FIGURES.items() if k in scalars
+            ]
+            self._known = [*filter(None, [taken(scalars)]), *figures]
+        if "loss" not in scalars:
+            return self._known
+        self._losses.append(scalars["loss"])
+        return [f"loss {statistics.fmean(self._losses):.4f}", *self._known]
+
+    def _total(self, scalars: Mapping[str, float]) -> list[str]:
+        """Return the bytes so far."""
         from rich.filesize import decimal
 
-        figures = []
-        if "loss" in scalars:
-            self._losses.append(scalars["loss"])
-            figures.append(f"loss {statistics.fmean(self._losses):.4f}")
-        known = {k: x for k, x in scalars.items() if k in _FIGURES}
-        if math.isfinite(known.get("gravac/factor", math.nan)):
-            self._known = known
-        shown = {k: _FIGURES[k].format(x) for k, x in self._known.items()}
-        if "gravac/dense_wire_bytes" in scalars:
-            self._sent += scalars.get("gravac/wire_bytes", 0.0)
-            self._dense += scalars["gravac/dense_wire_bytes"]
-            sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
-            fewer = self._dense / max(self._sent, 1.0)
-            shown["bytes"] = f"sent {sent} (dense {dense}, {fewer:.1f}x)"
-        figures += shown.values()
-        return figures
+        if "gravac/dense_wire_bytes" not in scalars:
+            return []
+        self._sent += scalars.get("gravac/wire_bytes", 0.0)
+        self._dense += scalars["gravac/dense_wire_bytes"]
+        sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
+        fewer = self._dense / max(self._sent, 1.0)
+        return [f"sent {sent} (dense {dense}, {fewer:.1f}x)"]

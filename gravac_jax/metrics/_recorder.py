@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import jax
 
 from gravac_jax import _arrays
-from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.base import Controller, controller_of
+from gravac_jax._encodings.base import Encoding
 from gravac_jax.metrics._explain import columns
 from gravac_jax.metrics._scalars import Snapshot, fetch, snapshot
 
@@ -96,19 +97,22 @@ class Recorder:
 
     Args:
       writers: Where the figures go. The recorder does not close them.
-      controller: The controller of the transform, to record what it predicted of each
-        choice, too: `gravac/predicted_seconds/factor 16`, `gravac/predicted_progress/
-        factor 16` and so on, and `gravac/choice`, the place of the one believed to be
-        fastest. `metrics.LiveView` then says why it was taken. None for no predictions.
+      send: The transform's `send`, so that gains have the names of encodings
+        (`gravac/gains/Bits(2)`), and `metrics.LiveView` says which one was taken. If it
+        is a controller that predicts, what it predicted of each choice is written, too:
+        `gravac/predicted_seconds/Bits(2)`, `gravac/predicted_progress/Bits(2)` and so
+        on, and `gravac/choice`, the place of the one believed to be fastest; the view
+        then says why. None to number the encodings and write no predictions.
 
     Raises:
-      TypeError: If a writer has no `write`.
+      TypeError: If a writer has no `write`, or `send` is neither an encoding nor a
+        controller.
 
     Example:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> update, opt_state = jax.jit(tx.update, donate_argnums=1), tx.init(params)
@@ -122,7 +126,9 @@ class Recorder:
       [1.0, 1.0, 1.0]
     """
 
-    def __init__(self, *writers: Writer, controller: Controller | None = None) -> None:
+    def __init__(
+        self, *writers: Writer, send: Encoding | Controller | None = None
+    ) -> None:
         for x in writers:
             if not hasattr(x, "write"):
                 raise TypeError(
@@ -131,7 +137,9 @@ class Recorder:
                 )
         is_idle = lambda x: isinstance(x, _Writers) and not x.writers
         self.writers = [x for x in writers if not is_idle(x)]
-        self.controller = controller
+        self.send = send
+        ladder = () if send is None else controller_of(send).ladder
+        self._rungs = list(map(repr, ladder))
         self._pending: tuple[int, Snapshot] | None = None
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
@@ -144,14 +152,13 @@ class Recorder:
             one entry.
 
         Raises:
-          TypeError: As `metrics.explain` raises it, if there is a controller.
-          ValueError: As `metrics.scalars` raises it.
+          ValueError: As `metrics.scalars` raises it, or if `send` has another number of
+            encodings than the transform.
         """
         if not self.writers:
             return
-        controller = self.controller
-        named = columns(opt_state, controller) if controller is not None else None
-        shot = snapshot(opt_state, others, named)
+        predicted = columns(opt_state, self.send) if self.send else ()
+        shot = snapshot(opt_state, others, self._rungs, predicted)
         self.flush()
         self._pending = step, shot
 

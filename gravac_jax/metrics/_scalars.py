@@ -1,8 +1,8 @@
 """The figures of a step as Python floats, fetched from the device in one transfer."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ import numpy as np
 
 from gravac_jax import _arrays
 from gravac_jax._info import StepInfo
+
+GAINS = "gravac/gains/"
 
 
 def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
@@ -28,9 +30,9 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
 
     Returns:
       A float for every name: `gravac/factor`, `gravac/gain` and so on for the fields of
-      `StepInfo`; `gravac/gains/0` and so on for the rungs of the ladder; then the names
-      of `others`. Integers above 2**24 are rounded to float32, and `gravac/is_finite`
-      is 0 or 1.
+      `StepInfo`; `gravac/gains/0` and so on for the rungs of the ladder, of which only
+      `Recorder(send=...)` knows the names; then the names of `others`. Integers above
+      2**24 are rounded to float32, and `gravac/is_finite` is 0 or 1.
 
     Raises:
       ValueError: If `opt_state` holds no `StepInfo`, more than one, or the `StepInfo`
@@ -41,7 +43,7 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> updates, opt_state = tx.update(params, tx.init(params))
@@ -72,7 +74,7 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
       >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
-      >>> exchange = gravac.transform(axis_name=None, controller=gravac.Fixed(100))
+      >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
       >>> def step(opt_state, grads):
@@ -83,73 +85,65 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
       >>> [x["gravac/bad_steps"] for x in metrics.scalars_of_steps(infos)]
       [0.0, 0.0, 0.0]
     """
-    return fetch(_snapshot(infos, others, {}))
+    return fetch(snapshot(infos, others, of_many=True))
 
 
-Named = Mapping[str, tuple[Any, list[str]]]
-
-
-class Snapshot(NamedTuple):
-    """Figures on the device, copied from a state that a later step may overwrite.
-
-    Attributes:
-      names: The names of the columns.
-      table: `[steps, names]` float32.
-    """
-
-    names: list[str]
-    table: jax.Array
+# Figures on the device, copied from a state that a later step may overwrite: the names
+# of the columns, and `[steps, names]` float32.
+Snapshot = tuple[list[str], jax.Array]
 
 
 def snapshot(
-    opt_state: Any, others: Mapping[str, Any], named: Named | None = None
+    tree: Any,
+    others: Mapping[str, Any],
+    rungs: Sequence[str] = (),
+    more: Sequence[tuple[Any, list[str]]] = (),
+    *,
+    of_many: bool = False,
 ) -> Snapshot:
-    """Copy the figures of one step on the device, without waiting for the step.
+    """Copy figures on the device, without waiting for the step that they are of.
 
     Args:
-      opt_state: the state after the step.
+      tree: the state after the step, or what many steps reported.
       others: more figures, by name.
-      named: more arrays, each with the names of its entries.
+      rungs: the names of the encodings; by default their places.
+      more: more arrays, each with the names of its entries.
+      of_many: whether they may be of many steps.
     """
-    shot = _snapshot(opt_state, others, named or {})
-    if len(shot.table) != 1:
-        raise ValueError(
-            f"expected the StepInfo of one step, got one with {len(shot.table)} entries"
-            " in each field. Give one of them, or call metrics.scalars_of_steps(infos)."
-        )
-    return shot
-
-
-def fetch(shot: Snapshot) -> list[dict[str, float]]:
-    """Return the figures of every step of a snapshot; wait until they are computed."""
-    rows = np.asarray(shot.table, np.float64).tolist()
-    return [dict(zip(shot.names, row, strict=True)) for row in rows]
-
-
-def _snapshot(tree: Any, others: Mapping[str, Any], named: Named) -> Snapshot:
     info = {f"gravac/{name}": x for name, x in _find(tree)._asdict().items()}
     columns = {name: on_this_host(name, x) for name, x in {**info, **others}.items()}
-    steps = columns["gravac/factor"].size
-    names = []
-    for name, x in columns.items():
+    steps, gains = columns["gravac/factor"].size, columns.pop("gravac/gains")
+    if steps != 1 and not of_many:
+        raise ValueError(
+            f"expected the StepInfo of one step, got one with {steps} entries in each"
+            " field. Give one of them, or call metrics.scalars_of_steps(infos)."
+        )
+    for name, x in others.items():
         # Of what each replica has for itself, this host may hold one entry of many.
-        (leaf,) = jax.tree.leaves(others.get(name, x))
-        shape = np.shape(leaf)
-        if name == "gravac/gains":
-            names += [f"{name}/{rung}" for rung in range(x.size // max(1, steps))]
-        elif math.prod(shape) == steps:
-            names.append(name)
-        else:
+        shape = np.shape(jax.tree.leaves(x)[0])
+        if math.prod(shape) != steps:
             raise ValueError(
                 f"`{name}` must have one entry for each step ({steps}), got an array"
                 f" of shape {shape}. Give its mean; where all entries are the same, as"
                 f" from jax.pmap, {name}[0]; or leave it out."
             )
-    arrays = list(columns.values())
-    for name, (x, entries) in named.items():
-        names += entries
-        arrays.append(on_this_host(name, x))
-    return Snapshot(names, _table(arrays))
+    places = range(gains.size // max(1, steps))
+    if rungs and len(rungs) != len(places):
+        raise ValueError(
+            f"`send` has the encodings {', '.join(rungs)}, and the state is of"
+            f" {len(places)}. Give what the transform was given as `send`."
+        )
+    more = [(gains, [f"{GAINS}{x}" for x in rungs or places]), *more]
+    names = [*columns, *(name for _, entries in more for name in entries)]
+    arrays = [on_this_host("predictions", x) for x, _ in more]
+    return names, _table([*columns.values(), *arrays])
+
+
+def fetch(shot: Snapshot) -> list[dict[str, float]]:
+    """Return the figures of every step of a snapshot; wait until they are computed."""
+    names, table = shot
+    rows = np.asarray(table, np.float64).tolist()
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _find(tree: Any) -> StepInfo:
@@ -188,3 +182,11 @@ def _table(columns: list[jax.Array]) -> jax.Array:
     steps = columns[0].size
     rows = [jnp.reshape(x, (steps, -1)).astype(jnp.float32) for x in columns]
     return jnp.concatenate(rows, axis=1)
+
+
+def taken(scalars: Mapping[str, float]) -> str:
+    """Return the name of the encoding that a step has sent; "" if it is not known."""
+    names = [x.removeprefix(GAINS) for x in scalars if x.startswith(GAINS)]
+    rung = scalars.get("gravac/rung", math.inf)
+    name = names[int(rung)] if rung < len(names) else ""
+    return "" if name.isdecimal() else name

@@ -2,13 +2,15 @@
 
     python -m gravac_jax probe --params 66e6
 
-times training steps on the devices it runs on: dense ones, and compressed ones for
-every exchange and factor. The gradient has the given number of entries and costs
+times training steps on the devices it runs on: dense ones, and one kind for each
+encoding, such as `Bits(2)`. The gradient has the given number of entries and costs
 nothing to compute. To time your own computation too, give it your loss,
 `--loss package.module:function`: a function without arguments that returns
 `(loss_fn, params, batch)`, with the batch of one replica. With `--headroom` the probe
 times only dense steps and steps without an exchange. Their ratio is the most that any
-compression can win.
+compression can win. To time other encodings, write them as in Python:
+
+    python -m gravac_jax probe --params 66e6 --send "Bits(1, turns=4)" "TopK(30)"
 
 On a cluster, start the probe as you start your training script:
 
@@ -18,7 +20,7 @@ On a cluster, start the probe as you start your training script:
 that the probe measured:
 
     from gravac_jax import probe
-    gravac.transform(wire=probe.read(FILE))
+    gravac.transform(network=probe.read(FILE))
 """
 
 from gravac_jax.probe._command import main as main

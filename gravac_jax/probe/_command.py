@@ -1,7 +1,8 @@
 """The command line: reads the arguments, runs the probe, prints the results."""
 
 import argparse
-import inspect
+import ast
+import json
 import math
 import pkgutil
 import sys
@@ -9,8 +10,13 @@ from pathlib import Path
 
 import jax
 
+from gravac_jax._encodings import ENCODINGS, Bits, Dense, Encoding, LowRank, TopK
 from gravac_jax._mesh import make_mesh
-from gravac_jax.probe import _measure, _results, _steps
+from gravac_jax.probe import _measure, _results
+
+SEND = Bits(8), Bits(2), Bits(1), TopK(100), TopK(1000), LowRank(4), Dense("bfloat16")
+MIN_PARAMS = 16_384  # smaller models gain nothing
+_KINDS = {kind.__name__: kind for kind in ENCODINGS}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,24 +32,22 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.headroom and not options.loss:
         parser.error("--headroom needs a computation to compare with: give --loss")
-    if not options.loss and options.params < _steps.MIN_PARAMS:
-        parser.error(f"--params must be {_steps.MIN_PARAMS} or more: less is too small")
+    if not options.loss and options.params < MIN_PARAMS:
+        parser.error(f"--params must be {MIN_PARAMS} or more: less is too small")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory for this file")
     mesh = _mesh(parser, options.mesh or {"data": jax.device_count()})
-    if options.loss:
-        model = _load(parser, options.loss)
-    else:
-        model = _steps.stand_in(int(options.params))
-    if jax.process_index() == 0:
+    given = _load(parser, options.loss) if options.loss else None
+    model = given or _measure.stand_in(int(options.params))
+    is_first = jax.process_index() == 0
+    if is_first:
         sys.stderr.write(f"compiling, then timing for {options.seconds:g} s or more\n")
-    exchanges = [] if options.headroom else options.exchanges
-    factors = tuple(sorted(set(options.factors)))
-    results = _measure.measure(mesh, model, exchanges, factors, options.seconds)
-    if jax.process_index() == 0:
+    send = [] if options.headroom else dict.fromkeys(options.send)
+    results = _measure.measure(mesh, model, send, options.seconds, bool(given))
+    if is_first:
         sys.stdout.write(_results.text(results))
-        if options.json:
-            _results.write(options.json, results)
+    if is_first and options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,13 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--loss", help=help)
     add = parser.add_argument
     add("--headroom", action="store_true", help="only time dense steps; needs --loss")
-    names = list(_steps.EXCHANGES)
-    usual = [x for x in names if x not in _steps.ON_REQUEST]
-    help = f"default: all but {', '.join(_steps.ON_REQUEST)}"
-    add("--exchanges", nargs="+", choices=names, default=usual, help=help)
-    few, other = map(_spaced, (_steps.FEW_BITS_FACTORS, _steps.OTHER_FACTORS))
-    help = f"all above 1; default: {few} for few-bits, {other} for the others"
-    add("--factors", nargs="+", type=float, default=(), help=help)
+    quoted = " ".join(f"'{x}'" for x in SEND)
+    help = f"encodings to time, written as in Python; default: {quoted}"
+    add("--send", nargs="+", type=encoding, default=SEND, metavar="X", help=help)
     help = "the mesh, compressed over its first axis; default: one axis"
     add("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=help)
     add("--seconds", type=float, default=30.0, help="time to spend; default: 30")
@@ -72,8 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _spaced(factors: tuple[float, ...]) -> str:
-    return " ".join(f"{x:g}" for x in factors)
+def encoding(text: str) -> Encoding:
+    """Parse an encoding as one writes it, such as `Bits(1, turns=4)`; runs no code."""
+    reason = f"the encodings are {', '.join(_KINDS)}"
+    try:
+        match ast.parse(text, mode="eval").body:
+            case ast.Call(ast.Name(name), values, named) if name in _KINDS:
+                options = {str(x.arg): ast.literal_eval(x.value) for x in named}
+                return _KINDS[name](*map(ast.literal_eval, values), **options)
+    except (SyntaxError, TypeError, ValueError) as error:
+        reason = str(error)
+    raise argparse.ArgumentTypeError(
+        f"must be encodings such as 'Bits(2)' 'TopK(100)', got {text!r} ({reason})"
+    )
 
 
 def mesh_axes(text: str) -> dict[str, int]:
@@ -93,16 +104,15 @@ def _mesh(parser: argparse.ArgumentParser, axes: dict[str, int]) -> jax.sharding
     return jax.sharding.Mesh(make_mesh().devices.reshape(sizes), tuple(axes))
 
 
-def _load(parser: argparse.ArgumentParser, name: str) -> _steps.Model:
+def _load(parser: argparse.ArgumentParser, name: str) -> _measure.Model:
+    must = "--loss must name a function without arguments, as package.module:loss"
     try:
         make = pkgutil.resolve_name(name)
-        inspect.signature(make).bind()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        must = "--loss must name a function without arguments, as package.module:loss"
+    except (ImportError, AttributeError, ValueError) as error:
         parser.error(f"{must}, got {name} ({error})")
     match make():  # outside the `try`: users see their own errors as they are
         case loss_fn, params, batch:
-            return _steps.Model(loss_fn, params, batch)
+            return loss_fn, params, batch
         case other:
-            must = f"--loss {name} must return (loss_fn, params, batch)"
-            parser.error(f"{must}, got {other!r:.80}")
+            must += " that returns (loss_fn, params, batch)"
+            parser.error(f"{must}, got {name}, which returns {other!r:.80}")

@@ -1,19 +1,18 @@
-"""Time steps and exchanges on the GPUs or TPUs of this machine, in twenty minutes.
+"""Time steps and updates on this machine's devices, in twenty minutes on a GPU.
 
 The record 2026-11-26_h200 is of one GPU; nobody has run it on a TPU or on several
-GPUs. It asks three questions, in this order:
+GPUs. It asks two questions, in this order:
 
 - `step`: milliseconds of a GPT's whole step, by method, over all devices.
-- `passes`: the work of an exchange without other replicas, at 100 million entries, in
+- `passes`: the work of an update without other replicas, at 100 million entries, in
   multiples of one pass: add the gradient to the residual, and write the sum.
-- `quality`, with `--data-dir`: the test loss of a small GPT after 1,500 steps, on four
-  simulated replicas, in two bits and densely.
+  "lax.top_k" selects a hundredth of the entries by JAX's own `top_k`.
 
 `--trace FOLDER` writes a profile of three steps of each method, for TensorBoard or
 Perfetto.
 
     pip install -e '.[examples,cuda]'
-    python examples/benchmarks accelerator --out FILE.jsonl --trace DIR --data-dir TEXT
+    python examples/benchmarks accelerator --out FILE.jsonl --trace DIR
 """
 
 import dataclasses
@@ -25,17 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import quality.run
 from common.journal import Journal, Line
-from common.report import show, table
+from common.report import markdown
 from programs import gpt
-from quality.trial import Setting
-from training.methods import arguments
+from training import file_name
+from training.sends import parse
 
 import gravac_jax as gravac
 
 AT_ONCE = 4  # steps on their way, as in a training loop that does not wait
+FLOOR, TOP_K, FACTOR = "floor", "lax.top_k", 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,33 +41,30 @@ class Args:
     """What to time.
 
     Args:
-      out: The record, JSONL; what is in it is not timed again. Runs of the quality go
-        to a file beside it, with `_quality` in its name.
+      out: The record, JSONL; what is in it is not timed again.
       methods: Methods whose steps are timed, as in training/methods.py.
-      alone: Methods whose exchange is timed without other replicas.
+      alone: Encodings whose update is timed without other replicas, and "lax.top_k".
       millions: Entries of the GPT, in millions: 1, 25 or 100.
-      entries: Entries of the bucket whose exchange is timed.
+      entries: Entries of the bucket whose update is timed.
       rows: Windows of a replica in a step.
       steps: Timings, each of four steps.
       trace: A folder for profiles.
-      data_dir: A folder with a text, for the quality.
     """
 
     out: Path
     methods: tuple[str, ...] = (
-        *("dense", "allreducedadam16", "turns4allreducedadam16"),
-        *("delayedallreducedadam16", "defaultadam", "fixed100"),
+        *("dense", "adamw Bits(2)", "adamw Bits(2, turns=4)", "late adamw Bits(2)"),
+        *("adamw Fastest()", "TopK(100)"),
     )
     alone: tuple[str, ...] = (
-        *("allreduced4", "allreduced16", "allreduced32", "turns4allreduced16"),
-        *("allreducedadam16", "turns4allreducedadam16", "fixed100", "rows64"),
+        *("Bits(8)", "Bits(2)", "Bits(1)", "Bits(2, turns=4)", "TopK(100)", TOP_K),
+        *('TopK(100, select="sampled")', 'TopK(100, select="exact")'),
     )
     millions: int = 100
     entries: float = 1e8
     rows: int = 8
     steps: int = 30
     trace: Path | None = None
-    data_dir: Path | None = None
 
 
 def timed(take: Any, state: Any, steps: int) -> Line:
@@ -102,26 +97,32 @@ def whole_step(name: str, args: Args) -> Line:
     found = timed(take, begin(), args.steps)
     if args.trace is not None:
         state = take(begin())
-        with jax.profiler.trace(str(args.trace / name)):
+        with jax.profiler.trace(str(args.trace / file_name(name))):
             for _ in range(3):
                 state = jax.block_until_ready(take(state))
     return found
 
 
 def alone(name: str, args: Args) -> Line:
-    """Time an exchange without other replicas; "floor" is one pass, "adam" Optax's."""
+    """Time an update without other replicas; "floor" is one pass."""
     gradient = jax.random.normal(jax.random.key(0), (int(args.entries),))
-    if name == "floor":
-        work = lambda x, state: ((), 0.99 * (x + state))
-        state: Any = jnp.zeros_like(gradient)
-    elif name == "adam":
-        tx = optax.scale_by_adam()
-        work, state = tx.update, tx.init(gradient)
+    state: Any = jnp.zeros_like(gradient)
+    if name == FLOOR:
+        work: Any = lambda x, state: ((), 0.99 * (x + state))
+    elif name == TOP_K:
+        work = _top_k
     else:
-        tx = gravac.transform(axis_name=None, compress=True, **arguments(name))
+        tx = gravac.transform(axis_name=None, compress=True, send=parse(name))
         work, state = tx.update, tx.init(gradient)
     compiled = jax.jit(work, donate_argnums=1)
     return timed(lambda state: compiled(gradient, state[1]), ((), state), args.steps)
+
+
+def _top_k(gradient: jax.Array, residual: jax.Array) -> tuple[Any, jax.Array]:
+    """Select a hundredth of the entries, and clear them, without `gravac`."""
+    total = gradient + residual
+    _, indices = jax.lax.top_k(jnp.abs(total), max(1, total.size // FACTOR))
+    return (total[indices], indices), total.at[indices].set(0)
 
 
 def main(args: Args) -> None:
@@ -132,28 +133,13 @@ def main(args: Args) -> None:
     for name in args.methods:
         make = lambda name=name: whole_step(name, args)
         journal.once(make, kind="step", method=name)
-    for name in ("floor", "adam", *args.alone):
+    for name in (FLOOR, *args.alone):
         make = lambda name=name: alone(name, args)
         journal.once(make, kind="passes", method=name)
     middle = lambda line: line["milliseconds"][1]
-    (floor,) = journal.find(kind="passes", method="floor")
+    (floor,) = journal.find(kind="passes", method=FLOOR)
     passes = lambda x: "" if x["kind"] == "step" else f"{middle(x) / middle(floor):.1f}"
-    rows = [
-        (x["method"], x["kind"], f"{middle(x):.2f}", passes(x)) for x in journal.lines
-    ]
-    show(table(("method", "of", "ms", "passes"), rows))
-    if args.data_dir is not None:
-        quality.run.main(
-            quality.run.Args(
-                args.data_dir,
-                args.out.with_name(f"{args.out.stem}_quality.jsonl"),
-                methods=("dense", "allreducedadam16"),
-                seeds=1,
-                setting=Setting(
-                    task="transformer-bytes",
-                    steps=1500,
-                    optimizer="adam",
-                    multiples=(1.0,),
-                ),
-            )
-        )
+    rows = [["method", "of", "ms", "passes"]]
+    for x in journal.lines:
+        rows.append([x["method"], x["kind"], f"{middle(x):.2f}", passes(x)])
+    print(markdown(rows))

@@ -21,10 +21,8 @@ import tyro
 from common import hosts
 from common.figures import FAINT, legend_below, picture
 from common.journal import Journal, Line, read
-from common.report import show, table
-from rich.table import Table
-from step_seconds.methods import method
-from training.methods import in_words
+from common.report import markdown
+from step_seconds.methods import ladder_of
 
 from adaptivity.worker import Setting
 
@@ -59,7 +57,7 @@ def race(args: Args) -> list[Line]:
       SystemExit: If there can be no network, a process died, or the time is over.
     """
     for name in args.setting.methods:
-        method(name)
+        ladder_of(name)
     setting = dataclasses.asdict(args.setting)
     journal = Journal(args.out, {"hosts": args.hosts, **setting})
     phases, steps = len(args.setting.bandwidths_mbit), args.setting.steps
@@ -74,32 +72,28 @@ def race(args: Args) -> list[Line]:
 
 
 def draw(lines: list[Line], setting: Setting, path: Path) -> None:
-    """Draw factors, seconds and bytes over steps, and losses over seconds."""
-    with picture(path, (7.5, 11), rows=4) as (figure, axes):
-        above, middle, bytes_sent, below = axes[:, 0]
+    """Draw seconds and bytes over steps, and losses over seconds."""
+    with picture(path, (7.5, 9), rows=3) as (figure, axes):
+        above, middle, below = axes
         dense_first = sorted(setting.methods, key=lambda name: name != "dense")
         for name, line in zip(dense_first, STYLES, strict=False):
             mine = [x for x in lines if x["method"] == name]
-            style = {"label": in_words(name), "linewidth": 1.3}
-            factors = [factor for x in mine for factor in x["factors"]]
-            if len(set(factors)) > 1:
-                above.plot(factors, line, drawstyle="steps", **style)
+            style = {"label": name, "linewidth": 1.3}
             seconds = np.array([x["seconds"] for x in mine])
             steps = [x["step"] - setting.turn / 2 for x in mine]
-            middle.plot(steps, 1e3 * seconds / setting.turn, line, **style)
+            above.plot(steps, 1e3 * seconds / setting.turn, line, **style)
             mbytes = np.array([x["wire_bytes"] for x in mine]) / 1e6
-            bytes_sent.plot(steps, mbytes / setting.turn, line, **style)
+            middle.plot(steps, mbytes / setting.turn, line, **style)
             losses = [x["held_out_loss"] for x in mine]
             below.plot(np.cumsum(seconds), losses, line, **style)
-        for axis in (above, middle, bytes_sent):
+        for axis in (above, middle):
             for i, mbit in enumerate(setting.bandwidths_mbit):
                 if mbit < max(setting.bandwidths_mbit):
                     span = (i * setting.steps, (i + 1) * setting.steps)
                     axis.axvspan(*span, color=FAINT, alpha=0.35, zorder=0)
             axis.set(yscale="log", xlabel="step (gray: slow network)", xlim=(0, None))
-        above.set(ylabel="factor of the\ncompressed leaves")
-        middle.set(ylabel="milliseconds a step")
-        bytes_sent.set(ylabel="megabytes sent a step")
+        above.set(ylabel="milliseconds a step")
+        middle.set(ylabel="megabytes sent a step")
         below.set(xlabel="seconds of the method's own steps")
         below.set(ylabel="held-out loss, nats", xlim=(0, None))
         highest = float(np.quantile([x["held_out_loss"] for x in lines], 0.9))
@@ -107,11 +101,10 @@ def draw(lines: list[Line], setting: Setting, path: Path) -> None:
         legend_below(figure)
 
 
-def table_of(lines: list[Line], setting: Setting) -> Table:
+def table_of(lines: list[Line], setting: Setting) -> str:
     """Return milliseconds a step in every phase, and where each method ends."""
     rates = [f"{mbit:g} Mbit/s" for mbit in setting.bandwidths_mbit]
-    columns = ("method", *rates, "seconds", "held-out loss", "last factors")
-    rows = []
+    rows = [["method", *rates, "seconds", "held-out loss", "sent at last"]]
     for name in setting.methods:
         mine = [x for x in lines if x["method"] == name]
         cells, ends = [], []
@@ -120,16 +113,16 @@ def table_of(lines: list[Line], setting: Setting) -> Table:
             each = [1e3 * x["seconds"] / setting.turn for x in phase]
             low, middle, high = np.percentile(each, (25, 50, 75))
             cells.append(f"{middle:.1f} ({low:.1f} to {high:.1f})")
-            ends.append(f"{np.median(phase[-1]['factors']):.0f}")
+            ends.append(phase[-1]["last"])
         whole = sum(x["seconds"] for x in mine)
         loss = f"{mine[-1]['held_out_loss']:.3f}"
-        rows.append([in_words(name), *cells, f"{whole:.1f}", loss, ", ".join(ends)])
+        rows.append([name, *cells, f"{whole:.1f}", loss, ", ".join(ends)])
     title = "Milliseconds a step: median over turns (quartiles)"
-    return table(columns, rows, title)
+    return f"{title}\n\n{markdown(rows)}"
 
 
 def main(args: Args) -> None:
     """Race, then draw and print."""
     lines = race(args)
     draw(lines, args.setting, args.picture)
-    show(table_of(lines, args.setting))
+    print(table_of(lines, args.setting))

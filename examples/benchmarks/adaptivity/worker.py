@@ -18,9 +18,9 @@ from common.hosts import Member
 from common.journal import Line
 from common.statistics import in_turn
 from common.training import AVERAGED, averaged, held_out_loss, size, train_step
-from step_seconds.methods import all_reduce_bytes, method
+from step_seconds.methods import all_reduce_bytes, is_own, ladder_of, optimizer_of
 from tasks import Task, load
-from training.methods import is_local
+from training.methods import DENSE, OPTIMIZERS
 
 import gravac_jax as gravac
 
@@ -42,7 +42,9 @@ class Setting:
       seed: The seed of params and batches.
     """
 
-    methods: tuple[str, ...] = ("dense", "default", "gravac", "fixed10", "fixed100")
+    methods: tuple[str, ...] = (
+        *("dense", "own Fastest()", "own GraVAC()", "own Bits(2)", "own TopK(100)"),
+    )
     bandwidths_mbit: tuple[float, ...] = (1000, 100, 1000)
     steps: int = 600
     turn: int = 20
@@ -60,21 +62,17 @@ class Racer:
     ) -> None:
         rate = setting.learning_rate or task.learning_rate
         ramp = optax.linear_schedule(0, rate, setting.warm_up_steps)
-        chosen, is_own = method(name), is_local(name)
-        # A method at own params clips before the exchange.
-        clip = [] if is_own else [optax.clip_by_global_norm(1.0)]
-        sgd = optax.sgd(ramp, momentum=0.9, nesterov=True)
-        tx = optax.chain(chosen.exchange, *clip, sgd)
-        replicas = mesh.size
-        dense_bytes = all_reduce_bytes(size(params), replicas, chosen.value_bytes or 4)
-        step = train_step(tx, task.loss, is_own)
+        tx = optimizer_of(name, OPTIMIZERS["sgd"], ramp)
+        step = train_step(tx, task.loss, is_own(name))
+        dense_bytes = all_reduce_bytes(size(params), mesh.size, DENSE)
 
         def reported(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
             params, opt_state, loss = step(params, opt_state, batch, **times)
-            info = optax.tree.get(opt_state, "StepInfo")
-            # A plain all-reduce has no report: all of its steps are dense.
-            dense = np.float32(1), np.float32(dense_bytes)
-            report = dense if info is None else (info.factor, info.wire_bytes)
+            if name == DENSE:  # a plain all-reduce, which has no report
+                report = np.int32(0), np.float32(dense_bytes)
+            else:
+                info = optax.tree.get(opt_state, "StepInfo")
+                report = info.rung, info.wire_bytes
             return params, opt_state, (loss, *report)
 
         self.name = name
@@ -103,12 +101,12 @@ class Racer:
             seen.append(report)
         self.clock.wait()
         seconds = time.perf_counter() - start
-        losses, factors, sent = np.asarray(jax.device_get(seen), np.float64).T
+        losses, rungs, sent = np.asarray(jax.device_get(seen), np.float64).T
         mine = jax.tree.map(lambda x: x.addressable_data(0), self.state[0])
         self.average = _averaged(self.average, mine, 1 - (1 - AVERAGED) ** len(data))
         return {
             "seconds": round(seconds, 6),
-            "factors": factors.round(1).tolist(),
+            "last": [*ladder_of(self.name), "local"][int(rungs[-1])],
             "wire_bytes": float(sent.sum()),
             "training_loss": round(float(losses.mean()), 5),
         }

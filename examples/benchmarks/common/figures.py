@@ -45,14 +45,14 @@ WIDEST = 120  # letters of a legend's row
 
 @contextlib.contextmanager
 def picture(
-    path: Path, size: tuple[float, float], *, rows: int = 1, columns: int = 1
+    path: Path, size: tuple[float, float], rows: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes `[rows, columns]`, and write it at the end."""
+    """Yield a figure and its axes, one below the other, and write it at the end."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            rows, columns, figsize=size, layout="constrained", squeeze=False
+            rows, figsize=size, layout="constrained", squeeze=False
         )
-        yield figure, axes
+        yield figure, axes[:, 0]
         for axis in axes.flat:
             _plain_numbers(axis.xaxis)
             _plain_numbers(axis.yaxis)

@@ -18,22 +18,23 @@ EVERY = 25  # steps from one evaluation to the next, where times to a loss are m
 def train_step(
     tx: optax.GradientTransformationExtraArgs,
     loss: Callable[..., Any],
-    is_local: bool = False,
+    is_own: bool = False,
+    axis_name: str | None = "data",
 ) -> Callable[..., Any]:
     """Return a step of one replica: `(params, opt_state, batch)` to both and a loss.
 
     Args:
       tx: The optimizer, with the exchange in it.
       loss: The loss of params and a batch.
-      is_local: Whether a replica takes its gradient at its own params.
+      is_own: Whether a replica takes its gradient at its own params.
+      axis_name: The axis of the replicas; None for one alone.
     """
 
-    def step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
-        where = gravac.local_params(tx, params, opt_state) if is_local else params
-        value, grads = gravac.value_and_grad(loss)(where, batch)
-        updates, opt_state = tx.update(
-            grads, opt_state, params, at_own_params=is_local, **times
-        )
+    def step(params: Any, opt_state: Any, batch: Any, **others: Any) -> Any:
+        where = gravac.own_params(tx, params, opt_state) if is_own else params
+        value, grads = gravac.value_and_grad(loss, axis_name)(where, batch)
+        at = "own" if is_own else "shared"
+        updates, opt_state = tx.update(grads, opt_state, params, at=at, **others)
         return optax.apply_updates(params, updates), opt_state, value
 
     return step

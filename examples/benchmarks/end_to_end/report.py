@@ -9,21 +9,17 @@ has another one; the speed-up over the better of both is given as a share of its
 """
 
 import dataclasses
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from common.figures import legend_below, picture
 from common.journal import Line, read
 from common.report import markdown, rate
 from common.statistics import reached, upper_bound
-from step_seconds.methods import BASELINES
+from step_seconds.methods import BASELINES, HALF, ladder_of
 from step_seconds.timed import Mbit, Timed
-from training.methods import OWNERS, in_words
+from training.methods import DENSE
 
 STYLES = ("k-", "k--", "C0-o", "C1-s", "C2-^", "C3-v", "C4--o", "C5--s", "C6--^")
 STYLES += ("C7-.", "C0--D", "C3-*", "C1-.P", "C2--x", "C4-d", "C5-.<")
@@ -39,11 +35,7 @@ class Args:
       hosts: The number of replicas of both.
       torch: A record of `pytorch`.
       torch_runs: A record of `pytorch.train`.
-      live: Records of `adaptivity` on some of the networks, with the same seed and
-        learning rate.
       picture: The file of a figure, PNG or SVG: speed-ups over the ratio.
-      over: What speed-ups in the figure are over. Default: on each network the better
-        dense baseline.
     """
 
     timed: Path
@@ -51,9 +43,7 @@ class Args:
     hosts: int = 4
     torch: Path | None = None
     torch_runs: Path | None = None
-    live: tuple[Path, ...] = ()
     picture: Path | None = None
-    over: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +74,9 @@ def with_float16(runs: list[Line]) -> list[Line]:
 
     They are timed and not made, which favours them: the cost of 11 bits is left out.
     """
-    if any(x["method"] == "densehalf" for x in runs):
-        return runs
     halved = lambda x: {"wire_bytes": [y / 2 for y in x["wire_bytes"]]}
-    dense = [x for x in runs if x["method"] == "dense"]
-    return [*runs, *({**x, **halved(x), "method": "densehalf"} for x in dense)]
+    dense = [x for x in runs if x["method"] == DENSE]
+    return [*runs, *({**x, **halved(x), "method": HALF} for x in dense)]
 
 
 def outcomes(runs: list[Line], timed: Timed, link: Mbit) -> dict[str, Outcome]:
@@ -111,9 +99,11 @@ def outcomes(runs: list[Line], timed: Timed, link: Mbit) -> dict[str, Outcome]:
 def _at_target(run: Line, timed: Timed, link: Mbit) -> tuple[float, ...]:
     """Return steps, seconds and bytes; infinite where the target was missed."""
     name, taken = run["method"], run["taken"]
-    steps = [float(sum(x)) for x in taken]
+    steps = [float(sum(x.values())) for x in taken]
     own = timed.own_seconds(link, name)
-    seconds = [timed.steps(link, name, x) + own * sum(x) for x in taken]
+    seconds = [
+        timed.steps(link, name, x) + own * n for x, n in zip(taken, steps, strict=True)
+    ]
     at = lambda figures: reached(run["losses"], figures, run["target"])
     found = map(at, (steps, seconds, run["wire_bytes"]))
     return tuple(math.inf if x is None else x for x in found)
@@ -121,7 +111,7 @@ def _at_target(run: Line, timed: Timed, link: Mbit) -> tuple[float, ...]:
 
 def limit(timed: Timed, link: Mbit, baseline: str) -> float:
     """Return 1 + r, the largest speed-up over that baseline."""
-    return timed.mean(link, baseline) / timed.median(link, "dense", "slowest_compute")
+    return timed.mean(link, baseline) / timed.median(link, DENSE, "slowest_compute")
 
 
 def better_baseline(found: dict[str, Outcome]) -> str:
@@ -145,11 +135,10 @@ def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
     found = outcomes(runs, timed, link)
     baseline = better_baseline(found)
     ceiling = limit(timed, link, baseline)
-    static = [x for x in found if x in timed.static]
-    best = sorted(static, key=lambda x: np.mean(found[x].seconds))[:1]
+    has_one = lambda x: x not in BASELINES and len(ladder_of(x)) == 1
+    static = sorted(filter(has_one, found), key=lambda x: np.mean(found[x].seconds))
     head = ["method", "steps", "ms a step", "seconds (range)", "MB sent"]
-    others = [*(x for x in BASELINES if x in found), *best, "fixed10", "accordion"]
-    others = [x for x in dict.fromkeys(others) if x in found]
+    others = [*(x for x in BASELINES if x in found), *static[:1]]
     head += [f"x {name}" for name in others]
     table = [[*head, f"of {ceiling:.2f}", "share, 95% bound"]]
     for name, x in found.items():
@@ -166,19 +155,6 @@ def rows(timed: Timed, runs: list[Line], link: Mbit) -> list[list[str]]:
         ]
         is_number = lambda x: "inf" not in x and "nan" not in x
         table.append([x if is_number(x) else "-" for x in cells])
-    return table
-
-
-def floors(timed: Timed, link: Mbit) -> list[list[str]]:
-    """Return the time of compute and bytes alone, as a share of a step."""
-    table = [["method", "ms a step", "compute", "bytes / rate", "share of the floor"]]
-    for (where, name), line in timed.lines.items():
-        if where == link:
-            compute = timed.median(link, "dense", "slowest_compute")
-            sending = 8e-6 * line["wire_bytes"] / link if link else 0.0
-            step = timed.mean(link, name)
-            figures = [f"{1e3 * x:.1f}" for x in (step, compute, sending)]
-            table.append([name, *figures, f"{(compute + sending) / step:.0%}"])
     return table
 
 
@@ -209,11 +185,11 @@ def of_pytorch(
         of_seed = steps.setdefault(x["method"], {})
         of_seed[x["seed"]] = math.inf if found is None else found
     for name, of_seed in steps.items():
-        fewer = [steps["dense"][seed] / x for seed, x in of_seed.items()]
+        fewer = [steps[DENSE][seed] / x for seed, x in of_seed.items()]
         seeds = ("-" if math.isinf(x) else f"{x:.0f}" for x in of_seed.values())
         cells = [name, ", ".join(seeds)]
         for link in timed.links:
-            seconds = [step.get((link, x), math.nan) for x in ("dense", name)]
+            seconds = [step.get((link, x), math.nan) for x in (DENSE, name)]
             faster = (
                 np.mean(fewer) * seconds[0] / seconds[1] if min(fewer) else math.nan
             )
@@ -222,45 +198,8 @@ def of_pytorch(
     return table
 
 
-def validation(timed: Timed, runs: list[Line], live: list[Line]) -> list[list[str]]:
-    """Return what was computed for the first seed beside what real hosts took.
-
-    Milliseconds of real hosts are those of all steps, also after the target.
-    """
-    pairs = (f"{x}: product, live" for x in ("steps", "seconds", "ms a step"))
-    table = [["Mbit/s", "method", *pairs, "live / product: seconds, a step"]]
-    first = [x for x in runs if x["seed"] == runs[0]["seed"]]
-    for link, name in dict.fromkeys((x["bandwidth_mbit"], x["method"]) for x in live):
-        if made := outcomes(first, timed, link).get(name):
-            key = {"bandwidth_mbit": link, "method": name}
-            lines = [x for x in live if key.items() <= x.items()]
-            product = made.steps[0], made.seconds[0], 1e3 * made.step_seconds
-            measured = _measured(lines, first[0]["target"])
-            table.append([f"{link:g}", name, *_beside(product, measured)])
-    return table
-
-
-def _measured(lines: list[Line], target: float) -> Sequence[float]:
-    """Return steps and seconds of a real run to the target, and its ms a step."""
-    losses, steps = ([x[key] for x in lines] for key in ("held_out_loss", "step"))
-    clock = np.cumsum([x["seconds"] for x in lines]).tolist()
-    found = [reached(losses, figures, target) for figures in (steps, clock)]
-    at_target = [math.nan if x is None else x for x in found]
-    return *at_target, 1e3 * clock[-1] / steps[-1]
-
-
-def _beside(product: Sequence[float], live: Sequence[float]) -> list[str]:
-    """Return cells of pairs, and of the ratios of seconds and of ms a step."""
-    said = lambda x, digits: f"{x:.{digits}f}" if math.isfinite(x) else "-"
-    pairs = [*zip(product, live, strict=True)]
-    ratios = (said(real / made, 2) for made, real in pairs[1:])
-    cells = zip(pairs, (0, 1, 1), strict=True)
-    both = [", ".join(said(x, digits) for x in pair) for pair, digits in cells]
-    return [*both, ", ".join(ratios)]
-
-
 def own_costs(timed: Timed) -> list[list[str]]:
-    """Return what controllers take beyond static factors like theirs, by network."""
+    """Return what controllers take beyond steps at their encodings, by network."""
     table = [["own ms a step, by Mbit/s", *map(rate, timed.links)]]
     for name in dict.fromkeys(name for _, name in timed.lines):
         own = [1e3 * timed.own_seconds(link, name) for link in timed.links]
@@ -269,79 +208,21 @@ def own_costs(timed: Timed) -> list[list[str]]:
     return table
 
 
-def briefly(name: str) -> str:
-    """Return what a reader calls a method where all exchange the same."""
-    owner = f"({'|'.join(OWNERS.values())}) steps"
-    added = rf"^{owner} |, {owner}$|^gradients |, own params$"
-    return re.sub(added, "", in_words(name))
-
-
-def styles_of(labels: Iterable[str], styles: Sequence[str] = STYLES) -> dict[str, str]:
-    """Return a style for each label; styles come again if there are too few."""
-    return dict(zip(dict.fromkeys(labels), itertools.cycle(styles), strict=False))
-
-
-def draw_panel(
-    axis: Any,
-    timed: Timed,
-    runs: list[Line],
-    over: str | None = None,
-    words: Callable[[str], str] = in_words,
-    styles: dict[str, str] | None = None,
-) -> None:
-    """Draw speed-ups over a baseline, or the better one, by the exchange's ratio."""
-    ratio = lambda link: limit(timed, link, "dense") - 1
-    at = [ratio(link) for link in timed.links]
+def draw(timed: Timed, runs: list[Line], path: Path) -> None:
+    """Draw speed-ups over the better dense baseline, by the exchange's ratio."""
+    at = [limit(timed, link, DENSE) - 1 for link in timed.links]
     found = [outcomes(runs, timed, link) for link in timed.links]
-    baselines = [over or better_baseline(x) for x in found]
-    ceilings = map(lambda *x: limit(timed, *x), timed.links, baselines)
-    axis.plot(at, list(ceilings), "k:", label="the limit: free communication")
-    if over == "dense":
-        hidden = [(1 + r) / max(1, r) for r in at]
-        axis.plot(at, hidden, "k--", label="dense, if it were hidden as far as it fits")
-    if styles is None:  # black is for the limits
-        styles = styles_of(map(words, found[0]), STYLES[2:] if over else STYLES)
-    for name in found[0]:
-        if name == over:
-            continue
-        pairs = zip(found, baselines, strict=True)
-        ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
-        width = 2.5 if "default" in name or name == "sparse" else 1
-        label = words(name)
-        axis.plot(at, ups, styles[label], label=label, linewidth=width, markersize=4)
-    axis.set(
-        xscale="log",
-        yscale="log",
-        xlabel="time of a dense exchange over time of computation",
-        ylabel="times as fast to the same loss\nas "
-        + (in_words(over) if over else "the better dense baseline"),
-    )
-
-
-def draw(timed: Timed, runs: list[Line], path: Path, over: str | None = None) -> None:
-    """Draw one task."""
-    with picture(path, (7.5, 5.5)) as (figure, axes):
-        draw_panel(axes[0, 0], timed, runs, over)
-        legend_below(figure)
-
-
-def draw_beside(records: dict[str, Args], path: Path, leave_out: str) -> None:
-    """Draw several tasks side by side, each under its title, over dense float32.
-
-    Args:
-      records: The files of each task, by its title.
-      path: The figure.
-      leave_out: A regular expression of the methods that are not drawn.
-    """
-    every = [read_all(args) for args in records.values()]
-    is_drawn = lambda run: not re.fullmatch(leave_out, run["method"])
-    tasks = [(timed, list(filter(is_drawn, runs))) for timed, runs in every]
-    names = [x["method"] for _, runs in tasks for x in runs if x["method"] != "dense"]
-    styles = styles_of(map(briefly, names), STYLES[2:])  # black is for the limits
-    with picture(path, (11, 6), columns=len(records)) as (figure, axes):
-        for axis, title, task in zip(axes[0], records, tasks, strict=True):
-            draw_panel(axis, *task, "dense", briefly, styles)
-            axis.set(title=title)
+    baselines = [better_baseline(x) for x in found]
+    ceilings = list(map(lambda *x: limit(timed, *x), timed.links, baselines))
+    with picture(path, (7.5, 5.5)) as (figure, (axis,)):
+        axis.plot(at, ceilings, "k:", label="the limit: free communication")
+        for name, style in zip(found[0], STYLES * 3, strict=False):
+            pairs = zip(found, baselines, strict=True)
+            ups = [np.mean(speed_ups(x[name], x[base])) for x, base in pairs]
+            axis.plot(at, ups, style, label=name, linewidth=1, markersize=4)
+        axis.set(xscale="log", yscale="log")
+        axis.set(xlabel="time of a dense exchange over time of computation")
+        axis.set(ylabel="times as fast to the same loss\nas the better dense baseline")
         legend_below(figure)
 
 
@@ -349,13 +230,8 @@ def read_all(args: Args) -> tuple[Timed, list[Line]]:
     """Return the seconds of steps, and the runs."""
     _, lines = read(args.timed)
     runs = read(args.runs)[1] if args.runs else []
-    has_float16 = any(x["method"] == "densehalf" for x in lines)
+    has_float16 = any(x["method"] == HALF for x in lines)
     return Timed(lines, args.hosts), with_float16(runs) if has_float16 else runs
-
-
-def draw_record(args: Args, picture: Path) -> None:
-    """Draw the figure of a record."""
-    draw(*read_all(args), picture, args.over)
 
 
 def text(args: Args) -> str:
@@ -369,7 +245,6 @@ def text(args: Args) -> str:
         )
         if runs:
             parts.append(markdown(rows(timed, runs, link)))
-        parts.append(markdown(floors(timed, link)))
     parts.append(markdown(own_costs(timed)))
     if args.torch:
         _, torch = read(args.torch)
@@ -377,11 +252,8 @@ def text(args: Args) -> str:
         if args.torch_runs:
             _, trained = read(args.torch_runs)
             parts.append(markdown(of_pytorch(timed, torch, trained, args.hosts)))
-    if args.live:
-        live = [x for path in args.live for x in read(path)[1]]
-        parts.append(markdown(validation(timed, runs, live)))
     if args.picture:
-        draw(timed, runs, args.picture, args.over)
+        draw(timed, runs, args.picture)
     return "\n\n".join(parts)
 
 

@@ -7,8 +7,8 @@ or at the evaluation before.
 
 A method that looks at no times makes one run for all networks. A controller is told the
 seconds of its steps, with noise, and makes one run for each network; what it costs by
-itself, beside a static factor like its own, is what `step_seconds` has measured, and is
-part of these seconds. `end_to_end.report` makes tables and pictures of both records.
+itself, beside steps that always send the same, is what `step_seconds` has measured, and
+is part of these seconds. `end_to_end.report` makes tables and pictures of both records.
 
     python examples/benchmarks end_to_end --data-dir DIR --timed STEPS --out OUT
 """
@@ -28,16 +28,10 @@ from common.statistics import target_of
 from common.training import EVERY, averaged, held_out_loss, train_step
 from rich.console import Console
 from rich.progress import track
-from step_seconds.timed import Timed, ladder_of
+from step_seconds.methods import ladder_of
+from step_seconds.timed import Timed
 from tasks import load, pipeline
-from training.methods import (
-    OPTIMIZERS,
-    after,
-    arguments,
-    is_local,
-    is_recipe,
-    recipe,
-)
+from training.methods import DENSE, OPTIMIZERS, method
 
 import gravac_jax as gravac
 from end_to_end import report
@@ -49,7 +43,8 @@ class Args:
 
     Args:
       data_dir: The folder of the task's files.
-      timed: A record of `step_seconds`, with "dense" and static factors.
+      timed: A record of `step_seconds`, with "dense", each method, and for controllers
+        methods that always send what they may choose.
       out: The record, JSONL; runs that are in it are not made again.
       task: What to train.
       hosts: The number of replicas, simulated here, and hosts of the timing record.
@@ -71,8 +66,8 @@ class Args:
     task: str = "lstm-ptb"
     hosts: int = 4
     methods: tuple[str, ...] = (
-        *("dense", "dense16", "fixed10", "fixed100", "fixed1000", "dgc100"),
-        *("lowrankshort100", "default", "gravac0.7", "accordion"),
+        *("dense", "own Fastest()", "own Bits(2)", "own Bits(1, turns=4)"),
+        "own TopK(100)",
     )
     seeds: int = 3
     steps: int = 500
@@ -84,18 +79,9 @@ class Args:
 
     def multiple_of(self, name: str) -> float:
         """Return the learning rate of a method, in units of the task's own."""
-        if self.others is None or name == "dense":
+        if self.others is None or name == DENSE:
             return self.multiple
         return self.others
-
-
-def is_told(name: str) -> bool:
-    """Return whether the method's course depends on the seconds of its steps."""
-    if is_recipe(name):
-        return False
-    controller = arguments(name)["controller"]
-    controller = getattr(controller, "controller", controller)  # of rounds
-    return isinstance(controller, gravac.Fastest | gravac.GraVAC)
 
 
 class Bench:
@@ -111,27 +97,22 @@ class Bench:
     def _compiled(self, name: str) -> tuple[Any, Any]:
         rate = self.args.multiple_of(name) * self.task.learning_rate
         ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
-        optimizer, scale = OPTIMIZERS[self.args.optimizer], optax.scale_by_learning_rate
-        if is_recipe(name):
-            tx = recipe(name, optimizer, scale(ramp))
-        else:
-            chosen = arguments(name)
-            rest = *after(chosen, optimizer, 1.0), scale(ramp)
-            tx = optax.chain(gravac.transform(**chosen), *rest)
-
-        step = train_step(tx, self.task.loss, is_local(name))
+        chosen = method(name)
+        tx = chosen.optimizer(OPTIMIZERS[self.args.optimizer], ramp)
+        step = train_step(tx, self.task.loss, chosen.is_own)
 
         def timed_step(
             params: Any, opt_state: Any, clock: Any, batch: Any, *, seconds: jax.Array
         ) -> Any:
             last, key, average = clock
-            rung = optax.tree.get(opt_state, "TransformState").ahead[0]
             params, opt_state, _ = step(params, opt_state, batch, step_seconds=last)
+            info = optax.tree.get(opt_state, "StepInfo")
+            # Seconds of a local step are those of any step of a round.
+            rung = jnp.minimum(info.rung, len(seconds) - 1)
             key, now = jax.random.split(key)
             noise = jnp.exp(self.args.noise * jax.random.normal(now))
             clock = seconds[rung] * noise, key, averaged(average, params)
-            sent_bytes = optax.tree.get(opt_state, "StepInfo").wire_bytes
-            return params, opt_state, clock, (rung, sent_bytes)
+            return params, opt_state, clock, (rung, info.wire_bytes)
 
         return tx, gravac.simulate(timed_step, self.args.hosts)
 
@@ -148,7 +129,7 @@ class Bench:
 
         Returns:
           The `target`; and at every evaluation the held-out `losses`, the steps `taken`
-          at each rung so far, and the `wire_bytes` of all of them.
+          at each encoding so far, and the `wire_bytes` of all of them.
         """
         args, (tx, step) = self.args, self.compiled(name)
         params = self.init(jax.random.key(seed))
@@ -171,7 +152,7 @@ class Bench:
             counts = counts + np.bincount(rungs.astype(int), minlength=len(counts))
             total += float(sent.sum(dtype=np.float64))
             losses.append(self.held_out_loss(state[2][2]))
-            taken.append(counts.tolist())
+            taken.append(dict(zip(ladder_of(name), counts.tolist(), strict=True)))
             sent_bytes.append(total)
             if target is not None and losses[-1] <= target:
                 break
@@ -190,21 +171,20 @@ def race(args: Args) -> None:
     Raises:
       SystemExit: If the first method is not "dense", or one has no times.
     """
-    if args.methods[:1] != ("dense",):
+    if args.methods[:1] != (DENSE,):
         raise SystemExit(f'--methods must begin with "dense", got {args.methods}')
     head, lines = read(args.timed)
     timed = Timed(lines, args.hosts)
-    # Records from before there were two rates go on without a word of them.
-    unsaid = ["others"] if args.others is None else []
-    own = configuration(args, "timed", "seeds", "methods", *unsaid)
+    own = configuration(args, "timed", "seeds", "methods")
     journal = Journal(args.out, own | {"timed": head["configuration"]})
     bench, console = Bench(args), Console()
     for seed in track(range(args.seeds), "seeds", console=console, transient=True):
         target = None
         for name in args.methods:
-            for link in timed.links if is_told(name) else timed.links[:1]:
+            is_told = method(name).is_told
+            for link in timed.links if is_told else timed.links[:1]:
                 key = {"seed": seed, "method": name}
-                if is_told(name):
+                if is_told:
                     key["bandwidth_mbit"] = link
                 steps = [timed.step(link, name, x) for x in ladder_of(name)]
                 seconds = np.array(steps) + timed.own_seconds(link, name)

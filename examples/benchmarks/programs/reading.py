@@ -10,7 +10,6 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,6 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "while", "conditional", "call"),
 }
-SCALAR = {"add", "and", "compare", "convert", "divide", "multiply", "select"}
 VIEWS = {"bitcast", "get-tuple-element"}
 JOINS = {"concatenate", "pad"}  # of which a part may be read
 PARTS = {"slice", "dynamic-slice", "gather"}
@@ -242,23 +240,6 @@ class Program:
                     }
                 )
         return found
-
-    def puts(self) -> list[tuple[Operation, list[str]]]:
-        """Return each collective once, with the shapes that a device puts in.
-
-        A TPU's program may have one in pieces, within kernels, that share a channel.
-        """
-        scheduled = {x.name for x in self._all()}
-        found: dict[Any, tuple[Operation, list[str]]] = {}
-        for inner in self.computations.values():
-            for x in inner.values():
-                if x.collective:
-                    piece = re.search(r"channel_id=\d+", x.rest)
-                    key: Any = x.name
-                    if piece and x.name not in scheduled:
-                        key = x.collective, piece[0]
-                    found[key] = x, [inner[name].shape for name in x.operands]
-        return list(found.values())
 
 
 def groups(text: str) -> list[list[int]]:

@@ -5,7 +5,6 @@ python examples/benchmarks programs.report FILE.jsonl
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import tyro
 from common.journal import Line, read
@@ -20,13 +19,6 @@ HEAD = (
     "temporaries, buckets",
     "collectives: MB, kernels beside",
     "compile, s",
-)
-NONE = {"count": 0, "bytes": 0}
-SLICED_HEAD = (
-    "method",
-    "between replicas: kB of a device",
-    "within a replica",
-    "beyond one replica alone",
 )
 
 
@@ -79,50 +71,12 @@ def _branches(line: Line) -> str:
     )
 
 
-def _said(x: Line, sign: str = "") -> str:
-    size = x["bytes"] / 1e3
-    return f"{x['count']:{sign}} {x['kind']} {x['dtypes']}: {size:{sign},.0f}"
-
-
-def _beyond(line: Line, alone: Line) -> list[Line]:
-    """Return what is more or less within a replica than in a program of it alone."""
-    more: dict[Any, Line] = {}
-    for sign, found in ((1, line), (-1, alone)):
-        for x in found["within"]:
-            what = {"kind": x["kind"], "dtypes": x["dtypes"]}
-            change = more.setdefault(tuple(what.values()), what | NONE)
-            change["count"] += sign * x["count"]
-            change["bytes"] += sign * x["bytes"]
-    return [x for _, x in sorted(more.items()) if x["count"] or x["bytes"]]
-
-
-def sliced_row(line: Line, alone: Line) -> list[str]:
-    """Return a method's collectives, beside those of one replica by itself."""
-    within = line["within"]
-    count, size = (sum(x[name] for x in within) for name in ("count", "bytes"))
-    return [
-        line["method"],
-        "; ".join(map(_said, line["across"])) or "none",
-        f"{count}: {size / 1e3:,.0f}",
-        "; ".join(_said(x, "+") for x in _beyond(line, alone)) or "none",
-    ]
-
-
-def _of_size(lines: list[Line]) -> list[str]:
-    """Return the table of one size where the compiler shards the model."""
-    alone = next(x for x in lines if x["method"] == "alone")
-    return [markdown([SLICED_HEAD, *(sliced_row(x, alone) for x in lines)])]
-
-
 def text(path: Path) -> str:
     """Return the tables of a record in Markdown."""
     head, lines = read(path)
     parts = [f"Programs for {head['configuration']['device']}"]
     for millions in sorted({x["millions"] for x in lines}):
         here = [x for x in lines if x["millions"] == millions]
-        if "inner" in head["configuration"]:
-            parts += _of_size(here)
-            continue
         dense = next(x for x in here if x["method"] == "dense")
         parts += [
             f"{dense['entries']:,} entries; the dense step has {dense['kernels']}"

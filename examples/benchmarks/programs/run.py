@@ -10,17 +10,12 @@ compile. It runs on any machine with Linux, and needs no TPU and no GPU:
     pip install -e '.[examples,cuda]'             # 4.6 GB
     python examples/benchmarks programs --device h100 --out FILE.jsonl
     python examples/benchmarks programs.report FILE.jsonl
-
-With `--inner 2 2` the compiler shards the GPT of each of two replicas over four
-devices. The record then has all collectives: those between replicas, and those within.
 """
 
 import dataclasses
 import importlib.metadata
 import json
-import math
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -36,12 +31,12 @@ os.environ.update(
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from common.journal import Journal, Line
 from jax.experimental import topologies
+from training import file_name
 
 import gravac_jax as gravac
-from programs import gpt, sliced
+from programs import gpt
 from programs.reading import Program
 
 # An NVIDIA H100 with NVLink, as XLA's GpuTargetConfigProto has it.
@@ -59,9 +54,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 ROWS = 1  # windows of a replica: few activations, so that temporaries are buckets
-# Of every8...: the program of a step that exchanges nothing. Of a ladder: the program
-# of one rung, as gravac.train_step compiles it for an accelerator.
-LOCAL_STEP, ONE_RUNG = "between", re.compile(r"rung(\d)")
+DEVICES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,31 +63,26 @@ class Args:
 
     Args:
       out: The record, JSONL; what is in it is not compiled again.
-      methods: Names as in training/methods.py; Adam follows if the memory has none.
-        "between" before an every...: a step of its rounds that exchanges nothing;
-        "rung3" before one with a ladder: the program of its fourth rung.
-      device: What to compile for: four of them, or those of two replicas.
+      methods: Names as in training/methods.py; Adam follows exchanged gradients.
+      device: What to compile for: four of them.
       millions: Entries of the model, in millions: 1, 25 or 100.
+      rung: The rung whose program is compiled, as gravac.train_step does for an
+        accelerator; None for the branches of all rungs.
       texts: A folder for the programs themselves.
-      inner: Devices of a replica along "fsdp" and "tp"; none for one device each. There
-        are two more methods then, by a plain jit: "jit", and "alone" of one replica.
     """
 
     out: Path
-    methods: tuple[str, ...] = ("dense", "allreduced16", "default")
+    methods: tuple[str, ...] = ("dense", "adamw Bits(2)", "adamw Fastest()")
     device: Literal["v5e", "h100"] = "v5e"
     millions: tuple[int, ...] = (1, 25)
+    rung: int | None = None
     texts: Path | None = None
-    inner: tuple[int, ...] = ()
 
 
-def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
+def lowered(name: str, millions: int, rung: int | None, mesh: Any) -> tuple[Any, int]:
     """Return a method's step, lowered for the devices of `mesh`, and its params."""
-    known: dict[str, Any] = {"is_due": False} if name.startswith(LOCAL_STEP) else {}
-    if rung := ONE_RUNG.match(name):
-        known = {"rung": int(rung[1])}
-    method = ONE_RUNG.sub("", name, count=1).removeprefix(LOCAL_STEP)
-    step = gpt.step(method, millions, known)
+    step = gpt.step(name, millions)
+    known = {} if rung is None else {"rung": rung}
     tokens = jax.ShapeDtypeStruct((ROWS, gpt.LENGTH), jnp.int32)
     params = jax.eval_shape(step.model.init, jax.random.key(0), tokens)
     opt_state = jax.eval_shape(step.tx.init, params)
@@ -113,7 +101,7 @@ def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
         sharding=jax.NamedSharding(mesh, jax.P("data")),
     )
     mapped = jax.shard_map(
-        lambda *args: step.take(*args)[:2],
+        lambda *args: step.take(*args, **known)[:2],
         mesh=mesh,
         in_specs=(*specs, jax.P("data")),
         out_specs=specs,
@@ -122,36 +110,30 @@ def lowered(name: str, millions: int, mesh: Any) -> tuple[Any, int]:
     return jax.jit(mapped, donate_argnums=(0, 1)).lower(*state, batch), entries
 
 
-def described(device: str, count: int) -> tuple[list[Any], dict[str, str]]:
+def described(device: str) -> tuple[list[Any], dict[str, str]]:
     """Return devices of a kind, and the version of what compiles for them."""
     if device == "v5e":
-        topology = topologies.get_topology_desc(f"v5e:2x{count // 2}", "tpu")
+        topology = topologies.get_topology_desc(f"v5e:2x{DEVICES // 2}", "tpu")
         package = "libtpu"
     else:
         topology = topologies.get_topology_desc(
-            "", "cuda", target_config=H100, topology=f"1x1x{count}"
+            "", "cuda", target_config=H100, topology=f"1x1x{DEVICES}"
         )
         package = "jax-cuda13-pjrt"
     return topology.devices, {package: importlib.metadata.version(package)}
 
 
-def compiled(name: str, millions: int, step: Any, texts: Path | None) -> Any:
-    """Compile a lowered step, and return it, its program and the seconds it took."""
+def read(name: str, millions: int, mesh: Any, args: Args) -> Line:
+    """Compile a method's step, and return what its program shows."""
+    step, entries = lowered(name, millions, args.rung, mesh)
     start = time.perf_counter()
     made = step.compile()
     seconds = time.perf_counter() - start
     text = made.as_text() or ""
-    if texts:
-        texts.mkdir(parents=True, exist_ok=True)
-        (texts / f"{name}_{millions}.txt").write_text(text)
-    return made, Program(text), round(seconds, 1)
-
-
-def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
-    """Compile a method's step, and return what its program shows."""
-    step, entries = lowered(name, millions, mesh)
-    made, program, seconds = compiled(name, millions, step, texts)
-    bucket_bytes = 4 * entries
+    if args.texts:
+        args.texts.mkdir(parents=True, exist_ok=True)
+        (args.texts / f"{file_name(name)}_{millions}.txt").write_text(text)
+    program, bucket_bytes = Program(text), 4 * entries
     cost, memory = program.cost(), made.memory_analysis()
     branches = [[vars(y) for y in x.branches] for x in program.conditionals]
     return {
@@ -163,31 +145,17 @@ def read(name: str, millions: int, mesh: Any, texts: Path | None) -> Line:
         "conditionals": branches,
         "temporaries": round(memory.temp_size_in_bytes / bucket_bytes, 2),
         "collectives": program.collectives(mesh.size),
-        "compile_seconds": seconds,
+        "compile_seconds": round(seconds, 1),
     }
-
-
-def read_sliced(name: str, millions: int, devices: Any, texts: Path | None) -> Line:
-    """Do so where the compiler shards the GPT, over `devices[replica, fsdp, tp]`."""
-    mesh = sliced.mesh_of(devices[:1] if name == sliced.ALONE else devices)
-    step = sliced.lowered(name, millions, mesh, ROWS)
-    _, program, seconds = compiled(name, millions, step, texts)
-    counts = sliced.counted(program, devices[0].size)
-    return {**counts, "compile_seconds": seconds}
 
 
 def main(args: Args) -> None:
     """Compile each method's step, and print its line."""
-    shape = (sliced.REPLICAS, *args.inner) if args.inner else (4,)
-    devices, version = described(args.device, math.prod(shape))
-    inner = {"inner": args.inner} if args.inner else {}
-    journal = Journal(args.out, {"device": args.device, **inner, **version})
-    place: Any = np.array(devices).reshape(shape)
-    how: Any = read_sliced
-    if not args.inner:
-        how, place = read, jax.sharding.Mesh(place, ("data",))
+    devices, version = described(args.device)
+    journal = Journal(args.out, {"device": args.device, "rung": args.rung, **version})
+    mesh = jax.sharding.Mesh(devices, ("data",))
     for millions in args.millions:
         for name in args.methods:
-            make = lambda name=name, n=millions: how(name, n, place, args.texts)
+            make = lambda name=name, n=millions: read(name, n, mesh, args)
             line = journal.once(make, method=name, millions=millions)
             print(json.dumps(line), flush=True)

@@ -22,7 +22,7 @@ import tyro
 from common import hosts
 from common.journal import Journal, Line, read
 from common.network import Network
-from common.report import rate, show, spread, table
+from common.report import markdown, rate, spread
 from step_seconds.run import link_of, missing_of
 from step_seconds.worker import Link
 
@@ -114,8 +114,8 @@ def start_job(args: Args, n: int, figures: list[str]) -> None:
 
 def main(args: Args) -> None:
     """Time, and print the table."""
-    columns = ("method", "hosts", "Mbit/s", "step, ms (quartiles)", "compute")
-    rows = (
+    columns = ["method", "hosts", "Mbit/s", "step, ms (quartiles)", "compute"]
+    rows = [
         [
             x["method"],
             str(x["hosts"]),
@@ -124,5 +124,5 @@ def main(args: Args) -> None:
             f"{1e3 * x['compute_seconds'][1]:.1f}",
         ]
         for x in measure(args)
-    )
-    show(table(columns, rows))
+    ]
+    print(markdown([columns, *rows]))

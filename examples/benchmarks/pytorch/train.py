@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.journal import Journal, Line, configuration, read
-from common.report import show, table
+from common.report import markdown
 from common.statistics import reached
 
 
@@ -82,9 +82,9 @@ def race(args: Args) -> list[Line]:
 def main(args: Args) -> None:
     """Train, and print the steps to the target."""
     runs = race(args)
-    rows = []
+    rows = [["method", "steps to the target, by seed"]]
     for name in args.methods:
         found = [x for x in runs if x["method"] == name]
         steps = [reached(x["losses"], x["steps"], x["target"]) for x in found]
         rows.append([name, ", ".join("-" if x is None else f"{x:.0f}" for x in steps)])
-    show(table(("method", "steps to the target, by seed"), rows))
+    print(markdown(rows))

@@ -1,4 +1,4 @@
-"""Run the quickstart over several seeds and controllers, paired.
+"""Run the quickstart over several seeds, with gradients sent in several ways, paired.
 
 Every line of the record is one run; the runs of a seed share initial params and
 batches. Each run has four replicas, on virtual devices.
@@ -7,15 +7,14 @@ batches. Each run has four replicas, on virtual devices.
 import dataclasses
 import statistics
 from pathlib import Path
-from typing import Any
 
 import jax
 import quickstart
 from common.journal import Journal, Line
-from common.report import show, table
+from common.report import markdown
 from rich.console import Console
-
-import gravac_jax as gravac
+from training.methods import DENSE
+from training.sends import parse
 
 REPLICAS = 4
 FIGURES = ("payload_factor", "wire_factor", "network_ms", "step_ms")
@@ -27,59 +26,43 @@ class Args:
 
     Args:
       out: The record, JSONL; runs that are in it are not made again.
+      sends: What runs send besides dense gradients; one run for each.
       seeds: The number of seeds, which are 0, 1, ...
-      least_progress: What a step must be worth to Fastest; one run for each.
-      epsilons: The smallest gain that GraVAC may send; one run for each.
-      factors: Static factors; one run for each.
       steps: Steps of each run.
     """
 
     out: Path
+    sends: tuple[str, ...] = ("Fastest()", "Fastest(least_progress=0.9)", "GraVAC()")
     seeds: int = 5
-    least_progress: tuple[float, ...] = (0.0, 0.9)
-    epsilons: tuple[float, ...] = (gravac.GraVAC.epsilon,)
-    factors: tuple[float, ...] = ()
     steps: int = quickstart.Config.steps
 
 
-def controllers(args: Args) -> dict[str, Any]:
-    """Return the controller of every run of one seed, by name."""
-    return {
-        "dense": gravac.Fixed(factor=1),
-        **{
-            f"Fastest, progress {x:g}": gravac.Fastest(least_progress=x)
-            for x in args.least_progress
-        },
-        **{f"GraVAC, epsilon {x:g}": gravac.GraVAC(epsilon=x) for x in args.epsilons},
-        **{f"factor {x:g}": gravac.Fixed(factor=x) for x in args.factors},
-    }
-
-
-def train(name: str, controller: Any, seed: int, steps: int) -> Line:
+def train(name: str, seed: int, steps: int) -> Line:
     """Make one run and return its figures.
 
     Raises:
       SystemExit: If it was stopped.
     """
     config = quickstart.Config(replicas=REPLICAS, seed=seed, steps=steps)
-    run = quickstart.train(name, controller, config, Console())
+    send = parse("Dense()" if name == DENSE else name)
+    run = quickstart.train(name, send, config, Console())
     if len(run.loss) < steps:
         raise SystemExit(f"{name} was stopped; what is complete is kept")
-    seconds, factors = run.figures["network_seconds"], run.figures["factor"]
+    rungs = run.figures["rung"]
     return {
         "held_out": round(run.held_out, 5),
         "payload_factor": round(run.smaller("payload"), 3),
         "wire_factor": round(run.smaller("wire"), 3),
-        "network_ms": round(1e3 * statistics.mean(seconds), 2),
+        "network_ms": round(1e3 * statistics.mean(run.figures["network_seconds"]), 2),
         "step_ms": round(1e3 * run.step_seconds, 1),
-        "factors": [round(x) for x in factors[:: max(1, steps // 24)]],
+        "rungs": [int(x) for x in rungs[:: max(1, steps // 24)]],
     }
 
 
 def rows(lines: list[Line]) -> list[list[str]]:
-    """Return medians over the seeds of each run, with their range."""
-    dense = {x["seed"]: x["held_out"] for x in lines if x["run"] == "dense"}
-    found = []
+    """Return medians over the seeds, and their range; the heading comes first."""
+    dense = {x["seed"]: x["held_out"] for x in lines if x["run"] == DENSE}
+    found = [["run", "n", "gap to dense, %", *FIGURES]]
     for name in dict.fromkeys(x["run"] for x in lines):
         mine = [x for x in lines if x["run"] == name]
         gaps = [100 * (x["held_out"] / dense[x["seed"]] - 1) for x in mine]
@@ -96,10 +79,8 @@ def main(args: Args) -> None:
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     journal = Journal(args.out, {"steps": args.steps})
     for seed in range(args.seeds):
-        for name, controller in controllers(args).items():
-            key = {"seed": seed, "run": name, "controller": repr(controller)}
-            if not journal.find(**key):
-                journal.append({**key, **train(name, controller, seed, args.steps)})
-    title = f"{args.steps} steps: median over n paired seeds (smallest-largest)"
-    columns = ("run", "n", "gap to dense, %", *FIGURES)
-    show(table(columns, rows(journal.lines), title))
+        for name in (DENSE, *args.sends):
+            make = lambda name=name, seed=seed: train(name, seed, args.steps)
+            journal.once(make, seed=seed, run=name)
+    print(f"{args.steps} steps: median over n paired seeds (smallest-largest)\n")
+    print(markdown(rows(journal.lines)))

@@ -27,11 +27,6 @@ class Result:
         return number(self.final["loss"])
 
     @property
-    def payload_factor(self) -> float:
-        """Dense payload bytes over payload bytes, of the whole run."""
-        return self.final["dense_bytes"] / max(1, self.final["payload_bytes"])
-
-    @property
     def wire_factor(self) -> float:
         """Dense wire bytes over wire bytes, of the whole run."""
         return self.final["dense_wire_bytes"] / max(1, self.final["wire_bytes"])

@@ -4,7 +4,7 @@ Every method gets the same task, initial params and batches per seed, and the sa
 budget to tune its learning rate: one run for each of a few multiples of the task's own
 rate, judged by the validation loss of a seed that is used for nothing else. The runs
 that count then report the test loss. One JSONL line per evaluation; a run that was cut
-off is made again. Without `--at-once`, the same command writes the same file.
+off is made again. The same command writes the same file.
 """
 
 import dataclasses
@@ -15,10 +15,9 @@ from typing import Annotated
 import jax
 import tyro
 from common.journal import Journal, Line
-from common.report import show
 from rich.console import Console
 from rich.progress import Progress
-from training.methods import arguments, is_recipe
+from training.methods import method
 
 from quality import report
 from quality.results import tuned
@@ -36,16 +35,13 @@ class Args:
       out: The record, JSONL; runs that are in it are not made again.
       methods: Names as in training/methods.py; gaps are to "dense".
       seeds: The number of runs that count; their seeds are 0, 1, ...
-      at_once: Runs of a method that one program makes side by side. More than one fill
-        an accelerator, and run all branches of a method that chooses.
       setting: What all runs of the record share.
     """
 
     data_dir: Path
     out: Path
-    methods: tuple[str, ...] = ("dense", "default", "fixed10", "fixed100", "fixed1000")
+    methods: tuple[str, ...] = ("dense", "own Fastest()", "own Bits(2)", "TopK(100)")
     seeds: int = 5
-    at_once: int = 1
     setting: Annotated[Setting, tyro.conf.OmitArgPrefixes] = Setting()  # noqa: RUF009
 
 
@@ -75,19 +71,6 @@ def is_done(trial: Trial, lines: list[Line]) -> bool:
     return any(trial.owns(x) and x["step"] == trial.steps for x in lines)
 
 
-def side_by_side(missing: list[Trial], at_once: int) -> list[list[Trial]]:
-    """Divide runs into groups of one method and phase, in the order of first runs."""
-    groups: list[list[Trial]] = []
-    newest: dict[tuple[str, str], list[Trial]] = {}
-    for trial in missing:
-        kind = trial.phase, trial.method
-        if kind not in newest or len(newest[kind]) == at_once:
-            newest[kind] = []
-            groups.append(newest[kind])
-        newest[kind].append(trial)
-    return groups
-
-
 def make_runs(args: Args, console: Console) -> None:
     """Make what is missing in the file.
 
@@ -104,15 +87,13 @@ def make_runs(args: Args, console: Console) -> None:
         for _ in ("tune", "test"):  # the second is planned from what the first finds
             planned = trials(args, learning_rate, journal.lines)
             missing = [x for x in planned if not is_done(x, journal.lines)]
-            for group in side_by_side(missing, args.at_once):
-                title = ", ".join(x.name for x in group)
-                bar = progress.add_task(title, total=group[0].steps)
+            for trial in missing:
+                bar = progress.add_task(trial.name, total=trial.steps)
                 tick = functools.partial(progress.advance, bar)
-                run(group, bench, journal, tick)
+                run(trial, bench, journal, tick)
                 progress.remove_task(bar)
-                last = journal.lines[-len(group) :]
-                for trial, line in zip(group, last, strict=True):
-                    console.print(f"{trial.name}: {line['loss']} {unit}")
+                loss = journal.lines[-1]["loss"]
+                console.print(f"{trial.name}: {loss} {unit}", markup=False)
 
 
 def check(args: Args) -> None:
@@ -122,15 +103,14 @@ def check(args: Args) -> None:
       SystemExit: For an unknown method, and counts or multiples that are not positive.
     """
     for name in args.methods:
-        if not is_recipe(name):
-            arguments(name)
+        method(name)
     setting = args.setting
     evaluations = setting.evaluations, setting.evaluation_rows
     rows = 1 if setting.rows is None else setting.rows
-    counts = args.seeds, args.at_once, setting.replicas, rows, setting.steps
+    counts = args.seeds, setting.replicas, rows, setting.steps
     if min(*counts, *evaluations) < 1:
         raise SystemExit(
-            "seeds, at-once, replicas, rows, steps and evaluations must be at least 1"
+            "seeds, replicas, rows, steps and evaluations must be at least 1"
         )
     if not setting.multiples or min(setting.multiples) <= 0:
         raise SystemExit("--multiples must be above 0")
@@ -143,4 +123,4 @@ def main(args: Args) -> None:
         make_runs(args, Console())
     except ValueError as error:  # DataError, or too little data for a batch
         raise SystemExit(str(error)) from None
-    show(*report.tables([args.out]))
+    print(report.text([args.out]))

@@ -1,28 +1,20 @@
-"""Make runs of `quality`: one, or several of a method side by side."""
+"""Make one run of `quality`."""
 
 import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from common.journal import Journal, Line
-from common.training import held_out_loss
+from common.training import held_out_loss, train_step
 from tasks import Task, load, pipeline
-from training.methods import (
-    OPTIMIZERS,
-    after,
-    arguments,
-    is_local,
-    is_recipe,
-    recipe,
-)
+from training.methods import OPTIMIZERS, method
 
 import gravac_jax as gravac
 
@@ -38,10 +30,9 @@ class Setting:
       steps: Steps of each run.
       schedule: The course of the learning rate, after a warm-up of a twentieth of the
         steps.
-      optimizer: What follows the exchange; momentum SGD is Nesterov's with 0.9.
+      optimizer: What follows an exchange of gradients; SGD has Nesterov's momentum 0.9.
       multiples: Learning rates to try for every method, in units of the task's own. A
         single one is taken without a trial.
-      clip: The largest global norm of the averaged gradient.
       evaluations: Evaluations in `steps` steps, evenly spaced.
       evaluation_rows: Held-out examples, the same ones each time; whole batches of 128.
     """
@@ -53,7 +44,6 @@ class Setting:
     schedule: Literal["cosine", "constant"] = "cosine"
     optimizer: Literal["sgd", "adam", "muon"] = "sgd"
     multiples: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    clip: float = 1.0
     evaluations: int = 20
     evaluation_rows: int = 512
 
@@ -100,42 +90,24 @@ class Bench:
         self.compiled = functools.cache(self._compile)
         self.held_out = functools.cache(self._held_out)
 
-    def transformation(
-        self, method: str, learning_rate: Any = 0.0
+    def optimizer(
+        self, name: str, learning_rate: Any = 0.0
     ) -> optax.GradientTransformationExtraArgs:
-        """Return a method's optimizer; whole ones know their learning rate."""
-        optimizer = OPTIMIZERS[self.setting.optimizer]
-        if is_recipe(method):
-            scale = optax.scale_by_learning_rate(learning_rate)
-            return optax.with_extra_args_support(recipe(method, optimizer, scale))
-        chosen = arguments(method)
-        rest = after(chosen, optimizer, self.setting.clip)
-        return optax.chain(gravac.transform(**chosen), *rest)
+        """Return a method's optimizer."""
+        after = OPTIMIZERS[self.setting.optimizer]
+        return method(name).optimizer(after, learning_rate)
 
-    def _compile(self, method: str, is_one: bool) -> Any:
+    def _compile(self, name: str) -> Any:
         # The learning rate is an argument, so that a method compiles once for all runs.
-        def train_step(
+        def step_of_one(
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
-            tx, where = self.transformation(method, learning_rate), params
-            is_own = is_local(method)
-            if is_recipe(method):  # its updates are params' own
-                learning_rate = jnp.float32(-1)
-            if is_own:
-                # What follows in the chain has no learning rate: it is applied here.
-                own = gravac.local_params(tx, params, opt_state)
-                where = jax.tree.map(
-                    lambda p, x: p - learning_rate * (x - p), params, own
-                )
-            loss, grads = gravac.value_and_grad(self.task.loss)(where, batch)
-            updates, opt_state = tx.update(
-                grads, opt_state, params, at_own_params=is_own
-            )
-            params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
-            return params, opt_state, loss, optax.tree.get(opt_state, "StepInfo")
+            tx = self.optimizer(name, learning_rate)
+            step = train_step(tx, self.task.loss, method(name).is_own)
+            params, opt_state, loss = step(params, opt_state, batch)
+            return params, opt_state, (loss, optax.tree.get(opt_state, "StepInfo"))
 
-        step = gravac.simulate(train_step, self.setting.replicas)
-        return step if is_one else jax.jit(jax.vmap(step), donate_argnums=(0, 1))
+        return gravac.simulate(step_of_one, self.setting.replicas)
 
     def _held_out(self, phase: str) -> Callable[[Any], float]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
@@ -154,7 +126,7 @@ class Bench:
 
     def start(self, trial: Trial) -> Any:
         """Return the initial state; the params depend on the seed alone."""
-        tx = self.transformation(trial.method)
+        tx = self.optimizer(trial.method)
         params = self.init(jax.random.key(trial.seed))
         return gravac.place((params, tx.init(params)), self.setting.replicas)
 
@@ -163,52 +135,6 @@ class Bench:
         replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
         train = self.task.train
         return pipeline.batches(train, rows=rows, replicas=replicas, seed=seed)
-
-
-class SideBySide:
-    """Runs of one method as one: their arrays are stacked along a new first axis.
-
-    They fill an accelerator that one small model leaves idle. Under `vmap` all branches
-    of a conditional run, so a single run is left as it is.
-
-    Args:
-      bench: The task.
-      trials: The runs, of one method and as many steps.
-    """
-
-    def __init__(self, bench: Bench, trials: Sequence[Trial]):
-        self.trials, self._schedule = trials, bench.setting.schedule
-        self._is_one = len(trials) == 1
-        self._step = bench.compiled(trials[0].method, self._is_one)
-        self._state = self._stacked(map(bench.start, trials), jnp.stack)
-        self._streams = {x.seed: bench.batches(x.seed) for x in trials}
-
-    def step(self, i: int) -> Any:
-        """Take step `i` of all runs, and return their losses and infos."""
-        rates = [learning_rate_at(i, x, self._schedule) for x in self.trials]
-        rate = self._stacked(np.asarray(rates, np.float32), np.stack)
-        batches = {seed: next(stream) for seed, stream in self._streams.items()}
-        batch = self._stacked([batches[x.seed] for x in self.trials], np.stack)
-        *self._state, loss, info = self._step(*self._state, batch, learning_rate=rate)
-        return loss, info
-
-    @property
-    def params(self) -> list[Any]:
-        """The shared params of each run."""
-        return self.divided(self._state[0])
-
-    def divided(self, tree: Any) -> list[Any]:
-        """Return the part of each run."""
-        if self._is_one:
-            return [tree]
-        part = lambda i: jax.tree.map(lambda x: x[i], tree)
-        return [part(i) for i in range(len(self.trials))]
-
-    def _stacked(self, trees: Iterable[Any], stack: Any) -> Any:
-        first, *others = trees
-        if self._is_one:
-            return first
-        return jax.tree.map(lambda *leaves: stack(leaves), first, *others)
 
 
 def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:
@@ -222,55 +148,45 @@ def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:
     return trial.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
-def run(trials: Sequence[Trial], bench: Bench, journal: Journal, tick: Any) -> None:
-    """Make runs side by side, and add a line of each for each evaluation.
+def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
+    """Make one run, and add a line for each evaluation.
 
     Args:
-      trials: The runs, of one method and phase.
+      trial: The run.
       bench: The task and its compiled steps.
-      journal: The record; lines of the runs from before they were cut off are dropped.
+      journal: The record; lines of the run from before it was cut off are dropped.
       tick: A function that is called after every step.
     """
-    journal.drop(lambda line: any(x.owns(line) for x in trials))
-    every = max(1, bench.setting.steps // bench.setting.evaluations)
-    together = SideBySide(bench, trials)
-    totals: list[Line] = [{} for _ in trials]
+    journal.drop(trial.owns)
+    setting, step = bench.setting, bench.compiled(trial.method)
+    every = max(1, setting.steps // setting.evaluations)
+    state, batches = bench.start(trial), bench.batches(trial.seed)
+    totals: Line = {}
     pending: list[Any] = []
-    steps = trials[0].steps
-    for i in range(steps):
-        pending.append(together.step(i))
+    for i in range(trial.steps):
+        rate = np.float32(learning_rate_at(i, trial, setting.schedule))
+        *state, figures = step(*state, next(batches), learning_rate=rate)
+        pending.append(figures)
         tick()
-        if (i + 1) % every == 0 or i + 1 == steps:
-            found = [together.divided(x) for x in jax.device_get(pending)]
+        if (i + 1) % every == 0 or i + 1 == trial.steps:
+            held_out = finite(bench.held_out(trial.phase)(state[0]))
+            found = add_up(totals, jax.device_get(pending))
             pending.clear()
-            parts = zip(
-                trials, together.params, totals, zip(*found, strict=True), strict=True
-            )
-            for trial, params, total, own in parts:
-                held_out = bench.held_out(trial.phase)(params)
-                figures = add_up(total, own, bench.setting.replicas)
-                line = {"step": i + 1, "loss": finite(held_out), **figures}
-                journal.append({**trial.own, **line})
+            journal.append({**trial.own, "step": i + 1, "loss": held_out, **found})
 
 
-def add_up(totals: Line, steps: Sequence[Any], replicas: int) -> Line:
-    """Add the steps since the last evaluation to `totals`, and return their figures.
-
-    A coordinate touch is one replica sending one coordinate: N / factor a step.
-    """
+def add_up(totals: Line, steps: Sequence[Any]) -> Line:
+    """Add the steps since the last evaluation to `totals`, and return their figures."""
     for name in ("payload_bytes", "wire_bytes", "dense_bytes", "dense_wire_bytes"):
         sent = sum(int(getattr(info, name)) for _, info in steps)
         totals[name] = totals.get(name, 0) + sent
-    touches = sum(replicas / float(info.factor) for _, info in steps)
-    totals["touches"] = totals.get("touches", 0.0) + touches
     last = steps[-1][1]
     return {
         "training_loss": finite(float(np.mean([loss for loss, _ in steps]))),
-        "factor": finite(float(last.factor)),
+        "rung": int(last.rung),
         "gain": round(float(last.gain), 6),
         "bad_steps": int(last.bad_steps),
         **totals,
-        "touches": round(totals["touches"], 3),
     }
 
 

@@ -1,11 +1,9 @@
 """The methods whose steps are timed: what each exchanges, and its compiled steps.
 
-`dense` (float32) and `densehalf` (float16) are plain all-reduces, the baselines that a
-compressed step must beat. All others are methods of `training.methods`: `dense16` is
-`gravac.DenseMean("bfloat16")`, `fixed10` the static factor 10.
+"dense" (float32) and "dense float16" are plain all-reduces, the baselines that a
+compressed step must beat. All others are methods of `training.methods`.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,14 +15,16 @@ import optax
 from common.training import train_step
 from jax.flatten_util import ravel_pytree
 from tasks import Task
-from training.methods import OPTIMIZERS, after, arguments, is_local
+from training.methods import DENSE, MAX_NORM, OPTIMIZERS, method
 
 import gravac_jax as gravac
 
-BASELINES = ("dense", "dense16", "densehalf")
+HALF = "dense float16"
+PLAIN: dict[str, Any] = {DENSE: jnp.float32, HALF: jnp.float16}
+BASELINES = (DENSE, 'Dense("bfloat16")', HALF)
 
 
-def all_reduce(dtype: Any, axis_name: str = "data") -> optax.GradientTransformation:
+def all_reduce(dtype: Any, axis_name: str | None) -> optax.GradientTransformation:
     """Return a mean over replicas by one all-reduce of all gradients, in `dtype`.
 
     Each replica divides by N and rounds before the sum, as PyTorch's float16 hook
@@ -38,83 +38,41 @@ def all_reduce(dtype: Any, axis_name: str = "data") -> optax.GradientTransformat
         mine = (flat / jax.lax.axis_size(axis_name)).astype(dtype)
         return unravel(jax.lax.psum(mine, axis_name).astype(flat.dtype))
 
-    return optax.stateless(update)
+    return optax.identity() if axis_name is None else optax.stateless(update)
 
 
-def all_reduce_bytes(entries: int, replicas: int, value_bytes: int) -> float:
-    """Return what one replica sends in a ring all-reduce, in bytes."""
+def all_reduce_bytes(entries: int, replicas: int, name: str) -> float:
+    """Return what one replica sends in a baseline's ring all-reduce, in bytes."""
+    value_bytes = jnp.dtype(PLAIN[name]).itemsize
     return 2 * (replicas - 1) / replicas * value_bytes * entries
 
 
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """One way to average gradients.
-
-    Attributes:
-      name: The name on the command line.
-      exchange: The transformation that averages over the axis "data".
-      alone: The same without other replicas: all local work, with the same state.
-      ladder: The factors that it may use.
-      value_bytes: The bytes of an entry, for a plain all-reduce; None for others.
-      chosen: The arguments of `gravac.transform`.
-    """
-
-    name: str
-    exchange: optax.GradientTransformation
-    alone: Any = optax.identity()  # noqa: RUF009  a tuple of functions
-    ladder: tuple[float, ...] = (1.0,)
-    value_bytes: int | None = None
-    chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def optimizer(
-        self, kind: str, learning_rate: float
-    ) -> optax.GradientTransformation:
-        """Return this optimizer and a clip, without what the memory does before."""
-        return optax.chain(
-            *after(self.chosen, OPTIMIZERS[kind], 1.0),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether a controller chooses among several factors."""
-        return len(self.ladder) > 1
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether an exchange is one step late."""
-        return bool(self.chosen.get("delay"))
-
-    def rung(self, factor: float) -> int:
-        """Return the rung of a factor of `StepInfo`: n / k, with k a whole number."""
-        return int(np.argmin(np.abs(np.asarray(self.ladder) / factor - 1)))
-
-    def select(self, grads: Any, state: Any, rung: jax.Array) -> tuple[Any, Any]:
-        """Do at `rung` what the method does without other replicas."""
-        if self.value_bytes is not None:
-            return grads, state
-        return self.alone.update(grads, state._replace(ahead=jnp.stack([rung, rung])))
-
-
-PLAIN = {
-    "dense": Method("dense", all_reduce(jnp.float32), value_bytes=4),
-    "densehalf": Method("densehalf", all_reduce(jnp.float16), value_bytes=2),
-}
-
-
-def method(name: str) -> Method:
-    """Return the method of that name.
+def optimizer_of(
+    name: str, after: Any, rate: Any, axis_name: str | None = "data"
+) -> optax.GradientTransformationExtraArgs:
+    """Return a method's whole optimizer; without other replicas, if there is no axis.
 
     Raises:
-      SystemExit: If there is none.
+      SystemExit: If there is no method of that name.
     """
-    if name in PLAIN:
-        return PLAIN[name]
-    chosen = arguments(name, beside=PLAIN)
-    exchange = gravac.transform("data", **chosen)
-    alone = gravac.transform(axis_name=None, **chosen)
-    ladder = chosen["controller"].ladder
-    return Method(name, exchange, alone, ladder, chosen=chosen)
+    if name not in PLAIN:
+        return method(name).optimizer(after, rate, axis_name)
+    mean = all_reduce(PLAIN[name], axis_name)
+    clip, scale = (
+        optax.clip_by_global_norm(MAX_NORM),
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.with_extra_args_support(optax.chain(mean, clip, after, scale))
+
+
+def ladder_of(name: str) -> list[str]:
+    """Return the names of the encodings that a method may take."""
+    return [name] if name in PLAIN else [repr(x) for x in method(name).ladder]
+
+
+def is_own(name: str) -> bool:
+    """Return whether a method takes gradients at each replica's own params."""
+    return name not in PLAIN and method(name).is_own
 
 
 class Trainer:
@@ -151,37 +109,33 @@ class Runner:
     """A method's train step: whole, and alone, which is without other replicas.
 
     Args:
-      method: The method.
+      name: The method's name.
       task: What to train.
       params: The initial params.
       mesh: All replicas, one in each process.
-      kind: The optimizer, "sgd" or "adam".
+      kind: The optimizer that may follow the exchange.
     """
 
     def __init__(
         self,
-        method: Method,
+        name: str,
         task: Task,
         params: Any,
         mesh: jax.sharding.Mesh,
         kind: str = "sgd",
     ) -> None:
-        self.method = method
-        optimizer = method.optimizer(kind, task.learning_rate)
-        tx = optax.chain(method.exchange, optimizer)
-        whole = train_step(tx, task.loss, is_local(method.name))
+        self.name, self.is_adaptive = name, len(ladder_of(name)) > 1
+        given = name, OPTIMIZERS[kind], task.learning_rate
+        tx, local = optimizer_of(*given), optimizer_of(*given, None)
+        by_itself = train_step(local, task.loss, is_own(name), None)
 
         def alone(params: Any, opt_state: Any, batch: Any, rung: jax.Array) -> Any:
-            loss, grads = jax.value_and_grad(task.loss)(params, batch)
-            exchange_state, state = opt_state
-            updates, exchange_state = method.select(grads, exchange_state, rung)
-            updates, state = optimizer.update(updates, state, params)
-            return optax.apply_updates(params, updates), (exchange_state, state), loss
+            if name not in PLAIN:
+                opt_state = optax.tree.set(opt_state, ahead=jnp.stack([rung, rung]))
+            return by_itself(params, opt_state, batch)
 
         state = gravac.place((params, tx.init(params)), mesh)
-        step = gravac.data_parallel(whole, mesh)
-        if method.is_delayed and not method.is_adaptive:
-            step = gravac.train_step(task.loss, tx, mesh, overlap=True)
+        step = gravac.data_parallel(train_step(tx, task.loss, is_own(name)), mesh)
         self.whole = Trainer(step, state)
         self._alone = jax.jit(alone, donate_argnums=(0, 1))
 
@@ -197,11 +151,11 @@ class Runner:
         self.alone.advance(data[0], np.int32(0))
 
     def begin(self, data: Sequence[Any]) -> None:
-        """Start again; a method that chooses finds its factor on `data` first."""
+        """Start again; a method that chooses finds its encoding on `data` first."""
         self.whole.rewind()
         self.alone.rewind()
         self._last_seconds = np.float32(np.nan)
-        if not self.method.is_adaptive:
+        if not self.is_adaptive:
             return
         for batch in data:
             self.advance(batch)
@@ -212,7 +166,7 @@ class Runner:
 
     def advance(self, batch: Any) -> float:
         """Take a step, which is told how long the one before it took."""
-        times = {"step_seconds": self._last_seconds} if self.method.is_adaptive else {}
+        times = {"step_seconds": self._last_seconds} if self.is_adaptive else {}
         seconds = self.whole.advance(batch, **times)
         self._last_seconds = np.float32(seconds)
         return seconds

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import tyro
 from common.journal import Line, read
-from common.report import rate, show, spread, table
-from rich.table import Table
+from common.report import markdown, rate, spread
 
 from step_seconds.methods import BASELINES
 
@@ -25,26 +24,25 @@ class Args:
     file: tyro.conf.Positional[Path]
 
 
-def tables(path: Path) -> list[Table]:
+def text(path: Path) -> str:
     """Return a table for each number of hosts and bandwidth, in the file's order."""
     head, lines = read(path)
     place = lambda line: (line["hosts"], line["bandwidth_mbit"])
     groups = itertools.groupby(lines, place)
-    return [table_of(list(group), head["machine"]) for _, group in groups]
+    return "\n\n".join(table_of(list(x), head["machine"]) for _, x in groups)
 
 
-def table_of(lines: list[Line], machine: str) -> Table:
+def table_of(lines: list[Line], machine: str) -> str:
     """Return one network's table: milliseconds (medians), megabytes, speed-ups."""
-    line, hosts = lines[0], lines[0]["hosts"]
+    line = lines[0]
+    title = "### {hosts} hosts, {rate} ({network})\n\n{params:,} params, {steps} steps"
     bandwidth = rate(line["bandwidth_mbit"], " Mbit/s")
-    title = (
-        f"{hosts} hosts, {bandwidth} ({line['network']})\n{line['params']:,} params,"
-        f" {line['steps']} steps, {hosts} processes on {machine}"
-    )
+    title = title.format(**line, rate=bandwidth) + f", on {machine}"
     dense = {x["method"]: x for x in lines if x["method"] in BASELINES}
-    columns = ["method", "factor", "step, ms (quartiles)", *PARTS]
+    columns = ["method", "step, ms (quartiles)", *PARTS]
     columns += ["MB to send", "counted", *(f"x {name}" for name in dense), "bound"]
-    return table(columns, (cells(line, dense) for line in lines), title)
+    rows = [columns, *(cells(x, dense) for x in lines)]
+    return f"{title}\n\n{markdown(rows)}"
 
 
 def cells(line: Line, dense: dict[str, Line]) -> list[str]:
@@ -56,7 +54,6 @@ def cells(line: Line, dense: dict[str, Line]) -> list[str]:
     share = f"{1 / bound:.0%}"
     return [
         line["method"],
-        f"{line['factor']:.4g}",
         spread([1e3 * x for x in line["step_seconds"]], 1),
         *(f"{1e3 * median(line, part):.1f}" for part in PARTS),
         f"{line['wire_bytes'] / 1e6:.3f}",
@@ -73,4 +70,4 @@ def median(line: Line, part: str) -> float:
 
 def main(args: Args) -> None:
     """Print all tables of a record."""
-    show(*tables(args.file))
+    print(text(args.file))

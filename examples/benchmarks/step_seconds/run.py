@@ -26,10 +26,9 @@ With `--ratios` in place of bandwidths, a dense float32 exchange takes so many t
 long as computation did when the job began, by its bytes alone. Above 4 Gbit/s links are
 left without a limit, which the machine does not reach.
 
-A method that chooses its factor is told the seconds of its steps, and trains for some
-steps at each bandwidth before it is timed there: these are the seconds of that stretch
-of a run, not of a whole one. `factor` is that of all timed steps together, entries over
-entries sent.
+A method that chooses what it sends is told the seconds of its steps, and trains for
+some steps at each bandwidth before it is timed there: these are the seconds of that
+stretch of a run, not of a whole one. `taken` counts the steps at each encoding.
 
 The network needs root.
 """
@@ -45,12 +44,11 @@ import tyro
 from common import hosts
 from common.journal import Journal, Line
 from common.network import MAX_HOSTS
-from common.report import show
 from tasks import DataError, load
 from tasks.pipeline import batches
 
 from step_seconds import report
-from step_seconds.methods import method
+from step_seconds.methods import ladder_of
 from step_seconds.worker import Link, Setting
 
 
@@ -93,7 +91,7 @@ def check(args: Args) -> None:
     if not 1 <= setting.turns <= setting.steps:
         raise SystemExit(f"--turns must be from 1 to --steps, got {setting.turns}")
     for name in setting.methods:
-        method(name)
+        ladder_of(name)
     try:
         task = load(setting.task, args.data_dir)
         rows = task.rows if setting.rows is None else setting.rows
@@ -139,4 +137,4 @@ def main(args: Args) -> None:
     """Time, and print the tables."""
     check(args)
     measure(args)
-    show(*report.tables(args.out))
+    print(report.text(args.out))

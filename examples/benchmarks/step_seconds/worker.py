@@ -19,7 +19,7 @@ from common.journal import Line
 from common.statistics import in_turn, quartiles
 from tasks import load
 
-from step_seconds.methods import Runner, all_reduce_bytes, method
+from step_seconds.methods import PLAIN, Runner, all_reduce_bytes, ladder_of
 
 WARM_UP_STEPS = 3
 ALONE_EVERY = 4  # parts are timed of one step in so many: each costs as much again
@@ -32,20 +32,21 @@ class Setting:
     """What all lines of a record depend on.
 
     Args:
-      methods: Names as in training/methods.py, and "densehalf"; "dense" must be among
-        them.
+      methods: Names as in training/methods.py, and "dense float16"; "dense" must be
+        among them.
       task: What to train.
       rows: Examples per replica and step. Default: what the task suggests.
       optimizer: What follows the exchange of methods that do not exchange its steps.
       steps: Timed steps of each method at each bandwidth.
       turns: The number of turns in which these steps are timed.
-      settle_steps: Training steps of a method that chooses its factor, before it is
+      settle_steps: Training steps of a method that chooses what it sends, before it is
         timed at a bandwidth.
       seed: The seed of params and batches.
     """
 
     methods: tuple[str, ...] = (
-        *("dense", "dense16", "default", "fixed10", "fixed100", "fixed1000"),
+        *("dense", 'Dense("bfloat16")', "own Fastest()"),
+        *("own Bits(2)", "own Bits(1, turns=4)", "own TopK(100)"),
     )
     task: str = "lstm-bytes"
     rows: int | None = None
@@ -70,7 +71,6 @@ class Log:
     Attributes:
       whole_seconds: The seconds of whole steps.
       part_seconds: Of every fourth step: whole, alone, and the wait after it.
-      factors: The factor of each step.
       rungs: The rung of each step.
       wire_bytes: The bytes of each step, as they are declared.
       sent_bytes: The bytes of all steps, as the interface has counted them.
@@ -78,7 +78,6 @@ class Log:
 
     whole_seconds: list[float] = dataclasses.field(default_factory=list)
     part_seconds: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
-    factors: list[float] = dataclasses.field(default_factory=list)
     rungs: list[int] = dataclasses.field(default_factory=list)
     wire_bytes: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: int = 0
@@ -99,7 +98,7 @@ class Replica(Member):
         params = task.init(jax.random.key(setting.seed))
         self.params = training.size(params)
         self.runners = {
-            name: Runner(method(name), task, params, self.mesh, setting.optimizer)
+            name: Runner(name, task, params, self.mesh, setting.optimizer)
             for name in setting.methods
         }
         source = self.batches(task, setting.rows or task.rows, setting.seed)
@@ -136,7 +135,7 @@ class Replica(Member):
                 **own,
                 "method": name,
                 "params": self.params,
-                **self._summarize(log, logs["dense"]),
+                **self._summarize(name, log, logs["dense"]),
             }
             for name, log in logs.items()
         ]
@@ -145,7 +144,7 @@ class Replica(Member):
         """Return the link's bandwidth; in two digits, if it follows from a ratio."""
         if link.ratio is None:
             return link.bandwidth_mbit
-        dense_bytes = all_reduce_bytes(self.params, self.replicas, value_bytes=4)
+        dense_bytes = all_reduce_bytes(self.params, self.replicas, "dense")
         mbit = 8e-6 * dense_bytes / (link.ratio * self.compute_seconds)
         return None if mbit > MAX_MBIT else float(f"{mbit:.2g}")
 
@@ -166,22 +165,20 @@ class Replica(Member):
 
     def _time_whole(self, runner: Runner, batch: Any, log: Log) -> float:
         seconds = runner.advance(batch)
-        if value_bytes := runner.method.value_bytes:
-            factor = 1.0
-            sent = all_reduce_bytes(self.params, self.replicas, value_bytes)
+        if runner.name in PLAIN:
+            rung, sent = 0, all_reduce_bytes(self.params, self.replicas, runner.name)
         else:
             info = optax.tree.get(runner.whole.state, "StepInfo")
-            factor, sent = float(info.factor), float(info.wire_bytes)
+            rung, sent = int(info.rung), float(info.wire_bytes)
         log.whole_seconds.append(seconds)
-        log.factors.append(factor)
         log.wire_bytes.append(sent)
-        log.rungs.append(runner.method.rung(factor))
+        log.rungs.append(rung)
         return seconds
 
     def _sent_bytes(self) -> int:
         return self.links.traffic()[self.index].sent_bytes
 
-    def _summarize(self, log: Log, dense: Log) -> Line:
+    def _summarize(self, name: str, log: Log, dense: Log) -> Line:
         """Return quartiles over steps of what all processes have measured."""
         step = self.gather(log.whole_seconds).max(0)
         # [replicas, steps] each; a dense step alone is all computation.
@@ -201,10 +198,11 @@ class Replica(Member):
             "steps": len(step),
             "mean_step_seconds": round(float(step.mean()), 6),
             "timed_alone": whole.shape[1],
-            # All entries over all that were sent: rungs alternate.
-            "factor": float(1 / np.mean(1 / np.asarray(log.factors))),
-            "factors": [min(log.factors), max(log.factors)],
-            "taken": np.bincount(log.rungs).tolist(),
+            "taken": {
+                x: log.rungs.count(i)
+                for i, x in enumerate([*ladder_of(name), "local"])
+                if i in log.rungs
+            },
             "wire_bytes": float(np.mean(log.wire_bytes)),
             "interface_bytes": interface_bytes,
         }

@@ -1,1 +1,0 @@
-"""What does selection cost, beside one pass over memory and beside sorting?"""

@@ -1,0 +1,530 @@
+"""Send every entry in a few bits, or a part of the entries in turn.
+
+A bucket is cut into rows that share scales (`levels.py`). What goes in one step is a
+message of sections: the part whose turn it is, or all entries; and small leaves that
+are spared from waiting. They are the first of the bucket. If the first section is all
+entries, it has them, too, and what the second one says of them counts.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._encodings import levels
+from gravac_jax._encodings.base import Bucket, Encoding, Sent
+from gravac_jax._encodings.levels import WIDTHS, WORD_BITS, Rounded
+
+SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
+QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
+SMALL_LEAF = 16_384  # entries of a leaf that is not spared
+SPARED_BITS = 4  # of an entry of a spared leaf, at least
+SPARED_BYTES = 1 / 3  # the most that spared leaves add to a message
+LOOKED_AT_ROWS = 256  # at least, of a bucket that has as many; arbitrary
+# An entry that is not sent is missing; a rounded entry is there, too large as often as
+# too small. Fitted to eleven workloads, with 0.15 for `progress.WAITING_COST`.
+ROUNDING_WAITS = 1 / 10
+
+
+class Section(NamedTuple):
+    """A section of a message.
+
+    Attributes:
+      entries: the number of its entries.
+      length: the entries of a row, which share scales; a multiple of 32.
+      bits: the bits of an entry, as a replica sends it.
+      bits_back: the bits of an entry of the mean, if there is a second stage.
+    """
+
+    entries: int
+    length: int
+    bits: int
+    bits_back: int
+
+    def rows(self, owners: int = 1) -> int:
+        """Return how many rows each of some owners has; the last may be padded."""
+        return -(-self.entries // (self.length * owners))
+
+    def size(self, bits: int, owners: int = 1) -> int:
+        """Return the bytes of what one owner has of it, with so many bits an entry."""
+        return self.rows(owners) * levels.row_bytes(self.length, bits)
+
+
+class Message(NamedTuple):
+    """What goes in one step of a bucket of `n` entries; static.
+
+    Attributes:
+      n: entries of the bucket.
+      sections: that of the part that is due, and that of spared leaves, if any.
+    """
+
+    n: int
+    sections: tuple[Section, ...]
+
+    @property
+    def part(self) -> int:
+        """The entries of the part that is due."""
+        return self.sections[0].entries
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this part is all entries."""
+        return self.part == self.n
+
+    @property
+    def spared(self) -> int:
+        """The entries of leaves that go in every step."""
+        return sum(x.entries for x in self.sections[1:])
+
+    @property
+    def turns(self) -> int:
+        """How many parts take turns. The last may overlap the one before."""
+        return -(-(self.n - self.spared) // self.part) if self.n else 1
+
+    def starts(self, step: jax.Array | int) -> list[jax.Array | int]:
+        """Return the first entry of each section: 0, if the part is all entries."""
+        turn = self.spared + step % self.turns * self.part
+        due = jnp.minimum(turn, self.n - self.part)
+        return [due, 0][: len(self.sections)]
+
+
+class _Looked(NamedTuple):
+    """Some rows of a bucket, from which shares are estimated."""
+
+    x: jax.Array
+    rows: jax.Array
+    entries: jax.Array  # of each row
+    known: dict[Any, jax.Array]  # energies that several encodings ask for
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Bits(Encoding):
+    """All-reduces every entry in 8, 4, 2 bits or 1, whatever the number of replicas.
+
+    Nothing is selected and no index travels. It suits what has entries of like size,
+    such as the steps of Adam, of which a sparse encoding would send little.
+
+    Every replica owns as many of the rows. In the first stage it receives these from
+    all replicas and averages them. In the second it rounds the mean and sends it to
+    all. What that rounding drops, N times, stays in the owner's residual, and comes
+    with what it sends next. Two replicas exchange in one stage: a gather sends as many
+    bytes in half the messages, and rounds once.
+
+    With `turns`, each step sends a part of the bucket, and all parts take their turns:
+    `Bits(2, turns=4)` sends a quarter in each step, and every entry in four steps. That
+    is as rare as in rounds of four steps (`gravac.transform(every=4)`), but every step
+    sends the same few bytes, which a delay hides behind computation. What waits for its
+    turn waits in the memory, so take gradients at own params, as `gravac.train_step`
+    does.
+
+    In turns, and in one bit, small leaves are spared: they go in every step, in four
+    bits at least. These are leaves of fewer than 16,384 entries, the smallest first, as
+    long as they add a third at most to what a step sends. In turns, a VGG lost less
+    than half as much with it.
+
+    Law:
+      What is sent of a row is orthogonal to what is held back of it, so the gain of a
+      row is the squared cosine between both: at least 1 / `row_entries`, and 0.64,
+      0.87, 0.96 of a Gaussian at 1, 2 and 4 bits. Products round, so sent + held back
+      is the bucket within one unit in the last place of the larger. In turns, the part
+      that is due and spared leaves obey this law, and the rest of the bucket is held
+      back. What is due in a step that `gravac.guard` skips waits for its next turn. The
+      mean is that of bucket - residual, to rounding. The energy is that of the first
+      stage.
+
+    Cost:
+      2 (N - 1) alpha + (N - 1) / N (b + m) n / 8 beta with b bits an entry and m bits
+      in the second stage, and 8 bytes a row each; with two replicas alpha + b n / 8
+      beta. A dense ring costs 64 / (b + m) times as much. In turns, n is the entries of
+      a part, which has a row for each replica at least. Spared leaves come on top.
+
+    Args:
+      bits: of an entry: 8, 4, 2 or 1.
+      turns: in how many steps every entry goes once.
+      mean_bits: bits of an entry in the second stage; None for those of the first.
+        Entries of spared leaves have four at least, both ways.
+      row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
+        a quarter, if a bucket then divides into whole rows, and in buckets of fewer
+        than 16 such rows. `gravac.transform` fills up the last row with zeros.
+
+    Raises:
+      ValueError: if `bits` or `mean_bits` is not one of these widths, `turns` not a
+        positive number, or `row_entries` not a positive multiple of 32.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> bucket = gravac.Bucket(409_600)
+      >>> gravac.Bits(2).traffic(bucket, replicas=4).wire_bytes
+      154800.0
+      >>> gravac.Bits(2, turns=4).traffic(bucket, replicas=4).wire_bytes
+      43344.0
+
+    References:
+      Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et
+      al., Error feedback fixes SignSGD, ICML 2019, whose scale is this one; Tang et
+      al., 1-bit Adam, ICML 2021, whose servers also keep what they drop. For parts in
+      turn: Douillard et al., Streaming DiLoCo, arXiv 2501.18512.
+    """
+
+    bits: int
+    turns: int = 1
+    mean_bits: int | None = dataclasses.field(default=None, kw_only=True)
+    row_entries: int = dataclasses.field(default=4096, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _checks.one_of(self.bits, "bits", WIDTHS)
+        _checks.positive_integer(self.turns, "turns", "parts that go one by one")
+        if self.mean_bits is not None:
+            _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
+        _checks.multiple_of(self.row_entries, WORD_BITS, "row_entries")
+
+    @property
+    def suits_small_leaves(self) -> bool:
+        """Whether small leaves are encoded, too: yes."""
+        return True
+
+    @property
+    def sends_whole_entries(self) -> bool:
+        """Whether entries are either sent or held back: no, a part of each is sent."""
+        return False
+
+    @property
+    def needs_own_params(self) -> bool:
+        """Whether gradients should be taken at own params: in one bit, and in turns.
+
+        At the shared params a step in two bits was worth 0.77 dense ones, and a step in
+        one bit 0.43.
+        """
+        return self.bits == 1 or self.turns > 1
+
+    # What goes in one step. ---------------------------------------------------------
+
+    def _lengths(self, n: int, rows: int = SMALL_BUCKET_ROWS) -> Sequence[int]:
+        """Return the entries that a row may have, the most first.
+
+        Few entries have shorter rows, so that a few replicas can own equal parts.
+        """
+        part = -(-n // (rows * WORD_BITS)) * WORD_BITS
+        longest = min(self.row_entries, max(part, WORD_BITS))
+        return range(longest, max(longest // 4, WORD_BITS) - 1, -WORD_BITS)
+
+    def _row(self, n: int, rows: int = SMALL_BUCKET_ROWS) -> int:
+        """Return the entries of a row: at best as many as divide `n` without a rest."""
+        lengths = self._lengths(n, rows)
+        return next((x for x in lengths if n % x == 0), lengths[0])
+
+    def padded_size(self, n: int) -> int:
+        """Return the size of a bucket that holds `n` entries in few and whole rows.
+
+        It is n, if these have whole rows. The scales of a row weigh as much as 32 of
+        its entries, in two bits.
+        """
+        if n % self._row(n) == 0:
+            return n
+        cost = lambda row: -(-n // row) * (row + WORD_BITS)
+        lengths = self._lengths(n)
+        quick = [row for row in lengths if row % QUICK_ROW == 0]
+        row = min(quick or lengths, key=cost)
+        return -(-n // row) * row
+
+    def _owners(self, replicas: int) -> int:
+        """Return among how many replicas rows are divided: one, if there is no need."""
+        is_one_stage = replicas <= 2 and self.bits <= (self.mean_bits or self.bits)
+        return 1 if is_one_stage else replicas
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def message(self, bucket: Bucket, replicas: int) -> Message:
+        """Return what goes in one step: all entries, or those of some whole rows."""
+        n = bucket.n
+        plain, row = self._with_spared(n, 0, replicas), self._row(n)
+        if plain.is_whole and self.bits > 1:
+            return plain
+        # If the part is all entries, spared leaves end where one of its rows does.
+        is_fine = not plain.is_whole and row % (4 * WORD_BITS) == 0
+        unit = row // 4 if is_fine else row
+        ends = {-(-end // unit) * unit for end in _small_ends(bucket.shapes)}
+        spared = sorted(end for end in ends if end < n)
+        sent = lambda end: self._with_spared(n, end, replicas)
+        traffic = lambda x: self._message_traffic(x, replicas)
+        most = (1 + SPARED_BYTES) * traffic(plain).payload_bytes
+        size = lambda end: traffic(sent(end)).payload_bytes
+        fitting = bisect.bisect_right(spared, most, key=size)
+        chosen = sent(spared[fitting - 1]) if fitting else plain
+        # Else a few leaves would make the step a dense one.
+        dense = _collectives.mean_traffic(n, replicas).wire_bytes
+        return chosen if traffic(chosen).wire_bytes <= dense else plain
+
+    def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
+        """Return what goes in one step if so many entries are spared."""
+        row, bits, back = self._row(n), self.bits, self.mean_bits or self.bits
+        least = self._owners(replicas)
+
+        def part_of(entries: int) -> int:
+            rows = -(-entries // row)
+            return min(entries, max(-(-rows // self.turns), least) * row)
+
+        part = n if part_of(n) == n else part_of(n - spared)
+        sections = [Section(part, self._row(part), bits, back)]
+        if spared:
+            rows = -(-SMALL_BUCKET_ROWS // least) * least
+            both = (max(x, SPARED_BITS) for x in (bits, back))
+            sections.append(Section(spared, self._row(spared, rows), *both))
+        return Message(n, tuple(sections))
+
+    def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
+        """Return the cost of words and scales, in two stages or in one."""
+        return self._message_traffic(self.message(bucket, replicas), replicas)
+
+    def _message_traffic(self, sent: Message, replicas: int) -> Traffic:
+        owners = self._owners(replicas)
+        there = sum(x.size(x.bits, owners) for x in sent.sections)
+        if owners == 1:
+            return _collectives.all_gather_traffic(there, replicas)
+        back = sum(x.size(x.bits_back, owners) for x in sent.sections)
+        return _collectives.two_stage_traffic(there, back, replicas)
+
+    # The exchange. ------------------------------------------------------------------
+
+    def exchange(
+        self,
+        x: jax.Array,
+        state: Any,
+        *,
+        bucket: Bucket,
+        key: jax.Array,
+        step: jax.Array | int,
+        comm: Comm,
+    ) -> tuple[Sent, Any]:
+        """Send all entries, or those whose turn it is."""
+        del key
+        message = self.message(bucket, comm.replicas)
+        starts, sections = message.starts(step), message.sections
+        if message.spared or not message.is_whole:
+            # The bucket is made once, for all sections and for what is not due.
+            x = jax.lax.optimization_barrier(x)
+        parts = [
+            jax.lax.dynamic_slice(x, (start,), (section.entries,))
+            for start, section in zip(starts, sections, strict=True)
+        ]
+        # Spared leaves are not read again, so that the bucket can be overwritten.
+        parts[1:] = map(jax.lax.optimization_barrier, parts[1:])
+        owners = self._owners(comm.replicas)
+        rounded = [_round(*x, owners) for x in zip(parts, sections, strict=True)]
+        energy = _sent_energy(rounded, message)
+        comm.tell(energy)
+        averaged = self._average(rounded, sections, comm)
+        mean, residual = jnp.zeros_like(averaged[0][0], shape=x.shape), x
+        put = jax.lax.dynamic_update_slice
+        for start, (part_mean, held) in zip(starts, averaged, strict=True):
+            mean, residual = (
+                put(mean, part_mean, (start,)),
+                put(residual, held, (start,)),
+            )
+        return Sent(mean, residual, energy), state
+
+    def _average(
+        self, rounded: Sequence[Rounded], sections: Sequence[Section], comm: Comm
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Return the mean of each section, and what this replica holds back of it."""
+        messages = [x.message for x in rounded]
+        held = [_flat(*x) for x in zip(_dropped(rounded), sections, strict=True)]
+        if self._owners(comm.replicas) == 1:
+            theirs = _together(comm.gather, [x[0] for x in messages])
+            mean = lambda x, y: _flat(levels.mean(x, y.rows(), y.bits), y)
+            return list(zip(map(mean, theirs, sections), held, strict=True))
+        theirs = _together(comm.swap, messages)
+        mine = [_round_mean(x, y, comm) for x, y in zip(theirs, sections, strict=True)]
+        back = _together(comm.gather, [x.message[0] for x in mine])
+        rows = lambda y: y.rows(comm.replicas)
+        decoded = lambda x, y: _flat(levels.in_order(x, rows(y), y.bits_back), y)
+        owed = [comm.replicas * x.reshape(-1) for x in _dropped(mine)]
+        held = [
+            _added_at(x, y, comm.replica() * y.size)
+            for x, y in zip(held, owed, strict=True)
+        ]
+        return list(zip(map(decoded, back, sections), held, strict=True))
+
+    # What it would send. ------------------------------------------------------------
+
+    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
+        """Look at all rows of a bucket, or at some of many.
+
+        These are all rows of a bucket with fewer than 512 whole ones. Of a larger one
+        they are 256 to 383 rows at equal distances, so that a look costs little.
+        """
+        del state
+        length = self._row(bucket.n)
+        whole = bucket.n // length
+        apart = whole // LOOKED_AT_ROWS
+        if apart < 2:
+            return _Looked(x, *_in_rows(x, length), {})
+        rows = whole // apart
+        groups = x[: rows * apart * length].reshape(rows, apart, length)
+        first = (_arrays.draws(key)[0] % apart).astype(jnp.int32)
+        some = jax.lax.dynamic_index_in_dim(groups, first, axis=1, keepdims=False)
+        # Else XLA would find them in the leaves again, for everything that reads them.
+        some = jax.lax.optimization_barrier(some)
+        return _Looked(x, some, jnp.full(rows, length, jnp.float32), {})
+
+    def _shares(
+        self, looked: _Looked, message: Message
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return three shares, `[]` float32.
+
+        They are the share of a row's energy that rounding keeps; the share of all
+        energy that spared leaves have; and the share of that which is sent of them.
+        Rows of spared leaves are taken for like others.
+        """
+        x, rows, entries, known = looked
+
+        def kept(bits: int) -> jax.Array:
+            energy = jnp.maximum(_arrays.energy(rows), _arrays.SMALLEST_NORMAL)
+            share = lambda: levels.energy(rows, entries, bits) / energy
+            return _known(known, ("kept", bits), share)
+
+        def of_spared() -> jax.Array:
+            whole = jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
+            return _arrays.energy(x[: message.spared]) / whole
+
+        if not message.spared:
+            return (
+                kept(self.bits),
+                jnp.zeros_like(x, shape=()),
+                jnp.ones_like(x, shape=()),
+            )
+        spared = _known(known, ("spared", message.spared), of_spared)
+        return kept(self.bits), spared, kept(message.sections[-1].bits)
+
+    def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+        """Return the share of the energy that a step sends.
+
+        It is exact for fewer than 512 whole rows without turns. A part that is due is
+        taken for as large as all others.
+        """
+        message = self.message(bucket, replicas)
+        kept, spared, sent = self._shares(looked, message)
+        # A part of all entries has spared ones, too.
+        due = min(1, message.part / max(message.n - message.spared, 1))
+        return spared * sent + (1 - spared) * kept * due
+
+    def waits(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+        """Return the steps that an entry waits: half of the turns, and for rounding.
+
+        What rounding leaves to the next exchange counts a tenth.
+        """
+        message = self.message(bucket, replicas)
+        kept, spared, sent = self._shares(looked, message)
+        at_once = _rounding_waits(sent, 1)
+        in_turn = _rounding_waits(kept, message.turns)
+        return spared * at_once + (1 - spared) * in_turn
+
+
+def _small_ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the entries up to each small leaf's end, as long as leaves are small."""
+    sizes = itertools.takewhile(lambda size: size < SMALL_LEAF, map(math.prod, shapes))
+    return list(itertools.accumulate(sizes))
+
+
+def _in_rows(part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Return entries in rows, padded by zeros, and the entries of each row."""
+    n, rows = part.size, -(-part.size // length)
+    padded = jnp.pad(part, (0, rows * length - n)).reshape(rows, length)
+    # XLA would move the reshape into a sum, which its CPU backend then does slowly.
+    padded = jax.lax.platform_dependent(
+        padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
+    )
+    entries = np.minimum(n - length * np.arange(rows), length)
+    return padded, jnp.asarray(entries, jnp.float32)
+
+
+def _round(part: jax.Array, section: Section, owners: int) -> Rounded:
+    """Round the entries of a section, in as many parts as owners."""
+    return levels.round_rows(*_in_rows(part, section.length), section.bits, owners)
+
+
+def _dropped(rounded: Sequence[Rounded]) -> list[jax.Array]:
+    return [x.dropped for x in rounded]
+
+
+def _flat(rows: jax.Array, section: Section) -> jax.Array:
+    """Return the entries of a section from its rows."""
+    return rows.reshape(-1)[: section.entries]
+
+
+def _sent_energy(rounded: Sequence[Rounded], message: Message) -> jax.Array:
+    """Return the energy of what is sent, spared leaves once."""
+    # Rows that spared leaves have, too, up to a row's end.
+    first = message.sections[0].length
+    overridden = message.spared // first if message.is_whole else 0
+    counted = [x.sent for x in rounded]
+    counted[0] = counted[0][overridden:]
+    return _arrays.total(map(jnp.sum, counted))
+
+
+def _round_mean(messages: jax.Array, section: Section, comm: Comm) -> Rounded:
+    """Round the mean over replicas of the rows that this replica owns.
+
+    Args:
+      messages: `[replicas, words]` uint32, what each has sent of these rows.
+      section: to which they belong.
+      comm: the other replicas.
+    """
+    n, length, rows = section.entries, section.length, section.rows(comm.replicas)
+    mean = levels.mean(messages, rows, section.bits)
+    entries = jnp.full_like(mean, length, shape=(rows,))
+    if n % length:
+        mean, entries = _cut(mean, n - comm.replica() * rows * length)
+    return levels.round_rows(mean, entries, section.bits_back)
+
+
+def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return rows with 0 beyond the first `left` entries, and the entries of each."""
+    rows, length = x.shape
+    entries = jnp.clip(left - length * jnp.arange(rows), 0, length)
+    is_entry = jnp.arange(length)[None] < entries[:, None]
+    return jnp.where(is_entry, x, 0), entries.astype(jnp.float32)
+
+
+def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    """Return `x` with `part` added at `start`; what lies beyond its end is dropped."""
+    size = min(part.size, x.size)
+    begin = jnp.clip(start, 0, x.size - size)
+    mine = part
+    if x.size % part.size:
+        shifted = jnp.concatenate([jnp.zeros_like(part), part])
+        mine = jax.lax.dynamic_slice(shifted, (part.size - (start - begin),), (size,))
+    there = jax.lax.dynamic_slice(x, (begin,), (size,))
+    return jax.lax.dynamic_update_slice(x, there + mine, (begin,))
+
+
+def _together(
+    work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Call `work` once, on all `arrays` joined along their last axes.
+
+    The last axis of its result is as long, and is cut as the arrays were.
+    """
+    sizes = [x.shape[-1] for x in arrays]
+    done = work(jnp.concatenate(arrays, axis=-1))
+    return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)
+
+
+def _known(known: dict[Any, jax.Array], name: Any, make: Any) -> jax.Array:
+    """Return what is known by a name, made if nobody has asked for it yet."""
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def _rounding_waits(share: jax.Array, turns: int) -> jax.Array:
+    """Return the steps that an entry waits, if rounding keeps a share of it."""
+    return (turns - 1) / 2 + turns * ROUNDING_WAITS * (1 - share) / share

@@ -1,0 +1,96 @@
+"""Send everything, in 32 or 16 bits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._encodings.base import Bucket, Encoding, Sent
+
+VALUES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dense(Encoding):
+    """Averages the whole bucket, as data-parallel training does without compression.
+
+    In bfloat16 every replica adds up a shard of its own, in float32, and the rounded
+    means are gathered. What the first rounding drops stays in the residual. What the
+    second one drops, of the mean, is lost.
+
+    Law:
+      In float32, the mean is `jax.lax.pmean`. In bfloat16, with r rounding to bfloat16
+      and x_1 .. x_N the buckets, it is r((r(x_1) + ... + r(x_N)) / N), summed in
+      float32.
+
+    Cost:
+      Ring all-reduce: 2 (N - 1) alpha + 2 (N - 1) / N 4 n beta. In bfloat16, all-to-all
+      and all-gather: as many messages and half the bytes.
+
+    Args:
+      values: "float32" or "bfloat16", how values travel.
+
+    Raises:
+      ValueError: if `values` is neither.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> bucket = gravac.Bucket(1000)
+      >>> gravac.Dense().traffic(bucket, replicas=4).wire_bytes
+      6000.0
+      >>> gravac.Dense("bfloat16").traffic(bucket, replicas=4).wire_bytes
+      3000.0
+    """
+
+    values: str = "float32"
+
+    def __post_init__(self) -> None:
+        _checks.one_of(self.values, "values", VALUES)
+
+    @property
+    def _is_short(self) -> bool:
+        return self.values == "bfloat16"
+
+    @property
+    def suits_small_leaves(self) -> bool:
+        """Whether small leaves are encoded, too: yes."""
+        return True
+
+    @property
+    def sends_whole_entries(self) -> bool:
+        """Whether every entry is either sent or held back: in float32."""
+        return not self._is_short
+
+    def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
+        """Return the cost of 4 bytes an entry, or 2."""
+        if self._is_short:
+            return _collectives.bfloat16_mean_traffic(bucket.n, replicas)
+        return _collectives.mean_traffic(bucket.n, replicas)
+
+    def exchange(
+        self,
+        x: jax.Array,
+        state: Any,
+        *,
+        bucket: Bucket,
+        key: jax.Array,
+        step: jax.Array | int,
+        comm: Comm,
+    ) -> tuple[Sent, Any]:
+        """Average everything."""
+        del bucket, key, step
+        sent = _arrays.round_to_bfloat16(x) if self._is_short else x
+        energy = _arrays.energy(sent)
+        comm.tell(energy)
+        if self._is_short:
+            (mean,) = comm.bfloat16_mean([sent])
+            return Sent(mean, x - sent, energy), state
+        return Sent(comm.mean(x), jnp.zeros_like(x), energy), state
+
+    def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
+        """Return 1: everything is sent."""
+        del bucket, replicas
+        return jnp.ones_like(looked, shape=())

@@ -1,0 +1,209 @@
+"""The encodings of one bucket: which one a step takes, and what all of them cost.
+
+Each encoding is a branch, from the bucket to the residual, compiled as if it were the
+only one: nothing is laid out for those that are not taken, and XLA fuses what it can.
+What the others would have sent is estimated before the branch, in a step that looks,
+and travels along.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _arrays, _collectives
+from gravac_jax._collectives import Carrier, Comm, Traffic
+from gravac_jax._encodings.base import Bucket, Encoding, Sent
+from gravac_jax._encodings.dense import Dense
+
+
+class Exchanged(NamedTuple):
+    """What came of the exchange of a bucket.
+
+    Attributes:
+      sent: what this replica has received, and what it holds back.
+      energies: `[rungs]` float32, the mean over replicas of the energy that each
+        encoding would have sent; 0 where nobody looked. Right for the one taken.
+      energy: `[]` float32, the mean energy of the whole bucket.
+      figures: the mean over replicas of the figures that travelled along.
+    """
+
+    sent: Sent
+    energies: jax.Array
+    energy: jax.Array
+    figures: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The encodings among which a controller chooses, for one bucket.
+
+    Args:
+      encodings: by falling bytes.
+      bucket: what is encoded.
+      is_looked_at: whether steps may estimate what other encodings would have sent.
+    """
+
+    encodings: tuple[Encoding, ...]
+    bucket: Bucket
+    is_looked_at: bool = False
+
+    def init(self) -> dict[str, Any]:
+        """Return the state of each class of encodings, by its name: the largest one."""
+        size = lambda state: sum(x.size for x in jax.tree.leaves(state))
+        states: dict[str, Any] = {}
+        for encoding in self.encodings:
+            kind, state = _kind(encoding), encoding.init(self.bucket)
+            if kind not in states or size(state) > size(states[kind]):
+                states[kind] = state
+        return states
+
+    def taken(self, replicas: int) -> tuple[Encoding, ...]:
+        """Return what is sent at each rung: all of it, where that costs no more."""
+        return _taken(self.encodings, self.bucket, replicas)
+
+    def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:
+        """Return the cost of a rung, with its energies and so many figures beside."""
+        encoding = self.taken(replicas)[rung]
+        own = encoding.traffic(self.bucket, replicas)
+        energies = 2 + len(self.encodings) * self.is_looked_at
+        together, apart = energies + figures, 0
+        if not _carries_all(own, replicas):
+            together, apart = energies, figures
+        beside = own.figures(together, replicas)
+        if apart:
+            beside = beside.plus(_collectives.mean_traffic(apart, replicas))
+        return own.plus(beside)._replace(bits=own.bits)
+
+    def shares(
+        self, x: jax.Array, states: Any, key: jax.Array, comm: Comm, waiting: bool
+    ) -> jax.Array:
+        """Estimate what each encoding would send of `x`, `[rungs]` float32.
+
+        Args:
+          x: `[n]` float32.
+          states: from `init` or the last step.
+          key: a random key, the same on every replica.
+          comm: the other replicas.
+          waiting: whether `x` is a gradient on its own, of which the share is asked
+            that lets its entries wait as long as chance would. Otherwise it is what is
+            exchanged now.
+        """
+        looked: dict[str, Any] = {}
+        found = []
+        for encoding in self.taken(comm.replicas):
+            kind = _kind(encoding)
+            if kind not in looked:
+                state = states.get(kind, ())
+                looked[kind] = encoding.look(x, state, self.bucket, key)
+            given = looked[kind], self.bucket, comm.replicas
+            found.append(
+                1 / (1 + encoding.waits(*given)) if waiting else encoding.share(*given)
+            )
+        return jnp.stack(found)
+
+    def exchange(
+        self,
+        x: jax.Array,
+        states: Any,
+        rung: jax.Array | np.int32,
+        *,
+        looks: jax.Array | bool,
+        figures: Any,
+        key: jax.Array,
+        step: jax.Array | int,
+        comm: Comm,
+    ) -> tuple[Exchanged, Any]:
+        """Average a bucket over replicas, in the branch of the rung.
+
+        Args:
+          x: `[n]` float32, the compensated gradient of this replica.
+          states: from `init` or the last step.
+          rung: `[]` int32, the same on every replica; an `np.int32` if it is known when
+            the step is compiled.
+          looks: whether the step estimates what other rungs would send, `[]` bool, the
+            same on every replica, or static.
+          figures: a tree of float32 arrays, to be averaged over replicas at every rung.
+          key: as for `Encoding.exchange`.
+          step: as for `Encoding.exchange`.
+          comm: the other replicas.
+        """
+        # Branches leave these alone or make them anew, and must be marked alike.
+        x, states, figures = comm.cast((x, states, figures))
+        given = {"bucket": self.bucket, "key": key, "step": step}
+        energy = _arrays.energy(x)
+        looked = jnp.zeros_like(x, shape=(len(self.encodings),))
+        if self.is_looked_at:
+            share = lambda: self.shares(x, states, key, comm, waiting=False)
+            look = lambda: share() * energy
+            looked = _arrays.chosen(looks, look, looked)
+
+        def branch(i: int, encoding: Encoding) -> tuple[Exchanged, Any]:
+            all_of_it = looked if self.is_looked_at else ()
+            state = states.get(_kind(encoding), ())
+            rides = _carries_all(
+                encoding.traffic(self.bucket, comm.replicas), comm.replicas
+            )
+            beside = energy, all_of_it, figures if rides else ()
+            carrier = Carrier(comm.axis_name, beside)
+            sent, after = encoding.exchange(x, state, **given, comm=carrier)
+            own, (mean_energy, others, told) = carrier.mean_of_figures(sent.energy)
+            told = told if rides else comm.mean(figures)
+            others = (
+                others if self.is_looked_at else jnp.zeros_like(own, shape=looked.shape)
+            )
+            found = Exchanged(sent, others.at[i].set(own), mean_energy, told)
+            kind = _kind(encoding)
+            return found, states | {kind: after} if kind in states else states
+
+        branches = [
+            functools.partial(branch, *both)
+            for both in enumerate(self.taken(comm.replicas))
+        ]
+        if not isinstance(rung, np.integer):
+            return jax.lax.switch(rung, branches)
+        exchanged, after = branches[rung]()
+        residual = _last(exchanged.sent, energy)
+        sent = exchanged.sent._replace(residual=residual)
+        return exchanged._replace(sent=sent), after
+
+
+def _kind(encoding: Encoding) -> str:
+    """Return the name under which encodings share a state."""
+    return type(encoding).__name__
+
+
+@functools.lru_cache(maxsize=1024)
+def _taken(
+    encodings: tuple[Encoding, ...], bucket: Bucket, replicas: int
+) -> tuple[Encoding, ...]:
+    dense = Dense().traffic(bucket, replicas).wire_bytes
+    costs = [x.traffic(bucket, replicas).wire_bytes for x in encodings]
+    pairs = zip(encodings, costs, strict=True)
+    is_empty = not bucket.n
+    return tuple(Dense() if is_empty or cost > dense else x for x, cost in pairs)
+
+
+def _carries_all(own: Traffic, replicas: int) -> bool:
+    """Return whether all figures travel along, or only the few of the encoding.
+
+    A gather sends them N - 1 times, and dense leaves may be among them.
+    """
+    return replicas <= 2 or own.carries != "gather"
+
+
+def _last(sent: Sent, energy: jax.Array) -> jax.Array:
+    """Return the residual, which CPUs compute last and in place of the bucket.
+
+    A condition computed from both energies, of what is sent and of the bucket, makes
+    XLA wait until nothing reads the bucket any more. In the branch of a conditional it
+    would cost a pass over the bucket.
+    """
+    if not sent.residual.size:  # `jnp.where` would lose its mark of what varies
+        return sent.residual
+    both = jnp.minimum(sent.energy, energy)
+    in_place = lambda x: jnp.where(_arrays.is_never(both), 0, x)
+    return jax.lax.platform_dependent(sent.residual, cpu=in_place, default=lambda x: x)

@@ -1,0 +1,402 @@
+"""Entries in a few bits each, with two scales for every row.
+
+The first bit of a code is the sign; the others choose one of a few magnitudes::
+
+    bits  magnitudes of a row                                    scales
+       1  its mean magnitude                                     1
+       2  the means of those above, and not above, 1.3 times     2
+          its root mean square
+       4  s / 2^k for k = 0 .. 7                                 1
+       8  s (k + 1/2) for k = 0 .. 127, up to the largest        1
+
+Gradients have heavy tails, and steps of Adam nearly none. The levels do for both: of
+SGD's momentum on an LSTM, two bits kept 0.71 of the energy, where four levels at equal
+distances, the best for a Gaussian, kept 0.46; of Adam's steps 0.83 and 0.81. Four bits
+kept 0.95 and 0.96, where sixteen equal distances kept 0.69 and 0.96.
+
+Scales are means or least squares, so that what is sent is orthogonal to what is kept,
+and never more than the row.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gravac_jax import _arrays
+from gravac_jax._collectives import FLOAT32_BYTES
+
+WORD_BITS = 32
+WIDTHS = (8, 4, 2, 1)
+SCALES = 2  # of a row; widths that need one leave the other at 0
+BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
+TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
+MAX_UNROLLED = 32  # replicas whose words one kernel adds up
+
+
+class Levels(NamedTuple):
+    """What rows are rounded to.
+
+    Attributes:
+      units: `[rows]` float32, by which `encode` measures the entries of each row.
+      scales: `[rows, 2]` float32.
+      sent: `[rows]` float32, the energy of what the codes of each row stand for.
+    """
+
+    units: jax.Array
+    scales: jax.Array
+    sent: jax.Array
+
+
+class Rounded(NamedTuple):
+    """Rows after rounding.
+
+    Attributes:
+      message: `[parts, words]` uint32, the words and scales of some parts of the rows.
+        Parts have the same number of rows, with rows of 0 in the last ones.
+      sent: `[rows]` float32, the energy of what the codes of each row stand for.
+      dropped: `[rows, entries]` float32, what rounding drops.
+    """
+
+    message: jax.Array
+    sent: jax.Array
+    dropped: jax.Array
+
+
+def round_rows(x: jax.Array, entries: jax.Array, bits: int, parts: int = 1) -> Rounded:
+    """Round rows, and put them into a message of some parts.
+
+    Args:
+      x: `[rows, entries]` float32; 0 in padding, at the end of rows.
+      entries: `[rows]` float32, the entries of each row without padding.
+      bits: one of `WIDTHS`.
+      parts: of the message.
+    """
+
+    def work(x: jax.Array) -> tuple[jax.Array, Levels, jax.Array]:
+        levels = fit(x, entries, bits)
+        kept = decode(encode(x, levels.units, bits), levels.scales, bits)
+        dropped = _as_computed(x - kept)
+        return pack(x, levels, bits), levels, dropped.reshape(len(x), -1)
+
+    words, levels, dropped = _by_blocks(work, x)
+    return Rounded(_join(words, levels.scales, parts), levels.sent, dropped)
+
+
+def mean(messages: jax.Array, rows: int, bits: int) -> jax.Array:
+    """Return the mean over replicas of the rows that they sent, `[rows, entries]`.
+
+    Args:
+      messages: `[replicas, words]` uint32, a part of the message of each.
+      rows: how many rows a part has.
+      bits: one of `WIDTHS`.
+    """
+    words, scales = _split(messages, rows, bits)
+    return _mean(words, scales, bits).reshape(rows, -1)
+
+
+def in_order(messages: jax.Array, rows: int, bits: int) -> jax.Array:
+    """Return the rows of several replicas, one after the other: `[rows, entries]`.
+
+    Args:
+      messages: `[replicas, words]` uint32, the message of each.
+      rows: how many rows each message has.
+      bits: one of `WIDTHS`.
+    """
+    all_of_them = lambda x: x.reshape(1, -1, *x.shape[2:])
+    words, scales = map(all_of_them, _split(messages, rows, bits))
+    return _mean(words, scales, bits).reshape(rows * len(messages), -1)
+
+
+def energy(x: jax.Array, entries: jax.Array, bits: int) -> jax.Array:
+    """Return the energy that rounding would send of rows, `[]` float32."""
+    return _by_blocks(lambda x: jnp.sum(fit(x, entries, bits).sent), x)
+
+
+def _by_blocks(work: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """Return `work(x)`, for which TPUs see each row in 32 blocks, as words have them.
+
+    A row of 4,096 is then whole tiles, and no array is laid out anew.
+
+    Args:
+      work: takes `[rows, ...]`; the shapes of its result do not depend on the rest.
+      x: `[rows, entries]` float32.
+    """
+    blocks = (len(x), WORD_BITS, x.shape[1] // WORD_BITS)  # there may be no rows
+    in_blocks = lambda x: work(x.reshape(blocks))
+    return jax.lax.platform_dependent(x, tpu=in_blocks, default=work)
+
+
+def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
+    """Return the levels that suit rows.
+
+    Args:
+      x: `[rows, ...]` float32; 0 in padding, at the end of rows.
+      entries: `[rows]` float32, the entries of each row without padding.
+      bits: one of `WIDTHS`.
+    """
+    fits = {1: _fit_one_bit, 2: _fit_two_bits, 4: _fit_four_bits, 8: _fit_eight_bits}
+    return fits[bits](x, jnp.maximum(entries, 1))
+
+
+def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
+    total = jnp.sum(jnp.abs(x), axis=_within(x))
+    mean = _normal(total / entries)
+    return Levels(jnp.ones_like(mean), _alone(mean), mean * total)
+
+
+def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = BIG * _root_mean_square(x, entries)
+    is_big = jnp.abs(x) > _of_rows(units, x)
+    total, above, count = _row_sums(
+        jnp.abs(x), jnp.where(is_big, jnp.abs(x), 0), is_big
+    )
+    # A row of equal magnitudes has none above, and a row has never all above.
+    high = _normal(above / jnp.maximum(count, 1))
+    low = _normal(jnp.maximum(total - above, 0) / (entries - count))
+    sent = jnp.square(high) * count + jnp.square(low) * (entries - count)
+    return Levels(units, jnp.stack([low, high], axis=1), sent)
+
+
+def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = TOP * _root_mean_square(x, entries)
+    power = _power_of_half(_halvings(x, units))
+    matched, norms = _row_sums(jnp.abs(x) * power, jnp.square(power))
+    norms = norms - 2.0**-14 * (float(x[0].size) - entries)  # 7 halvings in padding
+    scale = _normal(matched / norms)
+    return Levels(units, _alone(scale), scale * matched)
+
+
+def _fit_eight_bits(x: jax.Array, entries: jax.Array) -> Levels:
+    units = _normal(jnp.max(jnp.abs(x), axis=_within(x)) / 127.5)
+    q = _steps(x, units) + 0.5
+    matched, norms = _row_sums(x * q, jnp.square(q))
+    norms = norms - 0.25 * (float(x[0].size) - entries)  # q is 1/2 in padding
+    scale = jnp.where(units > 0, _normal(matched / norms), 0)
+    return Levels(units, _alone(scale), scale * matched)
+
+
+def encode(x: jax.Array, units: jax.Array, bits: int) -> jax.Array:
+    """Return the codes of rows: `[rows, ...]` uint32, below 2^bits.
+
+    Args:
+      x: `[rows, ...]` float32.
+      units: `[rows]` float32, of their `Levels`.
+      bits: one of `WIDTHS`.
+    """
+    is_positive = (x >= 0).astype(jnp.uint32)
+    if bits == 1:
+        return is_positive
+    if bits == 2:
+        is_big = jnp.abs(x) > _of_rows(units, x)
+        return 2 * is_positive + is_big.astype(jnp.uint32)
+    if bits == 4:
+        return 8 * is_positive + _halvings(x, units).astype(jnp.uint32)
+    return (_steps(x, units) + 128).astype(jnp.uint32)
+
+
+def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """Return what codes stand for, float32.
+
+    Args:
+      codes: `[rows, ...]` uint32, below 2^bits.
+      scales: `[rows, 2]` float32, of their `Levels`.
+      bits: one of `WIDTHS`.
+    """
+    first, second = (_of_rows(scales[:, i], codes) for i in range(SCALES))
+    if bits == 8:
+        return first * (codes.astype(jnp.int32).astype(jnp.float32) - 127.5)
+    if bits == 4:
+        magnitude = first * _power_of_half((codes & 7).astype(jnp.int32))
+    elif bits == 2:
+        magnitude = jnp.where((codes & 1) > 0, second, first)
+    else:
+        magnitude = first
+    is_positive = codes >= 2 ** (bits - 1)
+    return jnp.where(is_positive, magnitude, -magnitude)
+
+
+def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
+    """Return the codes of `[rows, ...]` as `[rows, bits, entries / 32]` uint32.
+
+    Codes that share a word are entries / 32 apart, so that packing adds up whole
+    vectors on every device.
+    """
+    shape = (len(x), bits, WORD_BITS // bits, x[0].size // WORD_BITS)
+
+    def add_up() -> jax.Array:
+        planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
+        total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
+        # A GPU would sum over 32 codes in two kernels, with all of them in memory.
+        each = lambda x: (x[:, :, i] for i in range(x.shape[2]))
+        one_by_one = lambda x: functools.reduce(operator.add, each(x))
+        return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
+
+    return _kernel(add_up, levels.scales)
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """Undo `pack`: return codes, `[rows, bits, 32 / bits, entries / 32]` uint32."""
+    return (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
+
+
+def row_bytes(length: int, bits: int) -> int:
+    """Return the bytes of the words and scales of a row."""
+    return length * bits // 8 + FLOAT32_BYTES * SCALES
+
+
+def _join(words: jax.Array, scales: jax.Array, parts: int) -> jax.Array:
+    """Return the words and scales of some parts of the rows, uint32: `[parts, ...]`.
+
+    Parts have the same number of rows, with rows of 0 in the last ones.
+    """
+    rows = -(-len(words) // parts)
+
+    def cut(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1)
+        whole = rows * parts * (flat.size // len(x))
+        return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
+
+    return jnp.concatenate([cut(words), cut(_arrays.to_words(scales))], axis=1)
+
+
+def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Array]:
+    """Undo `_join`: return words `[parts, rows, bits, ...]` and scales."""
+    parts = len(joined)
+    words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
+    scales = _arrays.from_words(scales).reshape(parts, rows, SCALES)
+    return words.reshape(parts, rows, bits, -1), scales
+
+
+def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """Return the mean over replicas of what they sent.
+
+    Up to 32 replicas are added in their order; a kernel of more would take long to
+    compile.
+
+    Args:
+      words: `[replicas, rows, bits, entries / 32]` uint32, from `pack`.
+      scales: `[replicas, rows, 2]` float32.
+      bits: one of `WIDTHS`.
+
+    Returns:
+      `[rows, bits, 32 / bits, entries / 32]` float32: the rows in their order.
+    """
+    decoded = lambda words, scales: decode(unpack(words, bits), scales, bits)
+
+    def add_up() -> jax.Array:
+        if len(words) > MAX_UNROLLED:
+            return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
+        # One kernel reads all words and writes the mean.
+        total = functools.reduce(operator.add, map(decoded, words, scales))
+        return _as_computed(total / len(words))
+
+    return _kernel(add_up, scales)
+
+
+def _kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    """Return `make()`, which CPUs compute in a kernel of its own.
+
+    XLA's CPU backend would fuse what reshapes or joins the array into the kernel that
+    computes it, and then divide indices for each entry, which takes up to ten times as
+    long. It fuses nothing into the branch of a conditional.
+
+    Args:
+      make: the computation.
+      like: a small array that `make` reads, without negative entries, which varies over
+        the axes over which the result varies.
+    """
+    shape = jax.eval_shape(make)
+
+    def nothing() -> jax.Array:
+        # A part of `like` varies over the axes over which `like` does.
+        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
+
+    branch = lambda: jax.lax.cond(_arrays.is_never(like), nothing, make)
+    return jax.lax.platform_dependent(cpu=branch, default=make)
+
+
+def _as_computed(x: jax.Array) -> jax.Array:
+    """Return `x`, which TPUs keep in memory in the shape that it has here.
+
+    A TPU lays out arrays of other shapes otherwise. If XLA computed `x` in the shape of
+    what reads it, what it is made of would first be laid out anew, in full.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+
+
+def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:
+    """Return how often, rounded, each unit is halved to give |x|: 0 to 7, int32."""
+    units = _of_rows(jnp.where(units > 0, units, 1), x)
+    # The exponent of a number times the square root of two is its rounded logarithm.
+    ratio = jnp.abs(x) * jnp.sqrt(2.0) / units
+    exponent = (_arrays.magnitude_bits(ratio) >> 23).astype(jnp.int32) - 127
+    return jnp.clip(-exponent, 0, 7)
+
+
+def _steps(x: jax.Array, units: jax.Array) -> jax.Array:
+    """Return the whole units below each x: -128 to 127, float32."""
+    units = _of_rows(jnp.where(units > 0, units, 1), x)
+    return jnp.clip(jnp.floor(x / units), -128, 127)
+
+
+def _of_rows(figures: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a figure a row, `[rows]`, in a shape that goes with `[rows, ...]`."""
+    return figures.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _within(x: jax.Array) -> tuple[int, ...]:
+    """Return the axes of a row of `[rows, ...]`."""
+    return tuple(range(1, x.ndim))
+
+
+def _alone(scale: jax.Array) -> jax.Array:
+    """Return the one scale of each row beside a 0, `[rows, 2]`."""
+    return jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
+
+
+def _root_mean_square(x: jax.Array, entries: jax.Array) -> jax.Array:
+    """Return the root mean square of each row; 0 where squares leave float32."""
+    return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=_within(x)) / entries))
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    """Return 0 for what XLA may flush to zero: such a row waits in the residual."""
+    return jnp.where(x >= _arrays.SMALLEST_NORMAL, x, 0)
+
+
+def _power_of_half(k: jax.Array) -> jax.Array:
+    """Return 2^-k for `k` int32, exactly."""
+    return jax.lax.bitcast_convert_type((127 - k) << 23, jnp.float32)
+
+
+def _row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums of the rows of several arrays, in float32, in one pass.
+
+    On CPUs XLA sums one array in a library that needs it in memory; sums of several at
+    once are fused with what computes them. Rows are folded in four first, so that whole
+    vectors are added. On a GPU the folded rows would go through memory.
+    """
+    zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
+    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
+
+    def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        quarters = [x.reshape(len(x), 4, -1) for x in arrays]
+        parts = jax.lax.reduce(quarters, zeros, add, (1,))
+        return tuple(jnp.sum(part, axis=1) for part in parts)
+
+    def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.sum(x, axis=_within(x)) for x in arrays)
+
+    arrays = tuple(x.astype(jnp.float32) for x in arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=folded, default=plain)
+
+
+def _shifts(bits: int) -> jax.Array:
+    """Return how far each code is shifted in its word, `[1, 1, codes, 1]`."""
+    shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.uint32)
+    return shifts.reshape(1, 1, -1, 1)
