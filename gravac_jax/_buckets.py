@@ -218,14 +218,11 @@ class Buckets:
         *buckets, dense = parts
         specs = self._chosen(self.leaves, True)
         cuts: list[list[jax.Array]] = [[] for _ in specs]
-        for bucket, pieces in zip(buckets, self.pieces, strict=True):
-            whole = [x.entries == specs[x.leaf].size for x in pieces]
+        pairs = zip(self.pieces, self.shapes, strict=True)
+        for bucket, (pieces, shapes) in zip(buckets, pairs, strict=True):
             like = [
-                jax.ShapeDtypeStruct(
-                    spec.shape if is_whole else (x.entries,), spec.dtype
-                )
-                for x, is_whole in zip(pieces, whole, strict=True)
-                for spec in [specs[x.leaf]]
+                jax.ShapeDtypeStruct(shape, specs[x.leaf].dtype)
+                for x, shape in zip(pieces, shapes, strict=True)
             ]
             arrays = _arrays.unravel(bucket, like, count)
             for piece, x in zip(pieces, arrays, strict=True):

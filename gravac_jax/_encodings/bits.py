@@ -387,8 +387,8 @@ class Bits(Encoding):
         x, rows, entries, known = looked
 
         def kept(bits: int) -> jax.Array:
-            energy = jnp.maximum(_arrays.energy(rows), _arrays.SMALLEST_NORMAL)
-            share = lambda: levels.energy(rows, entries, bits) / energy
+            whole = lambda: jnp.maximum(_arrays.energy(rows), _arrays.SMALLEST_NORMAL)
+            share = lambda: levels.energy(rows, entries, bits) / whole()
             return _known(known, ("kept", bits), share)
 
         def of_spared() -> jax.Array:

@@ -53,13 +53,16 @@ class Ladder:
 
     def init(self) -> dict[str, Any]:
         """Return the state of each class of encodings, by its name: the largest one."""
-        size = lambda state: sum(x.size for x in jax.tree.leaves(state))
-        states: dict[str, Any] = {}
+
+        def size(encoding: Encoding) -> int:
+            state = jax.eval_shape(lambda: encoding.init(self.bucket))
+            return sum(x.size for x in jax.tree.leaves(state))
+
+        largest: dict[str, Encoding] = {}
         for encoding in self.encodings:
-            kind, state = _kind(encoding), encoding.init(self.bucket)
-            if kind not in states or size(state) > size(states[kind]):
-                states[kind] = state
-        return states
+            other = largest.setdefault(_kind(encoding), encoding)
+            largest[_kind(encoding)] = max(other, encoding, key=size)
+        return {kind: x.init(self.bucket) for kind, x in largest.items()}
 
     def taken(self, replicas: int) -> tuple[Encoding, ...]:
         """Return what is sent at each rung: all of it, where that costs no more."""
