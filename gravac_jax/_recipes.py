@@ -86,13 +86,12 @@ def _warmed_up(send: Any, steps: int) -> Encoding | Controller:
             f"`warm_up_steps` lead to a gravac.TopK, got send={_checks.shown(send)}."
             f" Write send=gravac.TopK(1000), or make stages with gravac.Scheduled(...)."
         )
-    stages = [x for x in WARM_UP if x < send.factor]
+    below = [x for x in WARM_UP if x < send.factor]
+    stages = [dataclasses.replace(send, factor=x) for x in below]
     if not stages:
         return send
     ends = tuple(-(-steps * (i + 1) // len(stages)) for i in range(len(stages)))
-    return Scheduled(
-        (*(dataclasses.replace(send, factor=x) for x in stages), send), ends
-    )
+    return Scheduled((*stages, send), ends)
 
 
 def adamw(
@@ -274,10 +273,8 @@ def diloco(
     """
     _checks.no_memory_beside(others, "gravac.diloco", "the inner optimizer")
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    compressed = transform(
-        axis_name, send=send, every=every, memory=Steps(inner), **others
-    )
-    return _outer.outer(compressed, outer)
+    tx = transform(axis_name, send=send, every=every, memory=Steps(inner), **others)
+    return _outer.outer(tx, outer)
 
 
 def _times(factor: float, rate: Any) -> Any:

@@ -327,6 +327,4 @@ class WaitsAnywhere(gravac.Fastest):
 
 @caught_by(_laws.believes_only_looks)
 class SeesWhereNobodyLooks(gravac.GraVAC):
-    @property
-    def look_every(self):
-        return 8
+    look_every = 8

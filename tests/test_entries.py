@@ -13,16 +13,16 @@ import pytest
 from _harness import assert_same
 
 from gravac_jax import _arrays
-from gravac_jax._encodings import entries
-from gravac_jax._encodings.entries import PAD, Marks
+from gravac_jax._encodings import selection
+from gravac_jax._encodings.selection import PAD, Marks
 
 magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_bits))
-clear = jax.jit(entries.clear)
-count = jax.jit(entries.count)
-mark = jax.jit(entries.mark)
-places = jax.jit(entries.places, static_argnums=1)
-places_of_ranks = jax.jit(entries.places_of_ranks)
-thin_by_each = jax.jit(jax.vmap(entries.thin, (None, None, 0)))
+clear = jax.jit(selection.clear)
+count = jax.jit(selection.count)
+mark = jax.jit(selection.mark)
+places = jax.jit(selection.places, static_argnums=1)
+places_of_ranks = jax.jit(selection.places_of_ranks)
+thin_by_each = jax.jit(jax.vmap(selection.thin, (None, None, 0)))
 
 SIZES = (1, 32, 33, 97, 1000)
 
@@ -102,7 +102,7 @@ def test_a_run_of_marks_that_begins_at_the_gap_and_wraps_around_is_removed(n):
 
 def test_nothing_is_sorted_and_only_words_are_scattered():
     n, k = 2**16, 1000
-    program = jax.jit(lambda mask: entries.places(entries.mark(mask), k))
+    program = jax.jit(lambda mask: selection.places(selection.mark(mask), k))
     assert updates(program, n) == [n // 32]
     # What this replaces scatters every entry, and is seen to.
     program = jax.jit(lambda mask: jnp.nonzero(mask, size=k)[0])

@@ -80,12 +80,9 @@ class Patience(NamedTuple):
 class OneUpOneDown(gravac.Controller):
     """Climbs after ten steps of a good gain, and falls a rung after a bad one."""
 
+    looks_at = "bucket"
     ladder: tuple[gravac.Encoding, ...]
     least_gain: float = 0.1
-
-    @property
-    def looks_at(self):
-        return "bucket"
 
     def init(self):
         return jnp.int32(0), (jnp.int32(0), Patience(jnp.int32(0)))

@@ -394,6 +394,30 @@ def test_it_begins_at_two_rungs_whatever_the_cost_model_says(
     assert taken == [1] * 3 + [last] * 4
 
 
+def branches_of(jaxpr):
+    """Return the most branches of a conditional of a program."""
+    found = 0
+    for equation in jaxpr.eqns:
+        inside = jax.tree.leaves(list(equation.params.values()))
+        inside = [x for x in inside if hasattr(x, "jaxpr")]
+        is_cond = equation.primitive.name == "cond"
+        found = max(
+            [found, len(inside) * is_cond, *(branches_of(x.jaxpr) for x in inside)]
+        )
+    return found
+
+
+@pytest.mark.parametrize(("at", "rungs", "last"), [("shared", 4, 3), ("own", 8, 7)])
+def test_a_step_is_compiled_for_the_rungs_that_it_may_take(at, rungs, last):
+    tx = gravac.transform(None, network=GUESSED)
+    grads = {"w": jnp.ones((256, 256))}
+    # As if a program with gradients at own params had decided.
+    state = tx.init(grads)._replace(ahead=jnp.int32([7, 7]))
+    step = lambda grads, state: tx.update(grads, state, at=at)
+    assert branches_of(jax.make_jaxpr(step)(grads, state).jaxpr) == rungs
+    assert int(optax.tree.get(jax.jit(step)(grads, state)[1], "StepInfo").rung) == last
+
+
 def slow_run(controller, at_own_params=False, shares=None):
     """Return the rungs of 400 steps where bytes are nearly all, and the last state."""
     rungs = len(controller.ladder)

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gravac_jax._encodings import entries, quantile
-from gravac_jax._encodings.quantile import ALL, BEYOND, SMALLEST
+from gravac_jax._encodings import selection
+from gravac_jax._encodings.selection import ALL, BEYOND, SMALLEST
 
-bracket = jax.jit(quantile.bracket)
-bracket_by_each = jax.jit(jax.vmap(quantile.bracket, (None, None, 0)))
-kth = jax.jit(quantile.kth)
-kth_between = jax.jit(quantile.kth_between)
-k_largest = jax.jit(quantile.k_largest)
-at_or_above = jax.jit(quantile.at_or_above)
-at_or_above_each = jax.jit(jax.vmap(quantile.at_or_above, (None, 0)))
-sample_places = jax.jit(jax.vmap(quantile.sample_places, (None, 0)), static_argnums=0)
+bracket = jax.jit(selection.bracket)
+bracket_by_each = jax.jit(jax.vmap(selection.bracket, (None, None, 0)))
+kth = jax.jit(selection.kth)
+kth_between = jax.jit(selection.kth_between)
+k_largest = jax.jit(selection.k_largest)
+at_or_above = jax.jit(selection.at_or_above)
+at_or_above_each = jax.jit(jax.vmap(selection.at_or_above, (None, 0)))
+sample_places = jax.jit(jax.vmap(selection.sample_places, (None, 0)), static_argnums=0)
 
 N = 400
 RNG = np.random.default_rng(0)
@@ -122,8 +122,8 @@ def tries(monkeypatch, *arguments):
         return jnp.sum(mask, dtype=jnp.int32)
 
     with monkeypatch.context() as patch, jax.disable_jit():
-        patch.setattr(entries, "count", count)
-        quantile.kth(*map(jnp.asarray, arguments))
+        patch.setattr(selection, "count", count)
+        selection.kth(*map(jnp.asarray, arguments))
     return len(made)
 
 

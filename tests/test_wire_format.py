@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from _harness import assert_same
 
-from gravac_jax._encodings import entries
-from gravac_jax._encodings.entries import PAD, Payload
-from gravac_jax._encodings.wire import INDICES, VALUES, WireFormat
+from gravac_jax._encodings import payload as payloads
+from gravac_jax._encodings import selection
+from gravac_jax._encodings.payload import INDICES, VALUES, Payload, WireFormat
+from gravac_jax._encodings.selection import PAD
 
 NORMAL = 2.0**-126
 of_every_value = pytest.mark.parametrize("values", VALUES)
@@ -99,8 +100,8 @@ def test_a_buffer_carries_a_payload_and_weighs_what_it_says(values, indices):
 
     @jax.jit
     def journey(bucket):
-        marks = entries.mark(mask)
-        payload = entries.take(bucket, jnp.asarray(places))
+        marks = selection.mark(mask)
+        payload = payloads.take(bucket, jnp.asarray(places))
         rounded = wire.rounded(payload.values)
         buffer = wire.encode(Payload(rounded, payload.indices))
         return buffer, wire.decode(buffer, k), wire.kept(bucket, marks)
@@ -125,7 +126,7 @@ def test_at_factor_100_the_default_entries_weigh_at_most_4_1_bytes():
 def mean_of(values, indices, n):
     decode = lambda row: Payload(values[row], indices[row])
     rows = jnp.arange(len(values))
-    mean = lambda rows: entries.mean_of_payloads(rows, decode, jnp.zeros(n))
+    mean = lambda rows: payloads.mean_of_payloads(rows, decode, jnp.zeros(n))
     return jax.jit(mean)(rows).tolist()
 
 

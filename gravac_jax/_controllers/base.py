@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,11 @@ class Controller(abc.ABC):
 
     Attributes:
       ladder: the encodings to choose from, by falling bytes.
+      uses_seconds: whether it decides by how long steps take, measured or predicted.
+      looks_at: what it needs to know of rungs that are not taken, for which steps look
+        at a sample: "gradient" for `Evidence.gradient_energies`, "bucket" for
+        `Evidence.energies` of all rungs, of the error-fed gradient, or "nothing".
+      look_every: steps from one look to the next.
 
     Example:
       >>> import dataclasses, jax.numpy as jnp
@@ -148,12 +153,24 @@ class Controller(abc.ABC):
       >>> tx = gravac.transform(send=EveryTenthDense())
     """
 
+    uses_seconds: ClassVar[bool] = False
+    looks_at: ClassVar[Literal["gradient", "bucket", "nothing"]] = "nothing"
+    look_every: ClassVar[int] = 1
     ladder: tuple[Encoding, ...]
 
     @property
     def is_fixed(self) -> bool:
         """Whether there is but one rung, so that steps need no branches."""
         return len(self.ladder) == 1
+
+    def reach(self, at_own_params: bool) -> tuple[int, ...]:
+        """Return the rungs that it may take, rising: a step is compiled for no others.
+
+        Args:
+          at_own_params: whether gradients are known to be taken at own params.
+        """
+        del at_own_params
+        return tuple(range(len(self.ladder)))
 
     @property
     def has_rounds(self) -> bool:
@@ -174,25 +191,6 @@ class Controller(abc.ABC):
           `[]` int32, the steps of the round, of which the last one exchanges.
         """
         del step, state
-        return 1
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether it decides by how long steps take, measured or predicted."""
-        return False
-
-    @property
-    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
-        """What it needs to know of rungs that are not taken; looking costs a sample.
-
-        "gradient": `Evidence.gradient_energies`. "bucket": `Evidence.energies` of all
-        rungs, of the error-fed gradient.
-        """
-        return "nothing"
-
-    @property
-    def look_every(self) -> int:
-        """Steps from one look at the rungs that are not taken to the next."""
         return 1
 
     def looks(self, step: jax.Array, local_steps: Any = 0) -> jax.Array | bool:

@@ -45,10 +45,6 @@ class WireCost:
         _checks.within(self.compute_seconds, "compute_seconds", 0, 1e6, why)
         _checks.within(self.selection_seconds, "selection_seconds", 0, 1e6, why)
 
-    def exchange_seconds(self, wire_bytes: float, messages: float) -> float:
-        """Return the seconds in which one replica sends `wire_bytes` in `messages`."""
-        return self.latency_seconds * messages + wire_bytes / self.bytes_per_second
-
     def step_seconds(self, wire_bytes: float, messages: float) -> float:
         """Return the seconds of a dense step with such an exchange."""
         return sum(self.parts(wire_bytes, messages, is_dense=True))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ REST = 50  # steps from one visit to the next on a network that does not change
 HASTE = 8  # after a change visits may be an eighth of the steps since then apart
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
 HORIZON = 500  # steps for which the knowledge from a visit is of use
-LOOK_EVERY = 8  # steps
+LOOK_EVERY = 8  # steps, so that looking is cheap in dense ones
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 LADDER = (
@@ -155,6 +155,9 @@ class Fastest(Controller):
       gradient of Frazier, Powell and Dayanik, SIAM J. Control and Optimization 2008.
     """
 
+    uses_seconds = True
+    looks_at = "gradient"  # from which it knows how long entries wait
+    look_every = LOOK_EVERY
     ladder: tuple[Encoding, ...] = LADDER
     least_progress: float = 0.0
     rounds: tuple[int, ...] = (1,)
@@ -169,6 +172,11 @@ class Fastest(Controller):
             why = "It is the most bytes that a replica may send in a step."
             _checks.above_zero(self.most_bytes, "most_bytes", why)
 
+    def reach(self, at_own_params: bool) -> tuple[int, ...]:
+        """Return all rungs, or at the shared params those that suit these."""
+        suits = [at_own_params or not x.needs_own_params for x in self.ladder]
+        return tuple(i for i, is_suited in enumerate(suits) if is_suited) or (0,)
+
     @property
     def has_rounds(self) -> bool:
         """Whether some steps may be local."""
@@ -178,21 +186,6 @@ class Fastest(Controller):
         """Return the length of the rounds that it has chosen."""
         del step
         return jnp.asarray(self.rounds, jnp.int32)[state.current // len(self.ladder)]
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether it decides by how long steps take: yes."""
-        return True
-
-    @property
-    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
-        """What it needs to know of rungs that are not taken: how long entries wait."""
-        return "gradient"
-
-    @property
-    def look_every(self) -> int:
-        """Number of steps between two looks; 8 makes looking cheap in dense steps."""
-        return LOOK_EVERY
 
     def init(self) -> tuple[jax.Array, FastestState]:
         """Start at the first rung that is not dense, and go to the last from there.
@@ -309,17 +302,14 @@ class Fastest(Controller):
 
     def _waiting_cost(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return what it costs that entries wait: more where gradients ask again."""
-        asks_again = any(self._needs_own_params) & ~jnp.asarray(at_own_params)
+        has_such = any(x.needs_own_params for x in self.ladder)
+        asks_again = has_such & ~jnp.asarray(at_own_params)
         return jnp.where(asks_again, WAITING_COST_AT_SHARED, WAITING_COST)
-
-    @property
-    def _needs_own_params(self) -> list[bool]:
-        return [x.needs_own_params for x in self.ladder]
 
     def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return which choices may be taken where gradients are, `[choices]` bool."""
-        needs = jnp.asarray(self._needs_own_params * len(self.rounds))
-        return ~needs | at_own_params
+        always = [i in self.reach(False) for i in range(len(self.ladder))]
+        return jnp.asarray(always * len(self.rounds)) | at_own_params
 
     def _within_reach(
         self, choice: jax.Array, at_own_params: jax.Array | bool

@@ -1,12 +1,12 @@
 """GraVAC's controller: climb while the gain allows it and the throughput rewards it."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _arrays, _checks
 from gravac_jax._controllers import base, compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._encodings.base import Encoding
@@ -95,6 +95,8 @@ class GraVAC(Controller):
       Distributed DL Training, IEEE CLOUD 2023, Algorithm 1.
     """
 
+    uses_seconds = True  # by throughputs
+    looks_at = "bucket"  # for the gains of all rungs
     ladder: tuple[Encoding, ...] = TopK.geometric(10, 1000)
     epsilon: float = 0.04
     omega: float = 0.01
@@ -112,16 +114,6 @@ class GraVAC(Controller):
         if self.smoothing is not None:
             why = "It is the weight of the newest step; None means replicas / 100."
             _checks.within(self.smoothing, "smoothing", 1e-6, 1, why)
-
-    @property
-    def uses_seconds(self) -> bool:
-        """Whether it decides by how long steps take: yes, by throughputs."""
-        return True
-
-    @property
-    def looks_at(self) -> Literal["gradient", "bucket", "nothing"]:
-        """What it needs to know of rungs that are not taken: their gains."""
-        return "bucket"
 
     def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the first encoding after dense, with the next one as candidate."""
@@ -158,9 +150,7 @@ class GraVAC(Controller):
         is_end = now // self.window > (now - evidence.steps) // self.window
         is_move = is_end & ~state.is_settled
         moved = self._move(state, gains)
-        return rung, jax.tree.map(
-            lambda new, old: jnp.where(is_move, new, old), moved, state
-        )
+        return rung, _arrays.where(is_move, moved, state)
 
     def _above(
         self, evidence: Evidence, state: GraVACState

@@ -8,6 +8,7 @@ and travels along.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +115,7 @@ class Ladder:
         states: Any,
         rung: jax.Array | np.int32,
         *,
+        reach: Sequence[int],
         looks: jax.Array | bool,
         figures: Any,
         key: jax.Array,
@@ -127,6 +129,7 @@ class Ladder:
           states: from `init` or the last step.
           rung: `[]` int32, the same on every replica; an `np.int32` if it is known when
             the step is compiled.
+          reach: the rungs that may come, rising, of which `rung` is one.
           looks: whether the step estimates what other rungs would send, `[]` bool, the
             same on every replica, or static.
           figures: a tree of float32 arrays, to be averaged over replicas at every rung.
@@ -162,13 +165,12 @@ class Ladder:
             kind = _kind(encoding)
             return found, states | {kind: after} if kind in states else states
 
-        branches = [
-            functools.partial(branch, *both)
-            for both in enumerate(self.taken(comm.replicas))
-        ]
+        taken = self.taken(comm.replicas)
         if not isinstance(rung, np.integer):
-            return jax.lax.switch(rung, branches)
-        exchanged, after = branches[rung]()
+            branches = [functools.partial(branch, i, taken[i]) for i in reach]
+            is_below = jnp.asarray(reach) < rung
+            return jax.lax.switch(jnp.sum(is_below, dtype=jnp.int32), branches)
+        exchanged, after = branch(int(rung), taken[rung])
         residual = _last(exchanged.sent, energy)
         sent = exchanged.sent._replace(residual=residual)
         return exchanged._replace(sent=sent), after

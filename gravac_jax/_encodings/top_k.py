@@ -1,8 +1,8 @@
 """Send the largest entries: mark them, take them, and send values and places.
 
 Nothing is sorted. A sample of the bucket bounds the magnitude of the k-th largest
-entry (`quantile.py`), a mask marks what reaches a threshold, and a payload of k slots
-takes what is marked (`entries.py`) to the wire (`wire.py`).
+entry, a mask marks what reaches a threshold (`selection.py`), and a payload of k slots
+takes what is marked to the wire (`payload.py`).
 """
 
 import dataclasses
@@ -14,11 +14,10 @@ import jax.numpy as jnp
 
 from gravac_jax import _arrays, _checks, _collectives
 from gravac_jax._collectives import Comm, Traffic
-from gravac_jax._encodings import entries, quantile, wire
+from gravac_jax._encodings import payload, selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.dense import Dense
-from gravac_jax._encodings.entries import Marks
-from gravac_jax._encodings.quantile import Bracket
+from gravac_jax._encodings.selection import Bracket, Marks
 
 SELECT = ("threshold", "sampled", "exact")
 AIM = 0.97  # of the slots, so that few steps mark more entries than there are slots
@@ -113,8 +112,8 @@ class TopK(Encoding):
     def __post_init__(self) -> None:
         _checks.factor(self.factor)
         _checks.one_of(self.select, "select", SELECT)
-        _checks.one_of(self.values, "values", tuple(wire.VALUES))
-        _checks.one_of(self.indices, "indices", tuple(wire.INDICES))
+        _checks.one_of(self.values, "values", tuple(payload.VALUES))
+        _checks.one_of(self.indices, "indices", tuple(payload.INDICES))
 
     @classmethod
     def geometric(
@@ -168,8 +167,8 @@ class TopK(Encoding):
         """Return k, how many entries of `n` are sent at most."""
         return min(n, max(1, math.floor(n / self.factor)))
 
-    def _wire(self, n: int) -> wire.WireFormat:
-        return wire.WireFormat(self.values, self.indices, n)
+    def _wire(self, n: int) -> payload.WireFormat:
+        return payload.WireFormat(self.values, self.indices, n)
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of gathering all payloads."""
@@ -195,20 +194,20 @@ class TopK(Encoding):
         format_, k = self._wire(bucket.n), self.slots(bucket.n)
         choice, state = self._choose(x, state, k, key)
         marks = _at_most(jnp.int32(k), choice, x, key)
-        payload = entries.take(x, entries.places(marks, k))
-        payload = payload._replace(values=format_.rounded(payload.values))
-        energy = _arrays.energy(payload.values)
+        chosen = payload.take(x, selection.places(marks, k))
+        chosen = chosen._replace(values=format_.rounded(chosen.values))
+        energy = _arrays.energy(chosen.values)
         comm.tell(energy)
-        buffers = comm.gather(format_.encode(payload))
+        buffers = comm.gather(format_.encode(chosen))
         decode = lambda buffer: format_.decode(buffer, k)
-        mean = entries.mean_of_payloads(buffers, decode, comm.zeros(x))
+        mean = payload.mean_of_payloads(buffers, decode, comm.zeros(x))
         return Sent(mean, format_.kept(x, marks), energy), state
 
     def _choose(
         self, x: jax.Array, state: TopKState, k: int, key: jax.Array
     ) -> tuple[_Choice, TopKState]:
         """Mark about k entries."""
-        bracket = quantile.bracket(x, jnp.int32(k), key)
+        bracket = selection.bracket(x, jnp.int32(k), key)
         if self.select == "threshold":
             return _by_threshold(x, state, k, bracket)
         return (_sampled if self.select == "sampled" else _exact)(x, k, bracket), state
@@ -244,7 +243,7 @@ class TopK(Encoding):
 
 def energies_of_largest(x: jax.Array, key: jax.Array) -> jax.Array:
     """Return running sums of the squares of a sample, the largest first, from 0 on."""
-    places = quantile.sample_places(x.size, key, SAMPLE_ENTRIES)
+    places = selection.sample_places(x.size, key, SAMPLE_ENTRIES)
     squares = jnp.sort(jnp.square(x.at[places].get(mode="promise_in_bounds")))
     return jnp.append(jnp.zeros(1, jnp.float32), jnp.cumsum(squares[::-1]))
 
@@ -279,7 +278,7 @@ def _sampled(x: jax.Array, k: int, bracket: Bracket) -> _Choice:
     choice = _reaching(x, _safe_bits(bracket))
 
     def search(_: Marks) -> Marks:
-        return entries.mark(quantile.k_largest(_arrays.magnitude_bits(x), k))
+        return selection.mark(selection.k_largest(_arrays.magnitude_bits(x), k))
 
     marks = _arrays.only_if(choice.marks.total > k, search, choice.marks)
     return choice._replace(marks=marks)
@@ -288,15 +287,15 @@ def _sampled(x: jax.Array, k: int, bracket: Bracket) -> _Choice:
 def _exact(x: jax.Array, k: int, bracket: Bracket) -> _Choice:
     """Find the k-th magnitude within the bracket, then mark in one pass."""
     bits = _arrays.magnitude_bits(x)
-    cut = quantile.kth_between(bits, jnp.int32(k), bracket.low, bracket.high)
-    return _Choice(entries.mark(quantile.at_or_above(bits, cut)), None)
+    cut = selection.kth_between(bits, jnp.int32(k), bracket.low, bracket.high)
+    return _Choice(selection.mark(selection.at_or_above(bits, cut)), None)
 
 
 def _reaching(x: jax.Array, bits: jax.Array) -> _Choice:
     """Mark what reaches magnitude bits; twice as much is sure to be sent."""
-    below_infinity = jnp.minimum(bits, quantile.BEYOND - quantile.OCTAVE)
-    marks = entries.mark(_arrays.magnitude_bits(x) >= bits)
-    return _Choice(marks, below_infinity + quantile.OCTAVE)
+    below_infinity = jnp.minimum(bits, selection.BEYOND - selection.OCTAVE)
+    marks = selection.mark(_arrays.magnitude_bits(x) >= bits)
+    return _Choice(marks, below_infinity + selection.OCTAVE)
 
 
 def _safe_bits(bracket: Bracket) -> jax.Array:
@@ -304,7 +303,7 @@ def _safe_bits(bracket: Bracket) -> jax.Array:
 
     Return those of the k-th itself if the sample gives no upper bound.
     """
-    is_bound = bracket.high < quantile.BEYOND
+    is_bound = bracket.high < selection.BEYOND
     return bracket.middle + jnp.where(is_bound, bracket.high - bracket.middle, 0) // 2
 
 
@@ -315,18 +314,18 @@ def _at_most(k: jax.Array, choice: _Choice, x: jax.Array, key: jax.Array) -> Mar
         sure = jnp.zeros_like(marks.words)
         if choice.sure_bits is not None:
             is_sure = _arrays.magnitude_bits(x) >= choice.sure_bits
-            sure = entries.pack(is_sure) & marks.words
-        sure_count = entries.count_bits(sure)
+            sure = selection.pack(is_sure) & marks.words
+        sure_count = selection.count_bits(sure)
         # If even the sure entries are too many, only they are drawn from.
         is_crowded = sure_count > k
         drawn = jnp.where(is_crowded, sure, marks.words & ~sure)
-        drawn = entries.marks_of(drawn)
+        drawn = selection.marks_of(drawn)
         stay = Marks(sure, marks.starts - drawn.starts, sure_count)
         stay = jax.tree.map(lambda x: jnp.where(is_crowded, 0, x), stay)
         # Bits of the key do for a draw; jax.random would take longer to compile than
         # everything else here.
         gap = _arrays.draws(key)[1] % jnp.maximum(drawn.total, 1).astype(jnp.uint32)
-        drawn = entries.thin(drawn, k - stay.total, gap.astype(jnp.int32))
+        drawn = selection.thin(drawn, k - stay.total, gap.astype(jnp.int32))
         # No entry is in both, so bits add up as counts do.
         return jax.tree.map(jnp.add, stay, drawn)
 

@@ -107,11 +107,11 @@ def _update(
         return buckets.unpack(parts, state.steps), state._replace(
             local=local, info=info
         )
-    setting = setting_of(components, axes, buckets, state, rung)._replace(
+    is_own = at == "own" or components.memory.is_at_own_params
+    setting = setting_of(components, axes, buckets, state, rung, is_own)._replace(
         params=params,
         times=credit(components, state, step_seconds, measured_step),
         is_due=is_due,
-        at_own_params=at == "own" or components.memory.is_at_own_params,
     )
     if components.waits:
         local = add_times(local, setting.times)
@@ -210,10 +210,11 @@ def setting_of(
     buckets: Buckets,
     state: TransformState,
     rung: int | None,
+    at_own_params: bool,
 ) -> Setting:
     """Return what the step knows, but for what `update` was given."""
     ladders, controller = components.ladders(buckets), components.controller
-    replicas = axes.slow.replicas
+    replicas, reach = axes.slow.replicas, controller.reach(at_own_params)
     _info.warn_if_dense(ladders, replicas)
     # Devices that share a replica send other words, so that figures which ride with
     # them would not be known to be the same on all of them.
@@ -232,20 +233,28 @@ def setting_of(
         looks=controller.looks(state.steps, state.info.local_steps),
         key=jax.random.fold_in(jax.random.key(0), state.steps),
         state=state,
-        rung=_rung(0 if controller.is_fixed else rung, state, axes.both),
+        rung=_rung(0 if controller.is_fixed else rung, reach, state, axes.both),
+        reach=reach,
         rides=rides,
+        at_own_params=at_own_params,
     )
 
 
-def _rung(known: int | None, state: TransformState, comm: Comm) -> jax.Array | np.int32:
-    """Return the rung of this step."""
+def _rung(
+    known: int | None, reach: tuple[int, ...], state: TransformState, comm: Comm
+) -> jax.Array | np.int32:
+    """Return the rung of this step: that decided, or the next one below in reach."""
     if known is not None:
         return np.int32(known)
     rung = state.ahead[0]
-    if not comm.is_simulated or comm.is_known_alike(rung):
+    if comm.is_simulated and not comm.is_known_alike(rung):
+        # vmap would run the branches of all rungs if replicas had a rung each.
+        rung = jnp.int32(comm.mean(comm.of_first(rung)) + 0.5)
+    if len(reach) == len(state.ladder):
         return rung
-    # vmap would run the branches of all rungs if replicas had a rung each.
-    return jnp.int32(comm.mean(comm.of_first(rung)) + 0.5)
+    # Another program may have decided, with gradients at other params.
+    rungs = jnp.asarray(reach)
+    return jnp.max(rungs, where=rungs <= rung, initial=reach[0])
 
 
 def credit(
@@ -535,6 +544,7 @@ def _each_bucket(
             compensated,
             before,
             setting.rung,
+            reach=setting.reach,
             looks=setting.looks,
             figures=own if setting.rides and i == 0 else (),
             key=setting.key,

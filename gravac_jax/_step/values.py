@@ -28,6 +28,7 @@ class Setting(NamedTuple):
       state: the transform's state after the last step.
       rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
         `np.int32` if it never changes or the caller knows it.
+      reach: the rungs that steps may take, rising; static.
       rides: whether the first bucket's exchange also averages what replicas agree on;
         static.
       params: the params, or None if `update` was not given any.
@@ -48,6 +49,7 @@ class Setting(NamedTuple):
     key: jax.Array
     state: TransformState
     rung: jax.Array | np.int32
+    reach: tuple[int, ...]
     rides: bool
     params: Any = None
     own_params: Any = None

@@ -1,4 +1,4 @@
-"""What selected entries look like on the wire: values and indices in one buffer.
+"""Selected entries: take them, send values and indices in one buffer, add them up.
 
 A value may be rounded on the way; what rounding drops stays in the residual, exactly.
 Indices travel without loss. The words of a buffer are int32 if every part has words of
@@ -16,11 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays
-from gravac_jax._encodings import entries
-from gravac_jax._encodings.entries import PAD, Marks, Payload
+from gravac_jax._encodings.selection import PAD, Marks, clear
 
 BLOCK_BITS = 16  # of an index: its place within a block of 65,536 entries
 BLOCK = 2**BLOCK_BITS
+MAX_UNROLLED = 16  # payloads that one kernel adds up; arbitrary
+
+
+class Payload(NamedTuple):
+    """Selected entries of a bucket, followed by empty slots.
+
+    Attributes:
+      values: `[k]` float32; 0 in an empty slot.
+      indices: `[k]` int32, the place of each value in the bucket, rising. `PAD` or
+        above in an empty slot.
+    """
+
+    values: jax.Array
+    indices: jax.Array
 
 
 class ValueEncoding(NamedTuple):
@@ -141,7 +154,7 @@ class WireFormat:
         The result is `[n]` float32.
         """
         lost = 0 if self.value_name == "float32" else bucket - self.rounded(bucket)
-        return entries.clear(bucket, marks, lost)
+        return clear(bucket, marks, lost)
 
     def encode(self, payload: Payload) -> jax.Array:
         """Return a payload as one buffer, `[words]` int32 or uint16."""
@@ -184,3 +197,56 @@ def _split(buffer: jax.Array, parts: Sequence[Any]) -> list[jax.Array]:
     pairs = zip(borders, parts, strict=True)
     read = lambda words, part: _arrays.from_words(words, part.dtype)[: part.size]
     return [read(buffer[start:stop], part) for (start, stop), part in pairs]
+
+
+def take(bucket: jax.Array, indices: jax.Array) -> Payload:
+    """Return the entries of `bucket` (`[n]`) at `indices` (`[k]`, as in a payload)."""
+    values = bucket.at[indices].get(
+        mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
+    )
+    return Payload(values, indices)
+
+
+def mean_of_payloads(
+    buffers: jax.Array,
+    decode: Callable[[jax.Array], Payload],
+    zeros: jax.Array,
+) -> jax.Array:
+    """Return the mean over replicas of the payloads in `buffers`.
+
+    Payloads are added one after the other, in the order of the replicas and without
+    repeated indices. So the sum does not depend on the order in which a device runs its
+    threads, and replicas stay bit-identical. Each value is divided before it is added:
+    k divisions, not n.
+
+    Args:
+      buffers: `[replicas, words]`, one encoded payload a row.
+      decode: returns the payload of one row.
+      zeros: `[n]` float32.
+
+    Returns:
+      `[n]` float32.
+    """
+    replicas = buffers.shape[0]
+
+    def add(replica: jax.Array | int, total: jax.Array) -> jax.Array:
+        buffer = jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False)
+        payload = decode(buffer)
+        return total.at[payload.indices].add(
+            payload.values / replicas,
+            mode="drop",
+            unique_indices=True,
+            indices_are_sorted=True,
+        )
+
+    looped = lambda zeros: jax.lax.fori_loop(0, replicas, add, zeros)
+
+    def unrolled(total: jax.Array) -> jax.Array:
+        # A GPU would copy the total into a loop.
+        for replica in range(replicas):
+            total = add(replica, total)
+        return total
+
+    if replicas > MAX_UNROLLED:
+        return looped(zeros)
+    return jax.lax.platform_dependent(zeros, cpu=looped, default=unrolled)
