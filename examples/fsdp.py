@@ -1,9 +1,9 @@
 """Two slices of four devices: FSDP within a slice, compressed gradients between them.
 
-Each device owns a slice of every large matrix and of its residual. The forward pass
-gathers the slices over the fast axis "ici", the backward pass adds up gradients
-there, and only payloads cross the slow axis "dcn". On a CPU the devices are virtual.
-Lines marked `# gravac` are all that a training loop needs beyond FSDP itself.
+Each device owns a slice of every large matrix and of its residual. The compiler gathers
+the slices over the fast axis "ici" where they are needed and adds up gradients there,
+and only payloads cross the slow axis "dcn". On a CPU the devices are virtual. Lines
+marked `# gravac` are all that a training loop needs beyond FSDP itself.
 
     python examples/fsdp.py
 """
@@ -79,38 +79,35 @@ def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
     model = TransformerLanguageModel(256, config.width, layers=4, heads=4)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = model.init(jax.random.key(config.seed), tokens)["params"]
-    is_sliced = jax.tree.map(is_large, params)
-    spec = lambda sliced: jax.P(FAST) if sliced else jax.P()
-    place = lambda x, sliced: jax.device_put(x, jax.NamedSharding(mesh, spec(sliced)))
-    params = jax.tree.map(place, params, is_sliced)
+    spec = lambda x: jax.P(FAST) if is_large(x) else jax.P()
+    place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, spec(x)))
+    params = jax.tree.map(place, params)
 
     tx = optax.chain(
-        gravac.transform(  # gravac
-            SLOW, dense_axis_name=FAST, sharded=is_sliced, send=send
-        ),
+        gravac.transform(SLOW, shardings=params, send=send),  # gravac
         optax.adamw(config.learning_rate),
     )
 
     def loss_of(params: Any, batch: jax.Array) -> jax.Array:
-        # XLA gathers each matrix where it is needed, and drops it afterwards.
-        gather = lambda x: jax.lax.all_gather(x, FAST, axis=0, tiled=True)
-        whole = jax.tree.map(lambda x, s: gather(x) if s else x, params, is_sliced)
-        logits: Any = model.apply({"params": whole}, batch[:, :-1])
+        logits: Any = model.apply({"params": params}, batch[:, :-1])
         return cross_entropy(logits, batch[:, 1:])
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
-        grad = gravac.value_and_grad(loss_of, (SLOW, FAST))  # gravac
+        grad = gravac.value_and_grad(loss_of, SLOW)  # gravac
         loss, grads = grad(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state = gravac.init(tx, params, mesh, SLOW, FAST)  # gravac
-    step = gravac.data_parallel(train_step, mesh, SLOW, FAST)  # gravac
+    state = (params, tx.init(params))
+    params, opt_state = gravac.place(state, mesh, SLOW)  # gravac
+    step = gravac.data_parallel(train_step, mesh, SLOW)  # gravac
+    lies = jax.NamedSharding(mesh, jax.P((SLOW, FAST)))
     rows = config.slices * config.devices * config.batch
     batches = draw(read_text(config.data)[0], rows, config.length, config.seed + 1)
     losses, ends, wire_bytes, factor = [], [], 0.0, 1.0
     for _ in track(range(config.steps), name, transient=True):
-        params, opt_state, loss = step(params, opt_state, next(batches))
+        batch = jax.device_put(next(batches), lies)
+        params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
         ends.append(time.perf_counter())
         info = optax.tree.get(opt_state, "StepInfo")

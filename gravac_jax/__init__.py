@@ -42,7 +42,6 @@ from gravac_jax._nnx import nnx_value_and_grad as nnx_value_and_grad
 from gravac_jax._outer import outer as outer
 from gravac_jax._parallel import data_parallel as data_parallel
 from gravac_jax._parallel import simulate as simulate
-from gravac_jax._placement import init as init
 from gravac_jax._placement import place as place
 from gravac_jax._placement import state_specs as state_specs
 from gravac_jax._recipes import adamw as adamw

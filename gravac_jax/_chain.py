@@ -201,7 +201,7 @@ def check_chains(tree: Any) -> None:
             )
 
     def is_chain(x: Any) -> bool:
-        parts = x.values() if type(x) is dict else x if type(x) is tuple else ()
+        parts = x.values() if isinstance(x, dict) else x if type(x) is tuple else ()
         return any(map(_is_transform, parts))
 
     for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):

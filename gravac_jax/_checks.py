@@ -126,7 +126,7 @@ def axis(axis_name: Any) -> None:
         )
 
 
-def two_axes(axis_name: Any, dense_axis_name: Any, is_sharded: bool) -> None:
+def two_axes(axis_name: Any, dense_axis_name: Any) -> None:
     """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
     axis(dense_axis_name)
     slow = _collectives.axis_names(axis_name)
@@ -136,22 +136,6 @@ def two_axes(axis_name: Any, dense_axis_name: Any, is_sharded: bool) -> None:
             f"`dense_axis_name` must be another axis beside `axis_name`, got"
             f" {dense_axis_name!r} and {axis_name!r}. Compression happens over"
             f" `axis_name`, the slow one; over the other, gradients are averaged whole."
-        )
-    if is_sharded and not fast:
-        raise ValueError(
-            "`sharded` names the leaves of which each device along `dense_axis_name`"
-            " owns a slice, and there is no such axis: give its name, such as"
-            " dense_axis_name='ici'."
-        )
-
-
-def no_function(sharded: Any) -> None:
-    """Refuse a function of (path, leaf), which would see slices."""
-    if callable(sharded):
-        raise TypeError(
-            f"`sharded` must be True or a pytree of bools, got {sharded!r}. Inside a"
-            f" step a function would see the slice of a leaf, not the leaf: decide"
-            f" before, jax.tree.map(is_sharded, params)."
         )
 
 

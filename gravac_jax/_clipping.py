@@ -110,13 +110,12 @@ class ClipByGlobalNorm(Clip):
 
 
 def global_norm(
-    flat: tuple[jax.Array, ...], shared: tuple[jax.Array, ...], slices: Comm
+    parts: tuple[jax.Array, ...], slices: Comm
 ) -> tuple[jax.Array, jax.Array]:
     """Return the norm of a gradient over the whole model, as a unit and a length.
 
     Args:
-      flat: the compressed leaves; if they are sharded, the slices of one device.
-      shared: the other leaves, the same on all devices of `slices`.
+      parts: all leaves, or a device's slices of them.
       slices: the devices that hold the other slices; alone if nothing is sharded.
 
     Returns:
@@ -124,9 +123,8 @@ def global_norm(
       slices are put together, so that no square overflows.
     """
     if slices.axis_name is None:
-        return _arrays.norm((*flat, *shared))
-    top = jnp.max(slices.gather(_arrays.largest_magnitude((*flat, *shared))))
+        return _arrays.norm(parts)
+    top = jnp.max(slices.gather(_arrays.largest_magnitude(parts)))
     unit = jnp.where(top > 0, top, 1)
-    energy = lambda parts: sum(_arrays.energy(x / unit) for x in parts)
-    whole = slices.mean(energy(flat)) * slices.replicas
-    return unit, jnp.sqrt(whole + energy(shared))
+    energy = _arrays.total(_arrays.energy(x / unit) for x in parts)
+    return unit, jnp.sqrt(slices.mean(energy) * slices.replicas)

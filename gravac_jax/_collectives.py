@@ -101,17 +101,11 @@ class Comm:
             if lost := fixed[0] - fixed[1]:
                 _step_checks.steps.stays_alike(path, sorted(lost))
 
-    def check_sharded(
-        self, params: Any, is_chosen: tuple[bool, ...], is_sharded: bool
-    ) -> None:
-        """Raise if `params` are known to be sharded not as `is_sharded` says."""
-        if not self.is_checked:
-            return
-        leaves = _arrays.named_leaves(params)
-        for (path, leaf), chosen in zip(leaves, is_chosen, strict=True):
-            is_slice = not self._fixed_axes(leaf)
-            if is_slice != (chosen and is_sharded):
-                _step_checks.meshes.sharded_as_said(path, is_slice, self.axis_name)
+    def check_whole(self, params: Any) -> None:
+        """Raise if each device is known to have a slice of some leaf of `params`."""
+        for path, leaf in _arrays.named_leaves(params) if self.is_checked else ():
+            if not self._fixed_axes(leaf):
+                _step_checks.meshes.is_whole(path, self.axis_name)
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""
@@ -391,15 +385,13 @@ class Axes:
     Attributes:
       slow: the replicas.
       fast: the devices of one replica; gradients are averaged whole over them.
-      is_sharded: whether each of these devices owns a slice of the params.
-      is_cut: whether it owns a slice of every leaf, also of those that go dense, and
-        the compiler has averaged gradients over the fast axis.
+      is_sliced: whether each of these devices owns a slice of every leaf, and the
+        compiler has averaged gradients over the fast axis.
     """
 
     slow: Comm
     fast: Comm
-    is_sharded: bool
-    is_cut: bool = False
+    is_sliced: bool = False
 
     @property
     def both(self) -> Comm:
@@ -409,22 +401,17 @@ class Axes:
     @property
     def owners(self) -> Comm:
         """Those who each own a state of the transform."""
-        return self.both if self.is_sharded else self.slow
+        return self.both if self.is_sliced else self.slow
 
     @property
     def alike(self) -> Comm:
         """Those who should hold the same params."""
-        return self.slow if self.is_sharded else self.both
+        return self.slow if self.is_sliced else self.both
 
     @property
     def slices(self) -> Comm:
-        """Those who hold the other slices of a bucket; alone if it is not sharded."""
-        return self.fast if self.is_sharded else Comm(None)
-
-    @property
-    def copies(self) -> Comm:
-        """Those who hold the same dense leaves, and other slices; alone if none do."""
-        return Comm(None) if self.is_cut else self.slices
+        """Those who hold the other slices of a leaf; alone if none is cut."""
+        return self.fast if self.is_sliced else Comm(None)
 
 
 class Traffic(NamedTuple):

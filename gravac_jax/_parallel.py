@@ -60,7 +60,7 @@ def data_parallel(
         axis.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. The batch is split over
-        both axes, and state stays sharded as it lies on the mesh.
+        both axes, and every device holds all of the params.
       carried: the number of arguments, just before the batch, that are each replica's
         own, such as the states of a recurrent network that continue from batch to
         batch. They are arrays split along their first axis as the batch is, and are
@@ -126,10 +126,8 @@ def data_parallel(
             of_all = _by_vmap(body_of_vmap, replicas, axis_name, average_metrics, mesh)
             state, own, metrics = of_all(state, own, batch, shared)
             return _placement.constrained(state, specs, mesh), own, metrics
-        _placement.check_placed(state, replicas, devices)
+        _placement.check_placed(state, replicas)
         of_state = _placement.state_specs(state, axis_name)
-        if dense_axis_name is not None and specs:
-            of_state = jax.tree.unflatten(jax.tree.structure(state), specs)
         return jax.shard_map(
             body,
             mesh=mesh,

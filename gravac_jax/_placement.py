@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import core
 
 from gravac_jax import _chain, _checks, _collectives, _state, _step_checks
@@ -132,100 +131,6 @@ def _from_host(x: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(
         x.shape, sharding, lambda index: np.array(x[index])
     )
-
-
-def init(
-    tx: optax.GradientTransformation,
-    params: Any,
-    mesh: jax.sharding.Mesh | int,
-    axis_name: AxisName = "data",
-    dense_axis_name: AxisName = None,
-) -> Any:
-    """Return the placed optimizer state of `params`, which may be sharded.
-
-    For params that are not sharded it is `gravac.place(tx.init(params), mesh,
-    axis_name)`. With a `dense_axis_name`, params may be sharded over that axis (FSDP).
-    The optimizer state is then sharded as they are, and each device keeps the residual
-    of the slice that it owns. So it is without a `dense_axis_name` if the compiler
-    shards the model and the transform knows how (`gravac.transform(sharded=params)`).
-
-    Args:
-      tx: an optimizer with `gravac.transform` in it.
-      params: the params; with a `dense_axis_name`, as they lie on the mesh.
-      mesh: as for `gravac.place`.
-      axis_name: as for `gravac.place`.
-      dense_axis_name: the argument of `gravac.transform`.
-
-    Returns:
-      The optimizer state, placed.
-
-    Raises:
-      TypeError: if the arguments are in another order.
-      ValueError: as `gravac.place`; if params are sharded over another axis than
-        `dense_axis_name`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> import gravac_jax as gravac
-      >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
-      >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
-      >>> opt_state = gravac.init(tx, {"w": jnp.ones((256, 256))}, mesh)
-      >>> opt_state[0].local.memory[0].residual.shape
-      (2, 65536)
-    """
-    _checks.optimizer(tx, "gravac.init(tx, params, mesh)")
-    _checks.not_swapped(params, mesh, "gravac.init(tx, params, mesh)")
-    if dense_axis_name is None:
-        state = tx.init(params)
-        _chain.check_momentum(state)
-        return place(state, mesh, axis_name)
-    axes = _collectives.join(axis_name, dense_axis_name)
-    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
-    assert isinstance(mesh, jax.sharding.Mesh)
-    specs = specs_of(params)
-    used = {name for spec in jax.tree.leaves(specs) for name in _names_in(spec)}
-    _step_checks.meshes.sharded_over(used, _collectives.axis_names(dense_axis_name))
-    local = jax.P(
-        axes if used & set(_collectives.axis_names(dense_axis_name)) else axis_name
-    )
-
-    def slice_of(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
-        shape = jax.NamedSharding(mesh, spec).shard_shape(x.shape)
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    # The transform's own state does not have the params' shapes, and may have more
-    # buckets than the state for no params that map_params makes.
-    is_ours = _state.is_transform_state
-    without = lambda tree: _state.replaced(tree, ())
-    state = jax.eval_shape(tx.init, jax.tree.map(slice_of, params, specs))
-    _chain.check_momentum(state)
-    _chain.check_chains(state)
-    others = optax.tree.map_params(
-        optax.GradientTransformation(
-            lambda params: without(tx.init(params)), tx.update
-        ),
-        lambda _, spec: spec,
-        without(state),
-        specs,
-        transform_non_params=lambda _: jax.P(),
-    )
-    out_specs = jax.tree.map(
-        lambda x, spec: _state.per_leaf(x, local, jax.P()) if is_ours(x) else spec,
-        state,
-        others,
-        is_leaf=is_ours,
-    )
-
-    def init_slice(params: Any) -> Any:
-        lead = lambda local: jax.tree.map(lambda x: x[None], local)
-        return _state.map_local(tx.init(params), lead, lambda x: x)
-
-    run = jax.shard_map(
-        init_slice, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
-    )
-    # Explicit shardings keep the names of axes that are one device long.
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), out_specs)
-    return jax.jit(run, out_shardings=shardings)(params)
 
 
 def specs_of(tree: Any) -> Any:

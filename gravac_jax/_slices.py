@@ -238,58 +238,34 @@ def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
 
 
 def said(
-    sharded: Any, axis_name: AxisName, dense_axis_name: AxisName, compress: Any
+    shardings: Any, axis_name: AxisName, dense_axis_name: AxisName
 ) -> dict[str, Any]:
-    """Return what `sharded` says of the other arguments of `gravac.transform`."""
-    slices, tells = slices_of(sharded, axis_name), tells_leaves(sharded)
-    if slices is not None:
-        why = "`sharded` tells the other axes, if it is the params or their shardings."
-        _checks.not_both(why, dense_axis_name=dense_axis_name, sharded=slices.mesh)
-        dense_axis_name = slices.axes or None
-        slices = slices if slices.axes else None  # nothing is cut
-    elif tells:
-        _checks.no_function(sharded)
-        why = (
-            "The sharded leaves are the encoded ones, and the others are averaged whole"
-            " over both axes."
-        )
-        _checks.not_both(why, compress=compress, sharded=sharded)
-        compress = sharded
+    """Return what `shardings` says of the axes of `gravac.transform`."""
+    if not jax.tree.leaves(shardings):
+        return {"dense_axis_name": dense_axis_name, "slices": None}
+    slices = slices_of(shardings, axis_name)
+    why = "`shardings` tells the other axes."
+    _checks.not_both(why, dense_axis_name=dense_axis_name, shardings=slices.mesh)
+    # Without other axes nothing is cut.
+    is_cut = bool(slices.axes)
     return {
-        "dense_axis_name": dense_axis_name,
-        "is_sharded": tells or slices is not None,
-        "slices": slices,
-        "compress": compress,
+        "dense_axis_name": slices.axes or None,
+        "slices": slices if is_cut else None,
     }
 
 
-def tells_leaves(sharded: Any) -> bool:
-    """Return whether `sharded` says which leaves are sharded, and not how they lie."""
-    if sharded is None or sharded is False:
-        return False
-    is_bool = lambda x: x is True or x is False
-    return callable(sharded) or any(map(is_bool, jax.tree.leaves(sharded)))
-
-
-def slices_of(sharded: Any, axis_name: AxisName) -> Slices | None:
-    """Return how `sharded` lies on its mesh.
+def slices_of(shardings: Any, axis_name: AxisName) -> Slices:
+    """Return how params lie on their mesh.
 
     Args:
-      sharded: a pytree of arrays on a mesh, or of `jax.NamedSharding`.
+      shardings: a pytree of arrays on a mesh, or of `jax.NamedSharding`.
       axis_name: the slow axis, or axes.
-
-    Returns:
-      The slices; None if `sharded` does not tell shardings but which leaves are
-      sharded.
     """
-    leaves = jax.tree.leaves(sharded)
-    if not leaves or sharded is False or tells_leaves(sharded):
-        return None
-    shardings = [getattr(x, "sharding", x) for x in leaves]
+    each = [getattr(x, "sharding", x) for x in jax.tree.leaves(shardings)]
     spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
-    mesh = _step_checks.meshes.one_mesh(shardings)
+    mesh = _step_checks.meshes.one_mesh(each)
     _step_checks.meshes.has_axes(mesh, axis_names(axis_name))
-    slices = Slices(mesh, axis_name, tuple(map(spec, shardings)))
+    slices = Slices(mesh, axis_name, tuple(map(spec, each)))
     names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
     _step_checks.meshes.sharded_inside(names, axis_names(axis_name))
     return slices

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -53,8 +52,7 @@ def train_step(
         times.
       axis_name: the axis, or axes, of the transform.
       dense_axis_name: the transform's fast axis, if it has one. Params that are sharded
-        over it are placed by the caller. Without one, params that are sharded over
-        other axes of the mesh stay so, and the compiler shards the model; see
+        over other axes of the mesh stay so, and the compiler shards the model; see
         `gravac.data_parallel`.
       has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
         as the loss is.
@@ -148,7 +146,7 @@ def train_step(
 
     is_timed = isinstance(mesh, jax.sharding.Mesh)
     replicas = _placement.count_replicas(mesh, axes)
-    init = _initializer(tx, mesh, axis_name, dense_axis_name)
+    init = lambda params: _placement.place((params, tx.init(params)), mesh, axis_name)
     deliver_all = run(deliver)
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
@@ -167,23 +165,6 @@ def _has_branches(branches: bool | None, mesh: Any) -> bool:
         return all(x.platform == "cpu" for x in devices)
     _checks.flag(branches, "branches")
     return branches
-
-
-def _initializer(
-    tx: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh | int,
-    axis_name: Any,
-    dense_axis_name: AxisName,
-) -> Callable[[Any], tuple[Any, Any]]:
-    """Return what places params and the optimizer's first state."""
-
-    def init(params: Any) -> tuple[Any, Any]:
-        if dense_axis_name is None:
-            return _placement.place((params, tx.init(params)), mesh, axis_name)
-        opt_state = _placement.init(tx, params, mesh, axis_name, dense_axis_name)
-        return jax.tree.map(jnp.copy, params), opt_state  # the first step donates both
-
-    return init
 
 
 class TrainStep:

@@ -40,7 +40,7 @@ def transform(
     weight_decay: float = 0.0,
     compress: bool | _buckets.Predicate | Any = None,
     dense_axis_name: AxisName = None,
-    sharded: bool | Any = False,
+    shardings: Any = None,
     network: WireCost | None = None,
     check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -100,15 +100,11 @@ def transform(
       dense_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are encoded: the devices of a host or a slice. All of them take the
         same rung.
-      sharded: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
-        compiler shards the model over all axes but `axis_name`, as under `jit`. Each
-        device then encodes what it owns; the step runs by `gravac.data_parallel`
-        without a fast axis, and `compress` chooses whole leaves. Or, with a
-        `dense_axis_name`, which leaves the step itself holds in slices, either gathered
-        to compute (FSDP) or computed with (tensor parallel): True for all, or a pytree
-        of bools. Each device encodes its slices, and all other leaves go dense.
-        Gradients of slices must be those of the sum of all devices' losses, as
-        `gravac.value_and_grad` returns them; the mean is taken here.
+      shardings: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
+        compiler shards the model over all axes but `axis_name`, as under `jit` (FSDP,
+        tensor parallel). Each device then encodes the slice of each leaf that it owns;
+        the step runs by `gravac.data_parallel` without a fast axis, and `compress`
+        chooses whole leaves.
       network: predicts step times until measured ones arrive. Default: `WireCost()`.
       check_every: steps between comparisons of the params of all replicas (`update`
         then needs them); 0 for never. `StepInfo.disagreements` counts comparisons that
@@ -121,15 +117,15 @@ def transform(
       float32 and differs per replica: see `gravac.place`.
 
     Raises:
-      TypeError: if an argument is of the wrong kind; if both `compress` and `sharded`
-        are given. From `init` and `update`: for leaves that are not real floating-point
-        arrays, and for `optax.MaskedNode`.
-      ValueError: if the two axes are the same, `sharded` lacks its axis, or its arrays
-        do not lie on one mesh or are sharded over `axis_name`. From `update`: outside
+      TypeError: if an argument is of the wrong kind; if both `dense_axis_name` and
+        `shardings` are given. From `init` and `update`: for leaves that are not real
+        floating-point arrays, and for `optax.MaskedNode`.
+      ValueError: if the two axes are the same, or the arrays of `shardings` do not lie
+        on one mesh or are sharded over `axis_name`. From `update`: outside
         the axes, for gradients that were already summed over them, for a state that
         does not fit the gradients, for a ladder whose bytes rise with this many
-        replicas, and, if JAX knows what varies, for params that are sharded otherwise
-        than `sharded` says.
+        replicas, and, if JAX knows what varies, for params of which each device along
+        the fast axis has a slice.
 
     Law:
       On every replica and step, sent + held back == gradient + residual: exactly where
@@ -171,7 +167,8 @@ def transform(
     """
     components = Components(
         axis_name=axis_name,
-        **_slices.said(sharded, axis_name, dense_axis_name, compress),
+        **_slices.said(shardings, axis_name, dense_axis_name),
+        compress=compress,
         clip=clip,
         weight_decay=weight_decay,
         memory=Residual() if memory is None else memory,

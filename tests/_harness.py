@@ -178,7 +178,7 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
     """
     mesh = mesh or make_mesh()
     is_mesh = how.startswith("shard_map")
-    state = gravac.init(tx, params, mesh if is_mesh else N, axis_name)
+    state = gravac.place(tx.init(params), mesh if is_mesh else N, axis_name)
     specs = gravac.state_specs(state, axis_name)
     choose = lambda local, shared: jax.tree.map(
         lambda spec: shared if spec == jax.P() else local, specs

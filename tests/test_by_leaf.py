@@ -145,8 +145,10 @@ def test_a_leaf_that_is_cut_is_refused(monkeypatch):
 
 def test_slices_are_refused():
     memory = gravac.Steps(MUON, by_leaf=True)
+    mesh = gravac.make_mesh(("dcn", "ici"), hosts=1)
+    lies = jax.NamedSharding(mesh, jax.P("ici"))
     with pytest.raises(ValueError, match="each device has slices of them"):
-        gravac.transform("dcn", dense_axis_name="ici", sharded=True, memory=memory)
+        gravac.transform("dcn", shardings={"w": lies}, memory=memory)
 
 
 def test_an_optimizer_of_leaves_is_named_where_it_is_not_asked_for():

@@ -99,7 +99,7 @@ def test_a_resync_gives_every_replica_the_bits_of_the_first(how):
 def test_a_resync_leaves_what_differs_per_replica():
     tx = gravac.transform(compress=True)
     residual = jnp.arange(N * 8.0).reshape(N, 8)
-    state = gravac.init(tx, jnp.ones(8), N)
+    state = gravac.place(tx.init(jnp.ones(8)), N)
     state = optax.tree.set(state, residual=residual)
     axes = jax.tree.map(lambda spec: 0 if spec else None, gravac.state_specs(state))
     sync = jax.vmap(gravac.resync, in_axes=(axes,), out_axes=axes, axis_name="data")

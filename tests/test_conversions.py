@@ -21,7 +21,7 @@ STEPS = 6
 CHANGED = {
     "pmap": 7,
     "shard_map": 18,
-    "fsdp": 34,
+    "fsdp": 25,
     "jit": 7,
     "linen": 7,
     "train_state": 9,
@@ -103,12 +103,6 @@ MISTAKES = {
         "tx = optax.chain(",
         "import gravac_jax; tx = optax.chain(gravac_jax.transform(), ",
         "Under a plain jit.*averaged the gradients already",
-    ),
-    "a norm over slices": (
-        "fsdp_after",
-        "optax.chain(exchange, ",
-        "optax.chain(exchange, optax.clip_by_global_norm(MAX_NORM), ",
-        r"along \('fsdp',\).*in place of optax.clip_by_global_norm",
     ),
 }
 

@@ -246,9 +246,9 @@ def test_a_second_momentum_is_refused_where_it_can_be_seen(name):
     state = tx.init(PARAMS)
     for seen in (
         lambda: gravac.place((PARAMS, state), MESH),
-        lambda: gravac.init(tx, PARAMS, MESH),
+        lambda: gravac.place(tx.init(PARAMS), MESH),
         lambda: gravac.guard(tx).init(PARAMS),
-        lambda: gravac.init(named, PARAMS, MESH),
+        lambda: gravac.place(named.init(PARAMS), MESH),
     ):
         with pytest.raises(ValueError, match=r"keeps a .* of its own"):
             seen()
@@ -266,7 +266,7 @@ def test_a_second_momentum_is_refused_where_it_can_be_seen(name):
     ids=["momentum", "sgd", "adamw", "no b1", "adam"],
 )
 def test_one_momentum_is_allowed(memory, other):
-    gravac.init(optimizer(memory, other), PARAMS, MESH)
+    gravac.place(optimizer(memory, other).init(PARAMS), MESH)
 
 
 def test_another_optimizer_in_the_tree_may_have_momentum():

@@ -169,7 +169,7 @@ def aux(out):
 
 
 def replace(where):
-    gravac.place(gravac.init(TX, PARAMS, MESH), where)
+    gravac.place(gravac.place(TX.init(PARAMS), MESH), where)
 
 
 def run(update, tx=TX, check_vma=True):
@@ -381,7 +381,10 @@ WRONG_VALUES = [
         "micro_batches=3 ... shape () ... Close over",
         lambda: gravac.value_and_grad(lambda w, x: w, None, micro_batches=3)(1.0, 2.0),
     ),
-    misuse("sharded ... dense_axis_name='ici'", lambda: gravac.transform(sharded=True)),
+    misuse(
+        "`shardings` must be the params ... got 0 meshes, and ['bool']",
+        lambda: gravac.transform(shardings=True),
+    ),
     misuse(
         "'batch' ... ('data',) ... same name",
         lambda: gravac.place(PARAMS, MESH, "batch"),
@@ -414,7 +417,7 @@ WRONG_VALUES = [
     ),
     misuse(
         "(4, 96) ... (96,) ... gravac.state_specs",
-        lambda: ALONE.update(PARAMS, gravac.init(ALONE, PARAMS, N)),
+        lambda: ALONE.update(PARAMS, gravac.place(ALONE.init(PARAMS), N)),
     ),
     misuse(
         "check_every ... tx.update(grads, opt_state, params)",
@@ -506,7 +509,7 @@ WRONG_VALUES = [
         for shape in [(1,), (N,)]
     ],
     *[
-        misuse(f"4 replicas ... {replicas} ... gravac.init", partial(replace, where))
+        misuse(f"4 replicas ... {replicas} ... tx.init", partial(replace, where))
         for replicas in (1, 2, 8)
         for where in (replicas, make_mesh((replicas,)))
     ],
@@ -634,21 +637,11 @@ WRONG_TYPES = [
                 "int before dict",
                 lambda: gravac.place(N, PARAMS),
             ),
-            (
-                "gravac.init(tx, params, mesh)",
-                "Mesh before dict",
-                lambda: gravac.init(TX, MESH, PARAMS),
-            ),
         ]
     ],
     *[
         misuse(f"`tx` ... {call} ... got {got} ... optax.chain ... optimizer.tx", tried)
         for call, got, tried in [
-            (
-                "gravac.init(tx, params, mesh)",
-                "dict",
-                lambda: gravac.init(PARAMS, TX, MESH),
-            ),
             (
                 "gravac.flush(tx, params, opt_state)",
                 "dict",
@@ -669,18 +662,6 @@ WRONG_TYPES = [
     misuse(
         "`warm_up_steps` lead to a gravac.TopK ... Bits(2) ... gravac.TopK(1000)",
         lambda: gravac.dgc(send=gravac.Bits(2), warm_up_steps=10),
-    ),
-    misuse(
-        "compress ... sharded ... not both",
-        lambda: gravac.transform(compress=True, sharded=True, dense_axis_name="ici"),
-    ),
-    misuse(
-        "sharded ... pytree of bools",
-        lambda: gravac.transform(sharded=gravac.matrices(), dense_axis_name="ici"),
-    ),
-    misuse(
-        "Mesh ... got 4 ... dense_axis_name",
-        lambda: gravac.init(ALONE, PARAMS, 4, dense_axis_name="ici"),
     ),
     misuse(
         "Mesh ... got 4 ... dense_axis_name",

@@ -194,7 +194,7 @@ def test_a_simulation_runs_one_branch_and_not_all():
     controller = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
     tx = gravac.transform(compress=True, send=controller)
     step = gravac.simulate(lambda state, x: tx.update(x, state)[::-1], N)
-    state = gravac.init(tx, PARAMS["b"], N)
+    state = gravac.place(tx.init(PARAMS["b"]), N)
     program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()
     assert collectives(program.as_text()) == ([], 1)  # the branches of the rungs
 
@@ -308,7 +308,7 @@ def test_the_mesh_may_have_other_axes(axis_name, axis_type):
     )
     replicas = 4 if "other" in axis_name else 2
     grads = np.arange(16.0 * replicas, dtype=np.float32).reshape(replicas, 4, 4)
-    state = gravac.init(tx, grads[0], mesh, axis_name)
+    state = gravac.place(tx.init(grads[0]), mesh, axis_name)
     state, updates = step(state, grads)
     residual = np.asarray(_harness.residual(state))
     assert residual.shape == (replicas, 16)

@@ -127,15 +127,6 @@ def test_the_arrays_of_the_caller_survive_donation(place, make):
     assert_same(tree, expected)  # raises where they are deleted
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_init_places_the_initial_state(place):
-    where = PLACES[place]()
-    params, opt_state = bare()
-    received, expected = gravac.init(TX, params, where), gravac.place(opt_state, where)
-    assert_same(received, expected)
-    assert all(x.sharding == y.sharding for _, x, y in pairs(received, expected))
-
-
 @pytest.mark.parametrize("is_placed", [True, False])
 @pytest.mark.parametrize("tree", TREES)
 def test_specs_say_which_leaves_differ(tree, is_placed):

@@ -128,7 +128,7 @@ def test_dense_steps_are_those_of_a_plain_jit(shape):
         expected.append(float(loss))
 
     def tx(params):
-        dense = gravac.transform("dcn", sharded=params, send=gravac.Dense())
+        dense = gravac.transform("dcn", shardings=params, send=gravac.Dense())
         return optax.chain(dense, sgd)
 
     losses, received, flushed = train(tx, mesh, where="shared")
@@ -165,8 +165,8 @@ IS_COMPRESSED = {name: x.ndim > 1 for name, x in PARAMS.items()}
 @pytest.mark.parametrize("recipe", choices(RECIPES, lambda x: x == ALL_BEFORE))
 def test_inner_axes_change_nothing(recipe):
     common = {"compress": IS_COMPRESSED, "send": gravac.Dense()}
-    make = lambda **sharded: RECIPES[recipe](**common, **sharded)
-    received = train(lambda params: make(sharded=params), three_axes())
+    make = lambda **shardings: RECIPES[recipe](**common, **shardings)
+    received = train(lambda params: make(shardings=params), three_axes())
     expected = train(lambda params: make(), make_mesh((2,), ("dcn",)))
     assert_close(received, expected)
 
@@ -188,7 +188,7 @@ def follow(tx_of):
     specs = {name: P("dcn", *spec) for name, spec in SPECS.items()}
     params = put(ZEROS, mesh, SPECS)
     tx = tx_of(params)
-    opt_state = gravac.init(tx, params, mesh, "dcn")
+    opt_state = gravac.place(tx.init(params), mesh, "dcn")
 
     def train_step(params, opt_state, own):
         grads = jax.tree.map(lambda x: x[0], own)
@@ -235,7 +235,7 @@ def cut_leaves(tree):
 def topk(params):
     ladder = gravac.Dense(), gravac.TopK(4, select="exact")
     send = _harness.Scripted(ladder)
-    return gravac.transform("dcn", sharded=params, compress=True, send=send)
+    return gravac.transform("dcn", shardings=params, compress=True, send=send)
 
 
 def test_each_device_sends_the_largest_entries_of_what_it_owns():
@@ -286,7 +286,7 @@ ENCODINGS = choices(
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_what_is_sent_and_kept_is_what_came(encoding):
     tx = lambda params: gravac.transform(
-        "dcn", sharded=params, compress=IS_COMPRESSED, send=encoding
+        "dcn", shardings=params, compress=IS_COMPRESSED, send=encoding
     )
     _, seen = follow(tx)
     params, state = seen[-1]
@@ -328,7 +328,9 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
     params = put({x: PARAMS[x] for x in leaves}, mesh, {x: SPECS[x] for x in leaves})
     others = {x: jnp.asarray(PARAMS[x]) for x in PARAMS if x not in leaves}
     tx = optax.sgd(0.1) if is_plain else optax.chain(tx_of(params), optax.sgd(0.1))
-    opt_state = tx.init(params) if is_plain else gravac.init(tx, params, mesh, "dcn")
+    opt_state = (
+        tx.init(params) if is_plain else gravac.place(tx.init(params), mesh, "dcn")
+    )
     value_and_grad = functools.partial(gravac.value_and_grad, axis_name="dcn")
     rows_alone = jax.NamedSharding(mesh, P("tp"))
 
@@ -356,7 +358,7 @@ def size(shapes):
 
 
 def two_bits(params):
-    return gravac.transform("dcn", sharded=params, send=gravac.Bits(2))
+    return gravac.transform("dcn", shardings=params, send=gravac.Bits(2))
 
 
 def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models():
@@ -417,7 +419,7 @@ def small(tx_of, shape=(2, 2, 2), leaves=("up", "odd")):
     mesh = three_axes(shape)
     params = put({x: PARAMS[x] for x in leaves}, mesh, {x: SPECS[x] for x in leaves})
     tx = tx_of(params)
-    return mesh, tx, params, gravac.init(tx, params, mesh, "dcn")
+    return mesh, tx, params, gravac.place(tx.init(params), mesh, "dcn")
 
 
 def step_of(tx, mesh, value_and_grad=lambda f: gravac.value_and_grad(f, "dcn")):
@@ -484,7 +486,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path):
 
 def test_a_run_in_few_bits_goes_on_bit_for_bit(tmp_path):
     leaves = ("up", "odd", "bias")
-    tx_of = lambda params: gravac.sgd(0.1, "dcn", sharded=params)
+    tx_of = lambda params: gravac.sgd(0.1, "dcn", shardings=params)
     mesh, tx, params, state = small(tx_of, leaves=leaves)
     step, batch = step_of(tx, mesh), np.array([1.0, 2.0], np.float32)
     for _ in range(2):
@@ -503,50 +505,50 @@ def refused(transform, mesh=None, **kwargs):
     mesh = mesh or three_axes()
     params = put({"up": PARAMS["up"]}, mesh, {"up": SPECS["up"]})
     tx = transform(params)
-    state = gravac.init(tx, params, mesh, "dcn")
+    state = gravac.place(tx.init(params), mesh, "dcn")
     return step_of(tx, mesh)(params, state, np.ones(2, np.float32))
 
 
 MISTAKES = {
     "nothing said": (
         lambda params: gravac.transform("dcn", compress=True),
-        r"has 2 parts.*the mesh has 8 devices.*sharded=params",
+        r"has 2 parts.*the mesh has 8 devices.*shardings=params",
     ),
     "other params": (
-        lambda params: gravac.transform("dcn", sharded=[params, params]),
+        lambda params: gravac.transform("dcn", shardings=[params, params]),
         r"told of 2 leaves",
     ),
     "a mean of gradients": (
         lambda params: optax.chain(
             optax.stateless(lambda grads, _: jax.lax.pmean(grads, "dcn")),
-            gravac.transform("dcn", sharded=params),
+            gravac.transform("dcn", shardings=params),
         ),
         r"Remove any jax.lax.pmean of gradients",
     ),
     "over the slow axis": (
         lambda params: gravac.transform(
-            "dcn", sharded=put(params, three_axes(), {"up": P("dcn")})
+            "dcn", shardings=put(params, three_axes(), {"up": P("dcn")})
         ),
         r"sharded over \['dcn'\]",
     ),
     "the default axis": (
-        lambda params: gravac.transform(sharded=params),
+        lambda params: gravac.transform(shardings=params),
         r"has \('dcn', 'fsdp', 'tp'\), got \['data'\]",
     ),
     "another layout": (
         lambda params: gravac.transform(
-            "dcn", sharded=put(params, three_axes(), {"up": P("tp")})
+            "dcn", shardings=put(params, three_axes(), {"up": P("tp")})
         ),
         r"by P\S*\('fsdp', 'tp'\).*told of P\S*\('tp',?\)",
     ),
     "another mesh": (
         lambda params: gravac.transform(
-            "dcn", sharded=put(params, three_axes((2, 4, 1)), {"up": P("fsdp", "tp")})
+            "dcn", shardings=put(params, three_axes((2, 4, 1)), {"up": P("fsdp", "tp")})
         ),
         r"told of .*'fsdp': 4",
     ),
     "not on a mesh": (
-        lambda params: gravac.transform("dcn", sharded=PARAMS),
+        lambda params: gravac.transform("dcn", shardings=PARAMS),
         r"as they lie on one mesh.*got 0 meshes",
     ),
 }
@@ -562,7 +564,7 @@ def test_a_mistake_is_answered_with_what_to_do(mistake):
 def test_a_fast_axis_beside_the_compilers_is_refused():
     params = put({"up": PARAMS["up"]}, three_axes(), {"up": SPECS["up"]})
     with pytest.raises(TypeError, match=r"not both"):
-        gravac.transform("dcn", dense_axis_name="fsdp", sharded=params)
+        gravac.transform("dcn", dense_axis_name="fsdp", shardings=params)
 
 
 def test_a_constraint_over_the_slow_axis_is_explained():
@@ -581,4 +583,4 @@ def test_a_constraint_over_the_slow_axis_is_explained():
 def test_explicit_axes_are_refused():
     mesh = make_mesh((2, 2, 2), NAMES, AXIS_TYPES[1])
     with pytest.raises(ValueError, match=r"must be Auto.*Mesh\(mesh\.devices, mesh\."):
-        refused(lambda params: gravac.transform("dcn", sharded=params), mesh)
+        refused(lambda params: gravac.transform("dcn", shardings=params), mesh)

@@ -649,7 +649,7 @@ def test_the_info_is_found_in_any_chain():
 def test_the_state_goes_through_map_params(compress):
     tx = gravac.transform(None, compress=compress)
     tx = optax.chain(tx, optax.sgd(0.1, momentum=0.9))
-    for state in (tx.init(PARAMS), gravac.init(tx, PARAMS, N)):
+    for state in (tx.init(PARAMS), gravac.place(tx.init(PARAMS), N)):
         mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
         assert_same(mapped[0], state[0])  # none of it has the params' shapes
         assert_same(mapped[1][0].trace, jax.tree.map(lambda x: x + 1, PARAMS))

@@ -1,4 +1,4 @@
-"""FSDP: params sharded over one axis of two, gradients compressed over the other.
+"""FSDP by annotations over one axis of two, gradients compressed over the other.
 
 python examples/conversions/fsdp_after.py
 """
@@ -18,24 +18,15 @@ AXES = ("data", "fsdp")
 MAX_NORM = 1.0  # of a gradient
 
 
-def whole(path: Any, leaf: jax.Array) -> jax.Array:
-    """Return a leaf, from the slices of all devices."""
-    for axis, name in enumerate(spec_of(path, leaf)):
-        if name is not None:
-            leaf = jax.lax.all_gather(leaf, name, axis=axis, tiled=True)
-    return leaf
-
-
 def train_step(state: TrainState, batch: Any) -> Any:
     """Take one step, as if on one device."""
 
     def loss_fn(params: Any) -> jax.Array:
-        params = jax.tree_util.tree_map_with_path(whole, params)
         x, y = batch
         logits = state.apply_fn({"params": params}, x)
         return cross_entropy(logits, y)
 
-    loss, grads = gravac.value_and_grad(loss_fn, AXES)(state.params)
+    loss, grads = gravac.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
@@ -54,16 +45,12 @@ def main(steps: int = 200) -> list[float]:
     )
     data_sharding = jax.NamedSharding(mesh, jax.P(AXES))
     params = jax.jit(init_fn, out_shardings=shardings)(key)
-    exchange = gravac.transform(
-        "data",
-        dense_axis_name="fsdp",
-        sharded=jax.tree.map(lambda x: "fsdp" in x.sharding.spec, params),
-        clip=gravac.ClipByGlobalNorm(MAX_NORM),
-    )
+    clip = gravac.ClipByGlobalNorm(MAX_NORM)
+    exchange = gravac.transform(shardings=shardings, clip=clip)
     tx = optax.chain(exchange, optax.adamw(3e-3))
-    opt_state = gravac.init(tx, params, mesh, *AXES)
-    state = TrainState(0, model.apply, params, tx, opt_state)
-    p_train_step = gravac.data_parallel(train_step, mesh, *AXES)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = gravac.place(state, mesh)
+    p_train_step = gravac.data_parallel(train_step, mesh)
     rng = np.random.default_rng(0)
     losses = []
     for _ in range(steps):

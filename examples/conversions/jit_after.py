@@ -42,7 +42,7 @@ def main(steps: int = 200) -> list[float]:
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         model = Transformer(64, 64, layers=2, rngs=nnx.Rngs(0))
         tx = optax.adamw(3e-3)
-        tx = optax.chain(gravac.transform("dcn", sharded=nnx.state(model)), tx)
+        tx = optax.chain(gravac.transform("dcn", shardings=nnx.state(model)), tx)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         model, optimizer = gravac.place((model, optimizer), mesh, "dcn")
         step = gravac.nnx_data_parallel(train_step, mesh, "dcn")

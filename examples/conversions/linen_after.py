@@ -41,7 +41,7 @@ def main(steps: int = 200) -> list[float]:
         specs = linen.get_partition_spec(jax.eval_shape(init_fn, key))
         shardings = spmd.logical_to_mesh_sharding(specs, mesh, RULES)
         params = linen.unbox(jax.jit(init_fn, out_shardings=shardings)(key))
-        tx = optax.chain(gravac.transform("dcn", sharded=params), tx)
+        tx = optax.chain(gravac.transform("dcn", shardings=params), tx)
         opt_state = tx.init(params)
         opt_state = gravac.place(opt_state, mesh, "dcn")
         step = gravac.data_parallel(train_step, mesh, "dcn")

@@ -31,7 +31,6 @@ class Components:
 
     axis_name: AxisName
     dense_axis_name: AxisName
-    is_sharded: bool
     slices: Slices | None
     clip: Clip | None
     weight_decay: float
@@ -45,7 +44,7 @@ class Components:
 
     def __post_init__(self) -> None:
         _checks.axis(self.axis_name)
-        _checks.two_axes(self.axis_name, self.dense_axis_name, self.is_sharded)
+        _checks.two_axes(self.axis_name, self.dense_axis_name)
         why = "It is the share of the params that is added to their gradient."
         _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
         memories = "gravac.Residual(), or gravac.Steps(optax.adam(1e-3))"
@@ -61,9 +60,9 @@ class Components:
         for encoding in self.controller.ladder:
             if self.memory.masks and not encoding.sends_whole_entries:
                 _checks.cannot_mask(self.memory, encoding)
-        if self.memory.needs_leaves and self.is_sharded:
+        if self.memory.needs_leaves and self.slices is not None:
             raise ValueError(
-                "`memory` runs an optimizer on whole leaves, and with `sharded` each"
+                "`memory` runs an optimizer on whole leaves, and with `shardings` each"
                 " device has slices of them. Use an optimizer that works entry by"
                 " entry: memory=gravac.Steps(optax.adam(1e-3))."
             )

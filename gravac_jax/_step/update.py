@@ -184,15 +184,15 @@ def enter(
     `is_asked` says that there is no gradient: something is delivered.
     """
     slow, fast = Comm(components.axis_name), Comm(components.dense_axis_name)
-    axes = Axes(slow, fast, components.is_sharded, is_cut=components.slices is not None)
+    axes = Axes(slow, fast, is_sliced=components.slices is not None)
     _step_checks.update.bound_axis(axes.both.axis_name, "update")
     if not is_asked:
         axes.both.check_local(updates)
     if params is None:
         if not is_asked:
             _check_needs_no_params(components)
-    elif not axes.is_cut:
-        fast.check_sharded(params, buckets.is_compressed, components.is_sharded)
+    elif not axes.is_sliced:
+        fast.check_whole(params)
     expected = jax.eval_shape(lambda: components.initial(buckets))
     return axes, _state.enter(state, expected, axes.owners)
 
@@ -294,9 +294,8 @@ def _delivered(
         memory.retain(jnp.zeros_like(x), x, state)
         for x, state in zip(parts, local.memory, strict=True)
     ]
-    # Dense leaves that wait do so on all devices of a replica alike.
     *flat, dense = parts
-    dense = axes.copies.mean(dense) if components.waits else jnp.zeros(dense.shape)
+    dense = dense if components.waits else jnp.zeros(dense.shape)
     if delivery == "mean":
         local = local._replace(memory=tuple(emptied))
         return (*axes.slow.mean(flat), axes.slow.mean(dense)), local
@@ -308,29 +307,18 @@ def _delivered(
 def prepare(updates: Any, setting: Setting) -> Gradient:
     """Fuse, average over the fast axis, clip, and add weight decay."""
     components, axes, buckets = setting.components, setting.axes, setting.buckets
-    parts = _averaged(buckets.pack(updates), axes)
+    parts = buckets.pack(updates)
+    parts = parts if axes.is_sliced else axes.fast.mean(parts)
     if components.clip is None:
         bad = _arrays.is_bad(parts, LIMIT)
     else:
         bad = _arrays.is_bad(parts)
-        sliced, shared = (parts, ()) if axes.is_cut else (parts[:-1], parts[-1:])
-        norm = functools.partial(global_norm, sliced, shared, axes.slices)
+        norm = functools.partial(global_norm, parts, axes.slices)
         parts = components.clip.clip(parts, norm, axes.slow.replicas)
     if components.weight_decay:
         decay = lambda x, p: x + components.weight_decay * p
         parts = jax.tree.map(decay, parts, buckets.pack(setting.params))
     return Gradient(parts, bad)
-
-
-def _averaged(parts: tuple[jax.Array, ...], axes: Axes) -> tuple[jax.Array, ...]:
-    """Average over the fast axis, unless the compiler has done so."""
-    if axes.is_cut:
-        return parts
-    if not axes.is_sharded:
-        return axes.fast.mean(parts)
-    # The transpose of gathering a slice sums over the fast axis.
-    *flat, dense = parts
-    return (*(x / axes.fast.replicas for x in flat), axes.fast.mean(dense))
 
 
 def _sends(setting: Setting) -> jax.Array | bool:
@@ -413,8 +401,7 @@ def tell(
 ) -> Told:
     """Return what the other replicas must know of this one's gradient and times."""
     *flat, dense = gradient.parts
-    # Every rung sends the dense leaves, which all devices of a replica hold.
-    always = _arrays.energy(dense) / setting.axes.copies.replicas
+    always = _arrays.energy(dense)  # every rung sends the dense leaves
     each = [_arrays.energy(x) for x in flat]
     sampled: Any = ()
     if setting.components.controller.looks_at == "gradient":
@@ -497,7 +484,7 @@ def figures(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
 
 def agree(own: Agreed, axes: Axes) -> Agreed:
     """Average what all replicas must know, in one collective."""
-    if not axes.is_cut:
+    if not axes.is_sliced:
         return axes.both.mean(own)
     # Dense leaves are slices, too. XLA joins both means over the slow axis.
     figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))

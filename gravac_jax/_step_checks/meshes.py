@@ -33,8 +33,8 @@ def is_sliced(leading: int | None, devices: int, whose: str) -> None:
         raise ValueError(
             f"the state has {parts} parts, one a device, and {whose} has {devices}"
             f" devices, of which each needs a part for the slice that it owns. Make the"
-            f" state by gravac.init(tx, params, mesh, axis_name), with a transform that"
-            f" knows how the params are sharded: sharded=params."
+            f" state with a transform that knows how the params are sharded,"
+            f" shardings=params, and place it by gravac.place."
         )
 
 
@@ -44,31 +44,18 @@ def placed_on(state_replicas: int, mesh_replicas: int) -> None:
         raise ValueError(
             f"the state is placed on {state_replicas} replicas, and the mesh has"
             f" {mesh_replicas}: what each replica still holds back would be lost or"
-            f" doubled. Place it on {state_replicas} replicas, or start from"
-            f" gravac.init."
+            f" doubled. Place it on {state_replicas} replicas, or start anew"
+            f" from tx.init(params)."
         )
 
 
-def sharded_as_said(path: str, is_slice: bool, axis_name: Any) -> None:
-    """Refuse a slice that is taken for a whole leaf, or the reverse."""
-    found, said = ("a slice", "whole") if is_slice else ("whole", "a slice")
+def is_whole(path: str, axis_name: Any) -> None:
+    """Refuse slices of params in a step that is mapped over a fast axis."""
     raise ValueError(
-        f"the leaf at {path} is {found} on each device along {axis_name!r}, and"
-        f" gravac.transform takes it for {said}: its gradient would be averaged"
-        f" wrongly. `sharded` must name the leaves that are sharded over"
-        f" `dense_axis_name`, and no others."
+        f"the leaf at {path} is a slice on each device along {axis_name!r}, and over a"
+        f" fast axis every device holds the whole params. Leave the model to the"
+        f" compiler: gravac.transform(shardings=params), without `dense_axis_name`."
     )
-
-
-def sharded_over(used: set[str], fast: Sequence[str]) -> None:
-    """Refuse params that are sharded over any axis but those of `dense_axis_name`."""
-    if others := sorted(used - set(fast)):
-        raise ValueError(
-            f"the params are sharded over {others}, and may be sharded over"
-            f" `dense_axis_name` {tuple(fast)} only: along `axis_name` a replica needs"
-            f" all of the model, and other axes take no part. Leave {others} out of the"
-            f" params' specs, also an axis that is one device long."
-        )
 
 
 def one_mesh(shardings: Sequence[Any]) -> Any:
@@ -76,7 +63,7 @@ def one_mesh(shardings: Sequence[Any]) -> Any:
     meshes = {x.mesh for x in shardings if isinstance(x, jax.NamedSharding)}
     if len(meshes) != 1:
         raise ValueError(
-            f"`sharded` must be the params as they lie on one mesh, or their"
+            f"`shardings` must be the params as they lie on one mesh, or their"
             f" jax.NamedSharding, got {len(meshes)} meshes, and"
             f" {sorted({type(x).__name__ for x in shardings})}. Under a trace JAX does"
             f" not tell how params are sharded: take them from outside of jit."
@@ -88,9 +75,9 @@ def has_axes(mesh: Any, slow: Sequence[str]) -> None:
     """Refuse an axis of replicas that the mesh of the params does not have."""
     if missing := sorted(set(slow) - set(mesh.axis_names)):
         raise ValueError(
-            f"`axis_name` must name axes of the mesh on which `sharded` lies, which has"
+            f"`axis_name` must name axes of the mesh that `shardings` tells, which has"
             f" {mesh.axis_names}, got {missing}. Name the slow one, as in"
-            f" gravac.transform({mesh.axis_names[0]!r}, sharded=params)."
+            f" gravac.transform({mesh.axis_names[0]!r}, shardings=params)."
         )
 
 
@@ -104,19 +91,19 @@ def sharded_inside(used: set[str], slow: Sequence[str]) -> None:
 
 
 def sharded_alike(leaves: Sequence[Any], specs: Sequence[Any]) -> None:
-    """Refuse leaves that are not those of which `sharded` told how they are sharded."""
+    """Refuse leaves that are not those of which `shardings` told."""
     is_alike = lambda x, spec: len(spec) <= len(x.shape)
     if len(leaves) != len(specs) or not all(map(is_alike, leaves, specs)):
         raise ValueError(
-            f"`sharded` told of {len(specs)} leaves sharded by {_arrays.brief(specs)},"
-            f" and there are {len(leaves)}, of the shapes"
+            f"`shardings` told of {len(specs)} leaves, sharded by"
+            f" {_arrays.brief(specs)}, and there are {len(leaves)}, of the shapes"
             f" {_arrays.brief([x.shape for x in leaves])}. Give gravac.transform the"
-            f" params that the optimizer sees: sharded=params."
+            f" params that the optimizer sees: shardings=params."
         )
 
 
 def lies_as_said(leaves: Sequence[Any], specs: Sequence[Any], mesh: Any) -> None:
-    """Refuse params that lie otherwise than `sharded` told."""
+    """Refuse params that lie otherwise than `shardings` told."""
     for x, spec in zip(leaves, specs, strict=True):
         lies = getattr(x, "sharding", None)
         if isinstance(x, core.Tracer) or not isinstance(lies, jax.NamedSharding):
@@ -124,9 +111,9 @@ def lies_as_said(leaves: Sequence[Any], specs: Sequence[Any], mesh: Any) -> None
         if not lies.is_equivalent_to(jax.NamedSharding(mesh, spec), len(x.shape)):
             raise ValueError(
                 f"an array of shape {x.shape} is sharded by {lies.spec} over"
-                f" {dict(lies.mesh.shape)}, and `sharded` told of {spec} over"
+                f" {dict(lies.mesh.shape)}, and `shardings` told of {spec} over"
                 f" {dict(mesh.shape)}. Give gravac.transform the params that the"
-                f" optimizer sees, as they lie: sharded=params."
+                f" optimizer sees, as they lie: shardings=params."
             )
 
 
@@ -149,7 +136,7 @@ def mapped_by_vmap(is_simulated: bool, axis_name: Any) -> None:
     """Refuse a transform that knows of slices, in a step that is mapped otherwise."""
     if not is_simulated:
         raise ValueError(
-            f"gravac.transform(sharded=params) leaves the model to the compiler, and"
+            f"gravac.transform(shardings=params) leaves the model to the compiler, and"
             f" this step is mapped over {axis_name!r} by shard_map or pmap. Run it by"
             f" gravac.data_parallel(step, mesh, {axis_name!r}), without a"
             f" `dense_axis_name`."

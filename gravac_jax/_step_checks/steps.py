@@ -155,9 +155,7 @@ def stays_alike(path: str, names: Sequence[str]) -> None:
         f" jax.lax.psum, such as counts. For metrics of Flax NNX"
         f" gravac.nnx_data_parallel does it, and gravac.nnx_value_and_grad for batch"
         f" statistics. The last argument alone is the batch: give all of it there,"
-        f" such as (x, y). Where params are sharded, a norm over slices differs"
-        f" too: in place of optax.clip_by_global_norm use gravac.transform("
-        f"clip=gravac.ClipByGlobalNorm(...)). check_vma=False would only hide it."
+        f" such as (x, y). check_vma=False would only hide it."
     )
 
 

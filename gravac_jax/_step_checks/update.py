@@ -146,9 +146,7 @@ def state_matches(received: Any, expected: Any) -> None:
         raise ValueError(
             f"the state does not fit the gradients: it holds {had} where these"
             f" gradients and components need {need}. The params changed structure, or"
-            f" the transform was built with other components: call init again. Where"
-            f" a shard_map shards the params, gravac.init(tx, params, mesh, slow_axis,"
-            f" fast_axis) makes the state of slices, which tx.init does not. An axis"
+            f" the transform was built with other components: call init again. An axis"
             f" of replicas longer than 1 means that the state was placed, but the step"
             f" does not run under shard_map with gravac.state_specs, as"
             f" gravac.data_parallel does."
