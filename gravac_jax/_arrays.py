@@ -9,11 +9,13 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from gravac_jax import _xla
 
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
@@ -78,7 +80,7 @@ def unravel(
     if count is None:
         parts = fixed(vector, count)
     else:
-        unknown = lambda vector, count: at(vector, _unknown(starts, count))
+        unknown = lambda vector, count: at(vector, _xla.unknown(starts, count))
         parts = jax.lax.platform_dependent(vector, count, cpu=unknown, default=fixed)
     return [_saturated(part, x.dtype) for part, x in zip(parts, like, strict=True)]
 
@@ -96,18 +98,6 @@ def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
-
-
-def _unknown(numbers: Sequence[int], count: jax.Array) -> Sequence[jax.Array]:
-    """Return numbers that XLA does not know when it compiles, `[]` int32 each.
-
-    XLA's CPU backend compiles a kernel for each slice at a place that it knows, 18 ms
-    each, and one for all slices of one size at places that it does not know (jaxlib
-    0.10.2). It looks through barriers and sums, but not into a conditional.
-    """
-    known = lambda: tuple(map(jnp.int32, numbers))
-    never = lambda: tuple(jnp.int32(-1 - x) for x in numbers)
-    return jax.lax.cond(count < 0, never, known)
 
 
 PART_BITS = 11  # float32 adds up 2**13 parts of integers exactly
@@ -168,7 +158,7 @@ def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     def scaled_if_infinite(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         length = jnp.sqrt(total(map(energy, parts)))
         unit = jnp.ones_like(length)
-        return only_if(jnp.isinf(length), lambda _: scaled(parts), (unit, length))
+        return _xla.only_if(jnp.isinf(length), lambda _: scaled(parts), (unit, length))
 
     def chosen(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         length = jnp.sqrt(total(map(energy, parts)))
@@ -198,7 +188,7 @@ def is_bad(parts: Sequence[jax.Array], limit: float = math.inf) -> jax.Array:
         # The energy is computed anyway and mostly answers; on CPUs looking at every
         # entry costs another pass over memory.
         is_good = total(map(energy, parts)) < limit**2
-        return only_if(~is_good, lambda _: look(parts), is_good)
+        return _xla.only_if(~is_good, lambda _: look(parts), is_good)
 
     is_good = jax.lax.platform_dependent(parts, cpu=look_if_large, default=look)
     return 1 - is_good.astype(jnp.float32)
@@ -216,40 +206,6 @@ def draws(key: jax.Array) -> jax.Array:
     for anything else.
     """
     return jax.random.key_data(key)[:2]
-
-
-def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
-    """Return `change(x)` if `predicate` (`[]` bool) holds, else `x`.
-
-    Under vmap `jax.lax.cond` computes both branches for every member of the batch. This
-    loop of at most one turn costs nothing if no member needs the change.
-    """
-    body = lambda carry: (carry[0] & False, change(carry[1]))
-    return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
-
-
-def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any) -> Any:
-    """Return `make()` if `predicate` (`[]` bool, or static) holds, else `otherwise`.
-
-    Both must vary over the same axes. On accelerators both are computed: the host of a
-    GPU would take longer to read the predicate than a cheap `make` takes.
-    """
-    if isinstance(predicate, bool):
-        return make() if predicate else otherwise
-    branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
-    always = lambda: where(predicate, make(), otherwise)
-    return jax.lax.platform_dependent(cpu=branch, default=always)
-
-
-def is_never(energies: jax.Array) -> jax.Array:
-    """Return False, `[]` bool, in a form that XLA cannot simplify.
-
-    XLA overwrites a vector in place only after everything that reads it has run;
-    otherwise it copies the vector, which can cost more than a whole selection. A value
-    computed from this one waits for `energies`, and so for every read behind them. An
-    optimization barrier is removed before XLA assigns buffers.
-    """
-    return jnp.any(energies < 0)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _step_checks
+from gravac_jax import _arrays, _step_checks, _xla
 
 MAX_ENTRIES = 2**30  # of a bucket: places, and slots without one, fit in int32
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
@@ -206,7 +206,7 @@ class Buckets:
 
     def cleared(self, buckets: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
         """Return `buckets` with 0 in their padding, where rounding leaves something."""
-        return tuple(map(_cleared, buckets, self._entries))
+        return tuple(map(_xla.zero_after, buckets, self._entries))
 
     def unpack(self, parts: tuple[jax.Array, ...], count: jax.Array) -> Any:
         """Undo `pack`: return the leaves in their own dtypes.
@@ -252,17 +252,6 @@ def _joined(cut: list[jax.Array], spec: Any) -> jax.Array:
     """Return a leaf from its pieces; one without entries has none."""
     flat = [jnp.zeros(0, spec.dtype), *map(jnp.ravel, cut)]
     return jnp.concatenate(flat).reshape(spec.shape)
-
-
-def _cleared(x: jax.Array, filled: int) -> jax.Array:
-    """Return a vector with 0 after so many entries."""
-    if x.size <= filled:
-        return x
-    # XLA's CPU backend is slow to update a slice of what a kernel makes. Elsewhere a
-    # mask would be one more pass over what a branch returns.
-    masked = lambda x: jnp.where(jnp.arange(x.size) < filled, x, 0)
-    updated = lambda x: x.at[filled:].set(0)
-    return jax.lax.platform_dependent(x, cpu=masked, default=updated)
 
 
 def plan(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _step_checks
+from gravac_jax import _arrays, _step_checks, _xla
 
 AxisName = str | tuple[str, ...] | None
 
@@ -212,9 +212,9 @@ class Comm:
         # On TPUs XLA turns a flat all-gather into an all-reduce of twice the bytes,
         # unless 1,024 divides the size. Between barriers it stays one row a replica
         # (libtpu 0.0.42).
-        row = jax.lax.optimization_barrier(self.cast(x)[None])
+        row = _xla.once(self.cast(x)[None])
         rows = jax.lax.all_gather(row, self.axis_name, tiled=True, **form)
-        return jax.lax.optimization_barrier(rows)
+        return _xla.once(rows)
 
     def swap(self, x: jax.Array) -> jax.Array:
         """Return, as row r, replica r's row for this replica: `[replicas, m]`."""

@@ -189,9 +189,9 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
 
     def replaced(ladder: Ladder) -> set[Encoding]:
         pairs = zip(ladder.encodings, ladder.taken(replicas), strict=True)
-        return {asked for asked, taken in pairs if asked != taken}
+        return {x for x, taken in pairs if x != taken and isinstance(taken, Dense)}
 
-    found = set().union(*map(replaced, ladders))
+    found = set().union(*(replaced(x) for x in ladders if x.bucket.n))
     if named := [x for x in ladders[0].encodings if x in found]:
         warnings.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"

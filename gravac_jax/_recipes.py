@@ -10,7 +10,7 @@ from gravac_jax import _checks, _outer
 from gravac_jax._clipping import ClipByGlobalNorm
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Scheduled
-from gravac_jax._controllers.base import Controller
+from gravac_jax._controllers.base import Controller, controller_of
 from gravac_jax._encodings import Bits, Dense, Encoding, TopK
 from gravac_jax._error_feedback import Momentum, Steps
 from gravac_jax._transform import transform
@@ -41,7 +41,8 @@ def dgc(
     Args:
       axis_name: as for `gravac.transform`.
       send: as for `gravac.transform`. Default: 0.1% of the entries,
-        `TopK(1000, select="sampled")`.
+        `TopK(1000, select="sampled")`. What sends a part of every entry, such as
+        `Bits(2)`, leaves nothing to mask, and momentum factor masking is left out.
       momentum: m of momentum correction.
       nesterov: whether momentum looks ahead.
       max_norm: bound of the averaged gradient's norm, for local clipping; None for no
@@ -73,9 +74,10 @@ def dgc(
     """
     if warm_up_steps:
         send = _warmed_up(send, warm_up_steps)
+    masking = all(x.sends_whole_entries for x in controller_of(send).ladder)
     clip = None if max_norm is None else ClipByGlobalNorm(max_norm)
-    usual = {"memory": Momentum(momentum, nesterov, masking=True), "clip": clip}
-    return transform(axis_name, send=send, **usual | others)
+    others = {"memory": Momentum(momentum, nesterov, masking), "clip": clip} | others
+    return transform(axis_name, send=send, **others)
 
 
 def _warmed_up(send: Any, steps: int) -> Encoding | Controller:

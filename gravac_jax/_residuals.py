@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _checks
+from gravac_jax import _chain, _checks, _xla
 
 Delivery = Literal["mean", "own", "nothing"]
 
@@ -136,8 +136,7 @@ def own_params(
     tx = optax.with_extra_args_support(tx)
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange.
-    apart = lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)
-    params, opt_state = apart(params), apart(opt_state)
+    params, opt_state = jax.tree.map(_xla.once, (params, opt_state))
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     look = lambda delivery: tx.update(

@@ -22,6 +22,8 @@ import pytest
 from _harness import Scripted, agreed, choices, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax import _buckets
+from gravac_jax._encodings.ladder import Ladder
 
 QUICK, MANY = 50, 100
 EVIDENCE_BYTES = 1000
@@ -288,3 +290,20 @@ def test_a_batch_may_have_a_leaf_without_entries():
     batch = {k: np.ones((3, *x[0]), x[1]) for k, x in LEAVES["mixed"].items()}
     assert batch["empty"].size == 0
     holds("mixed dtypes", 1, "moderate", [batch])
+
+
+SIZES = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
+
+
+@hypothesis.given(sizes=SIZES, replicas=st.integers(2, 300))
+@hypothesis.example(sizes=[52] * 9 + [60], replicas=3)
+@hypothesis.example(sizes=[32, 32, 128, 4, 64, 1024], replicas=5)
+def test_the_default_ladder_never_sends_more_on_a_later_rung(sizes, replicas):
+    encodings = gravac.Fastest().ladder
+    leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+    padded = lambda n: max(x.padded_size(n) for x in encodings)
+    plan = _buckets.plan(leaves, True, padded)
+    ladder = Ladder(encodings, gravac.Bucket(plan.sizes[0], plan.shapes[0]))
+    taken = [x.traffic(ladder.bucket, replicas) for x in ladder.taken(replicas)]
+    sent = [x.wire_bytes for x in taken]
+    assert sent == sorted(sent, reverse=True)

@@ -65,7 +65,9 @@ def test_a_gradient_passes_few_files_and_seldom_another(send, most_files, most_c
     way = way_of_a_gradient(gravac.transform(send=send))
     assert {"_step/update.py", "_encodings/bits.py"} <= set(way)
     assert len(set(way)) <= most_files, sorted(set(way))
-    assert sum(x != y for x, y in itertools.pairwise(way)) <= most_changes
+    # A workaround reads as the function of JAX whose place it takes: no stop.
+    stops = [file for file in way if file != "_xla.py"]
+    assert sum(x != y for x, y in itertools.pairwise(stops)) <= most_changes
 
 
 def test_the_tests_of_a_file_run_in_one_process(request):

@@ -173,9 +173,9 @@ class Fastest(Controller):
             _checks.above_zero(self.most_bytes, "most_bytes", why)
 
     def reach(self, at_own_params: bool) -> tuple[int, ...]:
-        """Return all rungs, or at the shared params those that suit these."""
-        suits = [at_own_params or not x.needs_own_params for x in self.ladder]
-        return tuple(i for i, is_suited in enumerate(suits) if is_suited) or (0,)
+        """Return all rungs, or at the shared params those that suit these, if any."""
+        suits = [i for i, x in enumerate(self.ladder) if not x.needs_own_params]
+        return super().reach(at_own_params) if at_own_params or not suits else (*suits,)
 
     @property
     def has_rounds(self) -> bool:
@@ -315,10 +315,9 @@ class Fastest(Controller):
         self, choice: jax.Array, at_own_params: jax.Array | bool
     ) -> jax.Array:
         """Return a choice, or the last rung of its rounds that may be taken."""
-        rungs = len(self.ladder)
-        may_take = self._may_wait(at_own_params)[:rungs]
-        last = jnp.max(jnp.where(may_take, jnp.arange(rungs, dtype=jnp.int32), 0))
-        rung = choice % rungs
+        rung = choice % len(self.ladder)
+        may_take = self._may_wait(at_own_params)[: len(self.ladder)]
+        last = jnp.max(jnp.where(may_take, jnp.arange(may_take.size), 0))
         return choice - rung + jnp.where(may_take[rung], rung, last)
 
 

@@ -1,7 +1,7 @@
 """The interface of encodings: what one replica sends of a bucket in one step."""
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -51,6 +51,10 @@ class Encoding(abc.ABC):
     metrics, tables, checkpoints and errors. Encodings of one class share one state on
     a ladder: the largest that one of them makes.
 
+    Attributes:
+      suits_small_leaves: whether biases, norms and small matrices are encoded, too;
+        `gravac.transform(compress=...)` takes precedence.
+
     Law:
       On every replica `sent = x - residual`, and `mean` is the mean of `sent` over
       replicas, the same bits on all of them (in float32, payloads added in the order of
@@ -76,19 +80,14 @@ class Encoding(abc.ABC):
       [1.0, 2.0, 0.0, 0.0]
     """
 
-    @property
-    def suits_small_leaves(self) -> bool:
-        """Whether biases, norms and small matrices are encoded, too: no.
-
-        `gravac.transform(compress=...)` takes precedence.
-        """
-        return False
+    suits_small_leaves: ClassVar[bool] = False
 
     @property
     def sends_whole_entries(self) -> bool:
         """Whether each entry is either sent or held back whole: yes.
 
-        Rounding to 16 bits does not matter. `gravac.Momentum(masking=True)` asks.
+        Their mean then adds up exactly. Values may be rounded to 16 bits before they
+        are sent. `gravac.Momentum(masking=True)` asks.
         """
         return True
 
@@ -98,7 +97,7 @@ class Encoding(abc.ABC):
 
         Where entries take turns, or are rounded to one bit, gradients at the shared
         params ask again for what waits. `gravac.Fastest` takes such encodings only at
-        own params.
+        own params, unless its ladder has no others.
         """
         return False
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax import _arrays, _checks, _collectives, _xla
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings import levels
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
@@ -175,6 +175,7 @@ class Bits(Encoding):
       turn: Douillard et al., Streaming DiLoCo, arXiv 2501.18512.
     """
 
+    suits_small_leaves = True
     bits: int
     turns: int = 1
     mean_bits: int | None = dataclasses.field(default=None, kw_only=True)
@@ -186,11 +187,6 @@ class Bits(Encoding):
         if self.mean_bits is not None:
             _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
         _checks.multiple_of(self.row_entries, WORD_BITS, "row_entries")
-
-    @property
-    def suits_small_leaves(self) -> bool:
-        """Whether small leaves are encoded, too: yes."""
-        return True
 
     @property
     def sends_whole_entries(self) -> bool:
@@ -310,13 +306,13 @@ class Bits(Encoding):
         starts, sections = message.starts(step), message.sections
         if message.spared or not message.is_whole:
             # The bucket is made once, for all sections and for what is not due.
-            x = jax.lax.optimization_barrier(x)
+            x = _xla.once(x)
         parts = [
             jax.lax.dynamic_slice(x, (start,), (section.entries,))
             for start, section in zip(starts, sections, strict=True)
         ]
         # Spared leaves are not read again, so that the bucket can be overwritten.
-        parts[1:] = map(jax.lax.optimization_barrier, parts[1:])
+        parts[1:] = map(_xla.once, parts[1:])
         owners = self._owners(comm.replicas)
         rounded = [_round(*x, owners) for x in zip(parts, sections, strict=True)]
         energy = _sent_energy(rounded, message)
@@ -372,7 +368,7 @@ class Bits(Encoding):
         first = (_arrays.draws(key)[0] % apart).astype(jnp.int32)
         some = jax.lax.dynamic_index_in_dim(groups, first, axis=1, keepdims=False)
         # Else XLA would find them in the leaves again, for everything that reads them.
-        some = jax.lax.optimization_barrier(some)
+        some = _xla.once(some)
         return _Looked(x, some, jnp.full(rows, length, jnp.float32), {})
 
     def _shares(
@@ -439,9 +435,7 @@ def _in_rows(part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     n, rows = part.size, -(-part.size // length)
     padded = jnp.pad(part, (0, rows * length - n)).reshape(rows, length)
     # XLA would move the reshape into a sum, which its CPU backend then does slowly.
-    padded = jax.lax.platform_dependent(
-        padded, cpu=jax.lax.optimization_barrier, default=lambda x: x
-    )
+    padded = _xla.once_on_cpus(padded)
     entries = np.minimum(n - length * np.arange(rows), length)
     return padded, jnp.asarray(entries, jnp.float32)
 

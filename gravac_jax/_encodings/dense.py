@@ -45,6 +45,7 @@ class Dense(Encoding):
       3000.0
     """
 
+    suits_small_leaves = True
     values: str = "float32"
 
     def __post_init__(self) -> None:
@@ -53,11 +54,6 @@ class Dense(Encoding):
     @property
     def _is_short(self) -> bool:
         return self.values == "bfloat16"
-
-    @property
-    def suits_small_leaves(self) -> bool:
-        """Whether small leaves are encoded, too: yes."""
-        return True
 
     @property
     def sends_whole_entries(self) -> bool:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _collectives
+from gravac_jax import _arrays, _collectives, _xla
 from gravac_jax._collectives import Carrier, Comm, Traffic
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.dense import Dense
@@ -66,7 +66,7 @@ class Ladder:
         return {kind: x.init(self.bucket) for kind, x in largest.items()}
 
     def taken(self, replicas: int) -> tuple[Encoding, ...]:
-        """Return what is sent at each rung: all of it, where that costs no more."""
+        """Return what is sent at each rung; all of it, where that costs less."""
         return _taken(self.encodings, self.bucket, replicas)
 
     def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:
@@ -145,7 +145,7 @@ class Ladder:
         if self.is_looked_at:
             share = lambda: self.shares(x, states, key, comm, waiting=False)
             look = lambda: share() * energy
-            looked = _arrays.chosen(looks, look, looked)
+            looked = _xla.chosen(looks, look, looked)
 
         def branch(i: int, encoding: Encoding) -> tuple[Exchanged, Any]:
             all_of_it = looked if self.is_looked_at else ()
@@ -171,8 +171,11 @@ class Ladder:
             is_below = jnp.asarray(reach) < rung
             return jax.lax.switch(jnp.sum(is_below, dtype=jnp.int32), branches)
         exchanged, after = branch(int(rung), taken[rung])
-        residual = _last(exchanged.sent, energy)
-        sent = exchanged.sent._replace(residual=residual)
+        # In the branch of a conditional it would cost a pass over the bucket.
+        sent = exchanged.sent
+        if sent.residual.size:  # `jnp.where` would lose its mark of what varies
+            last = _xla.after_reads(sent.residual, sent.energy, energy)
+            sent = sent._replace(residual=last)
         return exchanged._replace(sent=sent), after
 
 
@@ -185,11 +188,25 @@ def _kind(encoding: Encoding) -> str:
 def _taken(
     encodings: tuple[Encoding, ...], bucket: Bucket, replicas: int
 ) -> tuple[Encoding, ...]:
-    dense = Dense().traffic(bucket, replicas).wire_bytes
-    costs = [x.traffic(bucket, replicas).wire_bytes for x in encodings]
-    pairs = zip(encodings, costs, strict=True)
-    is_empty = not bucket.n
-    return tuple(Dense() if is_empty or cost > dense else x for x, cost in pairs)
+    """Return what is sent at each rung of a bucket.
+
+    It is all of it where that costs less. Of few entries, turns may save less than the
+    scales of more rows weigh: then it is what the rung before sends.
+    """
+    taken: list[Encoding] = []
+    for encoding in encodings:
+        choices = [encoding, Dense()]
+        if taken and type(taken[-1]) is type(encoding) and _falls(taken[-1], encoding):
+            choices.insert(1, taken[-1])
+        cost = lambda x: x.traffic(bucket, replicas).wire_bytes
+        taken.append(min(choices, key=cost) if bucket.n else Dense())
+    return tuple(taken)
+
+
+def _falls(before: Encoding, after: Encoding) -> bool:
+    """Return whether, of many entries, an encoding sends less than the one before."""
+    cost = lambda x: x.traffic(Bucket(2**24), 2).wire_bytes
+    return cost(after) < cost(before)
 
 
 def _carries_all(own: Traffic, replicas: int) -> bool:
@@ -198,17 +215,3 @@ def _carries_all(own: Traffic, replicas: int) -> bool:
     A gather sends them N - 1 times, and dense leaves may be among them.
     """
     return replicas <= 2 or own.carries != "gather"
-
-
-def _last(sent: Sent, energy: jax.Array) -> jax.Array:
-    """Return the residual, which CPUs compute last and in place of the bucket.
-
-    A condition computed from both energies, of what is sent and of the bucket, makes
-    XLA wait until nothing reads the bucket any more. In the branch of a conditional it
-    would cost a pass over the bucket.
-    """
-    if not sent.residual.size:  # `jnp.where` would lose its mark of what varies
-        return sent.residual
-    both = jnp.minimum(sent.energy, energy)
-    in_place = lambda x: jnp.where(_arrays.is_never(both), 0, x)
-    return jax.lax.platform_dependent(sent.residual, cpu=in_place, default=lambda x: x)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays
+from gravac_jax import _arrays, _xla
 from gravac_jax._collectives import FLOAT32_BYTES
 
 WORD_BITS = 32
@@ -79,7 +79,7 @@ def round_rows(x: jax.Array, entries: jax.Array, bits: int, parts: int = 1) -> R
     def work(x: jax.Array) -> tuple[jax.Array, Levels, jax.Array]:
         levels = fit(x, entries, bits)
         kept = decode(encode(x, levels.units, bits), levels.scales, bits)
-        dropped = _as_computed(x - kept)
+        dropped = _xla.in_its_shape(x - kept)
         return pack(x, levels, bits), levels, dropped.reshape(len(x), -1)
 
     words, levels, dropped = _by_blocks(work, x)
@@ -151,7 +151,7 @@ def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
 def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = BIG * _root_mean_square(x, entries)
     is_big = jnp.abs(x) > _of_rows(units, x)
-    total, above, count = _row_sums(
+    total, above, count = _xla.row_sums(
         jnp.abs(x), jnp.where(is_big, jnp.abs(x), 0), is_big
     )
     # A row of equal magnitudes has none above, and a row has never all above.
@@ -164,7 +164,7 @@ def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
 def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = TOP * _root_mean_square(x, entries)
     power = _power_of_half(_halvings(x, units))
-    matched, norms = _row_sums(jnp.abs(x) * power, jnp.square(power))
+    matched, norms = _xla.row_sums(jnp.abs(x) * power, jnp.square(power))
     norms = norms - 2.0**-14 * (float(x[0].size) - entries)  # 7 halvings in padding
     scale = _normal(matched / norms)
     return Levels(units, _alone(scale), scale * matched)
@@ -173,7 +173,7 @@ def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
 def _fit_eight_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = _normal(jnp.max(jnp.abs(x), axis=_within(x)) / 127.5)
     q = _steps(x, units) + 0.5
-    matched, norms = _row_sums(x * q, jnp.square(q))
+    matched, norms = _xla.row_sums(x * q, jnp.square(q))
     norms = norms - 0.25 * (float(x[0].size) - entries)  # q is 1/2 in padding
     scale = jnp.where(units > 0, _normal(matched / norms), 0)
     return Levels(units, _alone(scale), scale * matched)
@@ -235,7 +235,7 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
         one_by_one = lambda x: functools.reduce(operator.add, each(x))
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
-    return _kernel(add_up, levels.scales)
+    return _xla.own_kernel(add_up, levels.scales)
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
@@ -292,41 +292,9 @@ def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
             return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
         # One kernel reads all words and writes the mean.
         total = functools.reduce(operator.add, map(decoded, words, scales))
-        return _as_computed(total / len(words))
+        return _xla.in_its_shape(total / len(words))
 
-    return _kernel(add_up, scales)
-
-
-def _kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
-    """Return `make()`, which CPUs compute in a kernel of its own.
-
-    XLA's CPU backend would fuse what reshapes or joins the array into the kernel that
-    computes it, and then divide indices for each entry, which takes up to ten times as
-    long. It fuses nothing into the branch of a conditional.
-
-    Args:
-      make: the computation.
-      like: a small array that `make` reads, without negative entries, which varies over
-        the axes over which the result varies.
-    """
-    shape = jax.eval_shape(make)
-
-    def nothing() -> jax.Array:
-        # A part of `like` varies over the axes over which `like` does.
-        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
-
-    branch = lambda: jax.lax.cond(_arrays.is_never(like), nothing, make)
-    return jax.lax.platform_dependent(cpu=branch, default=make)
-
-
-def _as_computed(x: jax.Array) -> jax.Array:
-    """Return `x`, which TPUs keep in memory in the shape that it has here.
-
-    A TPU lays out arrays of other shapes otherwise. If XLA computed `x` in the shape of
-    what reads it, what it is made of would first be laid out anew, in full.
-    """
-    barrier = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+    return _xla.own_kernel(add_up, scales)
 
 
 def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:
@@ -372,28 +340,6 @@ def _normal(x: jax.Array) -> jax.Array:
 def _power_of_half(k: jax.Array) -> jax.Array:
     """Return 2^-k for `k` int32, exactly."""
     return jax.lax.bitcast_convert_type((127 - k) << 23, jnp.float32)
-
-
-def _row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the sums of the rows of several arrays, in float32, in one pass.
-
-    On CPUs XLA sums one array in a library that needs it in memory; sums of several at
-    once are fused with what computes them. Rows are folded in four first, so that whole
-    vectors are added. On a GPU the folded rows would go through memory.
-    """
-    zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
-    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-
-    def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        quarters = [x.reshape(len(x), 4, -1) for x in arrays]
-        parts = jax.lax.reduce(quarters, zeros, add, (1,))
-        return tuple(jnp.sum(part, axis=1) for part in parts)
-
-    def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.sum(x, axis=_within(x)) for x in arrays)
-
-    arrays = tuple(x.astype(jnp.float32) for x in arrays)
-    return jax.lax.platform_dependent(*arrays, cpu=folded, default=plain)
 
 
 def _shifts(bits: int) -> jax.Array:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays
+from gravac_jax import _arrays, _xla
 
 SMALLEST = 1  # bits of the smallest denormal: every entry but a zero reaches it
 BEYOND = 0x7F800000  # bits of infinity: no finite entry reaches it
@@ -195,7 +195,7 @@ def kth_between(bits: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array) 
     rank = k - above
     is_caught = (rank > 0) & (rank <= between.total) & (between.total <= capacity)
     cut = _kth(survivors, jnp.clip(rank, 1, capacity))
-    return _arrays.only_if(~is_caught, lambda _: _kth(bits, k), cut)
+    return _xla.only_if(~is_caught, lambda _: _kth(bits, k), cut)
 
 
 def k_largest(bits: jax.Array, k: jax.Array | int) -> jax.Array:
@@ -212,7 +212,7 @@ def at_or_above(bits: jax.Array, cut: Cut) -> jax.Array:
 
     at = jnp.arange(bits.size, dtype=jnp.int32)
     none_is_too_many = cut.ties * 0 + bits.size
-    last = _arrays.only_if(cut.ties < ALL, place_of_last_tie, none_is_too_many)
+    last = _xla.only_if(cut.ties < ALL, place_of_last_tie, none_is_too_many)
     return (bits > cut.bits) | ((bits == cut.bits) & (at <= last))
 
 
@@ -236,7 +236,7 @@ class Marks(NamedTuple):
 def mark(mask: jax.Array) -> Marks:
     """Pack `mask` (`[n]` bool) and count the marked entries."""
     # Without the barrier XLA computes the words again wherever they are needed.
-    return marks_of(jax.lax.optimization_barrier(pack(mask)))
+    return marks_of(_xla.once(pack(mask)))
 
 
 def marks_of(words: jax.Array) -> Marks:
@@ -254,7 +254,7 @@ def count(mask: jax.Array) -> jax.Array:
 def count_bits(words: jax.Array) -> jax.Array:
     """Count the set bits of `words` (uint32), `[]` int32."""
     counts = jax.lax.population_count(words).astype(jnp.int32)
-    return jnp.sum(jax.lax.optimization_barrier(counts), dtype=jnp.int32)
+    return jnp.sum(_xla.once(counts), dtype=jnp.int32)
 
 
 def pack(mask: jax.Array) -> jax.Array:
@@ -294,7 +294,7 @@ def thin(marks: Marks, k: jax.Array | int, gap: jax.Array | int) -> Marks:
     words = jnp.where(excess > 0, marks.words & outside, marks.words)
     starts = marks.starts - before
     # Without the barrier XLA computes both again for every entry that needs its word.
-    words, starts = jax.lax.optimization_barrier((words, starts))
+    words, starts = _xla.once((words, starts))
     return Marks(words, starts, total - excess)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax import _arrays, _checks, _collectives, _xla
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings import payload, selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
@@ -280,7 +280,7 @@ def _sampled(x: jax.Array, k: int, bracket: Bracket) -> _Choice:
     def search(_: Marks) -> Marks:
         return selection.mark(selection.k_largest(_arrays.magnitude_bits(x), k))
 
-    marks = _arrays.only_if(choice.marks.total > k, search, choice.marks)
+    marks = _xla.only_if(choice.marks.total > k, search, choice.marks)
     return choice._replace(marks=marks)
 
 
@@ -329,7 +329,7 @@ def _at_most(k: jax.Array, choice: _Choice, x: jax.Array, key: jax.Array) -> Mar
         # No entry is in both, so bits add up as counts do.
         return jax.tree.map(jnp.add, stay, drawn)
 
-    return _arrays.only_if(choice.marks.total > k, thin, choice.marks)
+    return _xla.only_if(choice.marks.total > k, thin, choice.marks)
 
 
 def _scaled(
@@ -341,6 +341,7 @@ def _scaled(
     _checks.rising(minimum, maximum)
     factors = [minimum] if minimum > 1 else []
     while minimum * multiplier < maximum * (1 - 1e-9):  # a product may round down
-        factors.append(minimum * multiplier)
+        # Products make names of many digits.
+        factors.append(float(f"{minimum * multiplier:.12g}"))
         multiplier = scale(multiplier)
     return (Dense(), *(TopK(x, **options) for x in (*factors, maximum)))

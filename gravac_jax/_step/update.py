@@ -26,6 +26,7 @@ from gravac_jax import (
     _info,
     _state,
     _step_checks,
+    _xla,
 )
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import global_norm
@@ -41,7 +42,6 @@ from gravac_jax._step.components import Components
 from gravac_jax._step.values import (
     Agreed,
     Arrived,
-    Decision,
     Fed,
     Gradient,
     Setting,
@@ -124,8 +124,7 @@ def _take(gradient: Gradient, local: LocalState, setting: Setting) -> Taken:
     if not setting.components.waits:
         fed = feed(gradient, local, setting)
         told = tell(gradient, local, setting.times, setting)
-        arrived, local = _send(told, fed, local, setting)
-        return Taken(arrived, local, decide(arrived, setting))
+        return _send(told, fed, local, setting)
     if not setting.components.delay:
         return _take_held(keep(gradient, local, setting), setting)
     taken = _take_held(local, setting)
@@ -135,40 +134,36 @@ def _take(gradient: Gradient, local: LocalState, setting: Setting) -> Taken:
 
 def _take_held(local: LocalState, setting: Setting) -> Taken:
     """Exchange what the memory holds, if the step is the last one of a round."""
-
-    def exchange() -> Taken:
-        arrived, after = _send_held(local, setting)
-        return Taken(arrived, after, decide(arrived, setting))
-
-    if _sends(setting) is True:
+    is_due = _sends(setting)
+    exchange = lambda: _send_held(local, setting)
+    if is_due is True:
         return exchange()
     nothing = _nothing(jax.eval_shape(exchange).arrived, local, setting)
-    if _sends(setting) is False:
+    if is_due is False:
         return nothing
-    return _collectives.exchange_if(_sends(setting), exchange, nothing)
+    return _collectives.exchange_if(is_due, exchange, nothing)
 
 
 def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:
     """Return what comes of a local step: nothing arrives or is decided."""
     state, rungs = setting.state, len(setting.components.controller.ladder)
     arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    as_before = Decision(state.decided, state.controller, state.info.gains)
-    return Taken(arrived._replace(rung=jnp.int32(rungs)), local, as_before)
+    arrived = arrived._replace(rung=jnp.int32(rungs))
+    return Taken(arrived, local, state.decided, state.controller, state.info.gains)
 
 
-def _send_held(local: LocalState, setting: Setting) -> tuple[Arrived, LocalState]:
+def _send_held(local: LocalState, setting: Setting) -> Taken:
     """Send what the memory holds, and what the others have not been told yet."""
     fed = held(setting.components.memory, local, setting.buckets)
-    arrived, local = _send(local.told, fed, local, setting)
-    return arrived, local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
+    told = jax.tree.map(jnp.zeros_like, local.told)
+    return _send(local.told, fed, local._replace(told=told), setting)
 
 
-def _send(
-    told: Told, fed: Fed, local: LocalState, setting: Setting
-) -> tuple[Arrived, LocalState]:
-    """Exchange what was fed, and what all must know."""
+def _send(told: Told, fed: Fed, local: LocalState, setting: Setting) -> Taken:
+    """Exchange what was fed, and what all must know, and decide."""
     own = figures(told, fed.parts[-1], setting)
-    return exchange(fed, own, local, setting)
+    arrived, local = exchange(fed, own, local, setting)
+    return Taken(arrived, local, *decide(arrived, setting))
 
 
 def enter(
@@ -410,7 +405,7 @@ def tell(
         # With a delay the next exchange tells it; otherwise only one that exchanges.
         is_told = True if setting.components.delay else _sends(setting)
         nothing = jnp.broadcast_to(0 * gradient.bad, (rungs,))
-        sampled = _arrays.chosen(setting.looks & is_told, look, nothing)
+        sampled = _xla.chosen(setting.looks & is_told, look, nothing)
     energies = always + _arrays.total(each), sampled
     good = jax.tree.map(lambda x: jnp.where(gradient.bad != 0, 0, x), energies)
     return Told(gradient.bad, good[0], good[1], *times)
@@ -469,15 +464,11 @@ def figures(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
             setting.params, state.steps, unseen, components.check_every, axes.alike
         )
     return Agreed(
+        told=told,
         dense=dense,
-        bad=told.bad,
-        gradient_energy=told.gradient_energy,
-        gradient_energies=told.gradient_energies,
         contrast=axes.slow.contrast(told.gradient_energy),
         rung=axes.both.of_first(state.decided),
         round_steps=round_steps,
-        seconds=told.seconds,
-        timed=told.timed,
         apart=apart,
     )
 
@@ -496,7 +487,7 @@ def _are_alike(agreed: Agreed, setting: Setting) -> jax.Array:
 
     A clip may give different gradients the same norm, so nothing is said with one.
     """
-    is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.gradient_energy
+    is_alike = jnp.abs(agreed.contrast) < ALIKE * agreed.told.gradient_energy
     is_clipped = setting.components.clip is not None
     return is_alike & (setting.axes.slow.replicas > 1 and not is_clipped)
 
@@ -545,23 +536,23 @@ def _each_bucket(
     return [x for x, _ in results], tuple(after for _, after in results)
 
 
-def decide(arrived: Arrived, setting: Setting) -> Decision:
-    """Show the evidence to the controller, which picks a rung."""
+def decide(arrived: Arrived, setting: Setting) -> tuple[jax.Array, Any, jax.Array]:
+    """Show the evidence to the controller; return its rung and state, and the gains."""
     components, state, tables = setting.components, setting.state, setting.tables
     controller, energies = components.controller, arrived.mean_energies
-    agreed, taken = arrived.agreed, arrived.rung
-    times = agreed.seconds / agreed.timed  # NaN where not timed
-    unasked = jnp.zeros_like(energies[:-1])
+    told, taken = arrived.agreed.told, arrived.rung
+    times = told.seconds / told.timed  # NaN where not timed
+    is_asked = controller.looks_at == "gradient"
     evidence = Evidence(
         step=state.steps,
         replicas=setting.axes.slow.replicas,
         first_sparse=_info.first_sparse(tables),
         energies=energies[:-1],
         energy=energies[-1],
-        gradient_energy=agreed.gradient_energy,
-        gradient_energies=agreed.gradient_energies
-        if controller.looks_at == "gradient"
-        else unasked,
+        gradient_energy=told.gradient_energy,
+        gradient_energies=told.gradient_energies
+        if is_asked
+        else jnp.zeros_like(energies[:-1]),
         predicted_parts=_info.predicted_parts(tables, components.network or WireCost()),
         measured_seconds=times[: len(controller.ladder)],
         local_seconds=times[-1] if components.has_rounds else None,
@@ -575,31 +566,31 @@ def decide(arrived: Arrived, setting: Setting) -> Decision:
     is_known = jnp.arange(now.size) == taken
     if controller.looks_at == "bucket":
         is_known = is_known | setting.looks
-    return Decision(rung, decided, jnp.where(is_known, now, state.info.gains))
+    return rung, decided, jnp.where(is_known, now, state.info.gains)
 
 
 def report(taken: Taken, setting: Setting) -> tuple[Any, TransformState]:
     """Return the updates, and the state with what a human wants to know."""
-    arrived, local, decision = taken
-    agreed, rung, state = arrived.agreed, arrived.rung, setting.state
+    arrived, state = taken.arrived, setting.state
+    agreed, rung = arrived.agreed, arrived.rung
     ahead, following = _what_follows(arrived, setting)
     slot = jnp.arange(_state.PAST_STEPS) == state.steps % _state.PAST_STEPS
     sent = arrived.mean_energies[rung]
     is_known = (sent > 0) & (arrived.energy > 0)
     alignment = jnp.where(is_known, arrived.energy / sent, state.info.alignment)
-    info = _info.after(state.info, setting.tables, rung, decision.gains, alignment)
+    info = _info.after(state.info, setting.tables, rung, taken.gains, alignment)
     updates = setting.buckets.unpack((*arrived.means, agreed.dense), state.steps)
     return updates, state._replace(
         steps=jnp.asarray(optax.safe_increment(state.steps)),
-        local=_state.leave(local, state.local),
-        decided=decision.rung,
+        local=_state.leave(taken.local, state.local),
+        decided=taken.decided,
         ahead=ahead,
-        controller=decision.controller,
+        controller=taken.controller,
         past_rungs=jnp.where(slot, rung, state.past_rungs),
         round=following,
         info=_info.count_faults(
             info,
-            is_bad=agreed.bad != 0,
+            is_bad=agreed.told.bad != 0,
             is_told_late=setting.components.waits,
             is_alike=_are_alike(agreed, setting),
             apart=agreed.apart,

@@ -9,7 +9,7 @@ from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Axes
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._info import Tables
-from gravac_jax._state import LocalState, TransformState
+from gravac_jax._state import LocalState, Told, TransformState
 from gravac_jax._step.components import Components
 
 
@@ -88,30 +88,22 @@ class Agreed(NamedTuple):
     """What every step averages over replicas, whatever its rung; or one's own figures.
 
     Attributes:
+      told: what replicas tell of their gradients and times; `bad` is above 0 if some
+        gradient is, and `timed` the share of replicas that measured a time.
       dense: `[m]` float32, the mean of the leaves that go dense.
-      bad: `[]` float32, above 0 if some replica's gradient is bad.
-      gradient_energy: `[]` float32, the mean energy of the gradient.
-      gradient_energies: `[rungs]` float32, the mean energies that each rung would have
-        sent of it alone; () if the controller never asks.
-      contrast: `[]` float32, 0 if that energy is the same on all replicas.
+      contrast: `[]` float32, 0 if the gradient's energy is the same on all replicas.
       rung: `[]` float32, the rung in the first replica's state.
       round_steps: `[1]` float32, the length of the round after the next exchange, in
         the first replica's state; `[0]` without rounds.
-      seconds: `[kinds]` float32, the measured time of each kind of step, else 0.
-      timed: `[kinds]` float32, the share of replicas that measured it.
       apart: `[1]` float32, above 0 if replicas hold different params; `[0]` if params
         are never compared.
     """
 
+    told: Told
     dense: jax.Array
-    bad: jax.Array
-    gradient_energy: jax.Array
-    gradient_energies: Any
     contrast: jax.Array
     rung: jax.Array
     round_steps: jax.Array
-    seconds: jax.Array
-    timed: jax.Array
     apart: jax.Array
 
 
@@ -134,29 +126,19 @@ class Arrived(NamedTuple):
     energy: jax.Array
 
 
-class Decision(NamedTuple):
-    """What the controller made of the step.
-
-    Attributes:
-      rung: `[]` int32, the rung of the third exchange from here.
-      controller: the controller's new state.
-      gains: `[rungs]` float32, the gain of each rung, as last known.
-    """
-
-    rung: jax.Array
-    controller: Any
-    gains: jax.Array
-
-
 class Taken(NamedTuple):
     """What came of a step, before it is reported.
 
     Attributes:
       arrived: what all replicas have received.
       local: this replica's own state after the step.
-      decision: what the controller decided.
+      decided: `[]` int32, the rung of the third exchange from here.
+      controller: the controller's new state.
+      gains: `[rungs]` float32, the gain of each rung, as last known.
     """
 
     arrived: Arrived
     local: LocalState
-    decision: Decision
+    decided: jax.Array
+    controller: Any
+    gains: jax.Array

@@ -1,0 +1,160 @@
+"""What XLA compiles worse than it could, and how to write it instead.
+
+Each function gives the result of the plain spelling in its first line. It says which
+compiler needs it and why; `tests/test_xla.py` fails where CPUs no longer need one.
+Found with jaxlib 0.10.2 (CPUs and, for CUDA, an H200) and libtpu 0.0.42. Where only the
+order of operations differs between devices, `jax.lax.platform_dependent` stands beside
+the computation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def once(x: Any) -> Any:
+    """Return `x`, which is then computed once.
+
+    GPUs. XLA fuses what makes an array into everything that reads it, and computes it
+    again for each: words of a mask for every entry that asks for its word. Programs for
+    CPUs are the same without it.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+def once_on_cpus(x: jax.Array) -> jax.Array:
+    """Return `x`, which CPUs then compute once."""
+    return jax.lax.platform_dependent(x, cpu=once, default=lambda x: x)
+
+
+def in_its_shape(x: jax.Array) -> jax.Array:
+    """Return `x`, which TPUs keep in memory in the shape that it has here.
+
+    TPUs lay out arrays of other shapes otherwise. If XLA computed `x` in the shape of
+    what reads it, what it is made of would first be laid out anew, in full.
+    """
+    return jax.lax.platform_dependent(x, tpu=once, default=lambda x: x)
+
+
+def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
+    """Return `jax.lax.cond(predicate, change, lambda x: x, x)`.
+
+    All devices. Under vmap a conditional computes both branches for every member of the
+    batch. This loop of at most one turn costs nothing if no member needs the change.
+    """
+    body = lambda carry: (carry[0] & False, change(carry[1]))
+    return jax.lax.while_loop(lambda carry: carry[0], body, (predicate, x))[1]
+
+
+def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any) -> Any:
+    """Return `make() if predicate else otherwise`; both vary over the same axes.
+
+    Accelerators compute both: the host of a GPU would take longer to read the predicate
+    than a cheap `make` takes.
+    """
+    if isinstance(predicate, bool):
+        return make() if predicate else otherwise
+    both = lambda x, y: jax.tree.map(lambda x, y: jnp.where(predicate, x, y), x, y)
+    branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
+    return jax.lax.platform_dependent(
+        cpu=branch, default=lambda: both(make(), otherwise)
+    )
+
+
+def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
+    """Return `x`, which CPUs compute last and in place of what it is made of.
+
+    CPUs. XLA overwrites a vector in place only after everything that reads it has run;
+    otherwise it copies it, which can cost more than a whole selection. A condition that
+    XLA cannot simplify, computed from what others make of the vector, makes `x` wait
+    for them. A barrier would not: it is gone before XLA assigns buffers.
+
+    Args:
+      x: computed from the vector.
+      figures: `[]` float32, at least 0, computed from the vector by the other readers.
+    """
+    least = figures[0]
+    for figure in figures[1:]:
+        least = jnp.minimum(least, figure)
+    in_place = lambda x: jnp.where(_is_never(least), 0, x)
+    return jax.lax.platform_dependent(x, cpu=in_place, default=lambda x: x)
+
+
+def own_kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    """Return `make()`, which CPUs compute in a kernel of its own.
+
+    CPUs. XLA fuses what reshapes or joins an array into the kernel that computes it,
+    and then divides indices for each entry, which takes up to ten times as long. It
+    fuses nothing into the branch of a conditional.
+
+    Args:
+      make: the computation.
+      like: a small array that `make` reads, without negative entries, which varies over
+        the axes over which the result varies.
+    """
+    shape = jax.eval_shape(make)
+
+    def nothing() -> jax.Array:
+        # A part of `like` varies over the axes over which `like` does.
+        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
+
+    branch = lambda: jax.lax.cond(_is_never(like), nothing, make)
+    return jax.lax.platform_dependent(cpu=branch, default=make)
+
+
+def unknown(numbers: Sequence[int], count: jax.Array) -> Sequence[jax.Array]:
+    """Return `numbers`, `[]` int32 each, which XLA does not know when it compiles.
+
+    CPUs. XLA compiles a kernel for each slice at a place that it knows, 18 ms each, and
+    one for all slices of one size at places that it does not know. It looks through
+    barriers and sums, but not into a conditional.
+
+    Args:
+      numbers: known when the program is traced.
+      count: `[]` int32, at least 0.
+    """
+    known = lambda: tuple(map(jnp.int32, numbers))
+    never = lambda: tuple(jnp.int32(-1 - x) for x in numbers)
+    return jax.lax.cond(count < 0, never, known)
+
+
+def row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the sums of the rows of several `[rows, ...]`, in float32, in one pass.
+
+    CPUs sum one array in a library that needs it in memory; sums of several at once are
+    fused with what computes them. Rows are folded in four first, so that whole vectors
+    are added. On a GPU the folded rows would go through memory.
+    """
+    zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
+    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
+
+    def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        quarters = [x.reshape(len(x), 4, -1) for x in arrays]
+        parts = jax.lax.reduce(quarters, zeros, add, (1,))
+        return tuple(jnp.sum(part, axis=1) for part in parts)
+
+    def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in arrays)
+
+    arrays = tuple(x.astype(jnp.float32) for x in arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=folded, default=plain)
+
+
+def zero_after(x: jax.Array, filled: int) -> jax.Array:
+    """Return `x.at[filled:].set(0)`.
+
+    CPUs are slow to update a slice of what a kernel makes. Elsewhere a mask would be
+    one more pass over what a branch returns.
+    """
+    if x.size <= filled:
+        return x
+    masked = lambda x: jnp.where(jnp.arange(x.size) < filled, x, 0)
+    updated = lambda x: x.at[filled:].set(0)
+    return jax.lax.platform_dependent(x, cpu=masked, default=updated)
+
+
+def _is_never(figures: jax.Array) -> jax.Array:
+    """Return False, `[]` bool, in a form that XLA cannot simplify."""
+    return jnp.any(figures < 0)
