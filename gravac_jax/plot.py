@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,17 +21,15 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gravac_jax.metrics import read_jsonl
-from gravac_jax.metrics._explain import HOME, PROGRESS, SECONDS
-from gravac_jax.metrics._scalars import GAINS
+from gravac_jax.metrics import GAINS, HOME, PROGRESS, SECONDS, read_jsonl
 
 __all__ = ["Run", "draw", "main"]
 
-_PROGRAM = "python -m gravac_jax plot"
 _POINTS = 100  # of losses and seconds, each a median over a hundredth of the run
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _LINESTYLES = ("-", "--", "-.", ":")
+_FACTORS = "gravac/factor", "gravac/dense_wire_bytes", "gravac/wire_bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,29 +59,25 @@ class Run:
             return self.figures("step_seconds")
         seconds, steps = np.diff(self.figures("seconds")), np.diff(self.figures("step"))
         # The clock of a run that resumes starts at 0 again.
-        return np.append(np.nan, np.where(seconds > 0, seconds, np.nan) / steps)
-
-    def byte_factors(self) -> np.ndarray:
-        """Return `[steps]` float64: how many times fewer bytes than a dense step."""
-        dense, sent = (self.figures(f"gravac/{x}wire_bytes") for x in ("dense_", ""))
-        return dense / np.where(sent > 0, sent, np.nan)
+        return np.append(np.nan, _or_nan(seconds) / steps)
 
     def costs(self) -> dict[str, np.ndarray]:
         """Return the predicted seconds for a dense step's progress, by choice.
 
         `[steps]` float64 each, NaN where nothing was predicted yet.
         """
-        costs = {}
-        for name in self.names(PROGRESS + ".*"):
-            choice, progress = name.removeprefix(PROGRESS), self.figures(name)
-            known = np.where(progress > 0, progress, np.nan)
-            costs[choice] = self.figures(SECONDS + choice) / known
-        return costs
+        choices = [x.removeprefix(PROGRESS) for x in self.names(PROGRESS + ".*")]
+        seconds = {x: self.figures(SECONDS + x) for x in choices}
+        return {k: x / _or_nan(self.figures(PROGRESS + k)) for k, x in seconds.items()}
 
     def bytes_so_far(self, name: str) -> np.ndarray:
         """Return `[steps]` float64: the sum of `wire` or `dense_wire` bytes."""
-        total = np.nancumsum(self.figures(f"gravac/{name}_bytes"))
-        return np.where(total > 0, total, np.nan)
+        return _or_nan(np.nancumsum(self.figures(f"gravac/{name}_bytes")))
+
+
+def _or_nan(x: np.ndarray) -> np.ndarray:
+    """Return NaN for what is not above 0: nothing was sent, or is known."""
+    return np.where(x > 0, x, np.nan)
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -108,68 +103,58 @@ def draw(runs: Sequence[Run]) -> Figure:
     if empty := [run.name for run in runs if not run.lines]:
         raise ValueError(f"{empty[0]} has no whole line yet; wait for the first steps")
     losses = dict.fromkeys(name for run in runs for name in run.names(".*loss"))
-    with_rungs = [run for run in runs if len(run.names(GAINS + ".*")) > 1]
-    explained = [run for run in runs if run.costs()]
-    panels = len(losses) + len(with_rungs) + len(explained) + 3
-    figure = Figure((8, 1 + 1.8 * panels), layout="constrained")
-    axes = iter(figure.subplots(panels, sharex=True))
-    for axis in figure.axes:
+    panels: list[tuple[Any, ...]] = [
+        *((_draw_medians, runs, name) for name in losses),
+        (_draw_factors, runs),
+        *((_draw_gains, run) for run in runs if len(run.names(GAINS + ".*")) > 1),
+        *((_draw_costs, run) for run in runs if run.costs()),
+        (_draw_bytes, runs),
+        (_draw_medians, runs),
+    ]
+    figure = Figure((8, 1 + 1.8 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), sharex=True)
+    for axis, (draw_panel, *of) in zip(axes, panels, strict=True):
         axis.set_prop_cycle(color=4 * _COLORS, linestyle=7 * _LINESTYLES)
-    for name in losses:
-        figures = [run.figures(name) for run in runs]
-        _draw_medians(next(axes), re.sub("[_/]", " ", name), runs, figures)
-    _draw_factors(next(axes), runs)
-    for run in with_rungs:
-        _draw_gains(next(axes), run)
-    for run in explained:
-        _draw_costs(next(axes), run)
-    of_bytes = next(axes)
-    _draw_bytes(of_bytes, runs)
-    seconds = [run.seconds_per_step() for run in runs]
-    _draw_medians(next(axes), "seconds per step", runs, seconds)
+        draw_panel(axis, *of)
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     medians = f"losses and seconds: medians over 1/{_POINTS} of a run"
     figure.supxlabel(f"step ({medians})", size="medium")
     figure.align_ylabels()
-    dense, *sent = of_bytes.lines
+    dense, *sent = axes[-2].lines
     figure.legend(handles=[*sent, dense], loc="outside upper center")
     return figure
 
 
-def _draw_medians(
-    axis: Axes, label: str, runs: Sequence[Run], figures: list[np.ndarray]
-) -> None:
-    for run, y in zip(runs, figures, strict=True):
-        known = np.flatnonzero(np.isfinite(y))
-        parts = np.array_split(known, _POINTS)
-        steps = run.figures("step")
-        points = [(np.median(steps[x]), np.median(y[x])) for x in parts if len(x)]
-        axis.plot(*np.reshape(points, (-1, 2)).T)
-    axis.set_ylabel(label)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+def _draw_medians(axis: Axes, runs: Sequence[Run], name: str = "") -> None:
+    """Draw a loss, or the seconds of a step."""
+    for run in runs:
+        y = run.figures(name) if name else run.seconds_per_step()
+        parts = np.array_split(np.flatnonzero(np.isfinite(y)), _POINTS)
+        points = [(run.figures("step")[x], y[x]) for x in parts if len(x)]
+        axis.plot(*np.reshape([np.median(x, axis=1) for x in points], (-1, 2)).T)
+    axis.set_ylabel(re.sub("[_/]", " ", name) or "seconds per step")
 
 
 def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
+    """Draw the factor, and thinly how many times fewer bytes than a dense step."""
     for run in runs:
-        steps, factors = run.figures("step"), run.figures("gravac/factor")
+        factors, dense, sent = map(run.figures, _FACTORS)
         sends = np.isfinite(factors)  # a local step sends nothing
-        (line,) = axis.plot(steps[sends], factors[sends])
-        thin = {"color": line.get_color(), "lw": 0.7, "alpha": 0.7}
-        axis.plot(steps[sends], run.byte_factors()[sends], "-", **thin)
-    axis.set(yscale="log", ylabel="factor\n(thin: times fewer bytes)")
+        steps, fewer = run.figures("step")[sends], (dense / _or_nan(sent))[sends]
+        (line,) = axis.plot(steps, factors[sends])
+        axis.plot(steps, fewer, "-", color=line.get_color(), lw=0.7, alpha=0.7)
+    _set_log(axis, "factor\n(thin: times fewer bytes)")
     axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("")
 
 
 def _draw_gains(axis: Axes, run: Run) -> None:
     """Draw the gain of every rung, when it is known, and which one was taken."""
     every = -(-len(run.lines) // 300)  # 300 columns are enough for 8 inches
     names = run.names(GAINS + ".*")
-    gains = np.array([run.figures(name) for name in names])[:, ::every]
+    gains = np.array([run.figures(name)[::every] for name in names])
     steps, rungs = run.figures("step")[::every], np.arange(len(gains))
     norm = PowerNorm(0.5, 0, 1)  # most gains that differ are below 0.2
-    known = np.where(gains > 0, gains, np.nan)
-    image = axis.pcolormesh(steps, rungs, known, cmap="cividis", norm=norm)
+    image = axis.pcolormesh(steps, rungs, _or_nan(gains), cmap="cividis", norm=norm)
     axis.figure.colorbar(image, ax=axis, label="gain", ticks=(0, 0.1, 0.5, 1))
     taken = run.figures("gravac/rung")[::every]
     shown = np.where(taken < len(rungs), taken, np.nan)
@@ -181,36 +166,43 @@ def _draw_gains(axis: Axes, run: Run) -> None:
 
 def _draw_costs(axis: Axes, run: Run) -> None:
     """Draw the predicted cost of every choice, and which one was taken."""
-    steps, costs = run.figures("step"), run.costs()
+    steps, costs, home = run.figures("step"), run.costs(), run.figures(HOME)
     for name, cost in costs.items():
         axis.plot(steps, 1e3 * cost, lw=1, label=name)
-    table, home = 1e3 * np.array(list(costs.values())), run.figures(HOME)
-    taken = [table[int(x), i] if x >= 0 else np.nan for i, x in enumerate(home)]
-    axis.plot(steps, taken, "-", color="0.6", lw=4, alpha=0.5, zorder=0, label="taken")
+    is_home = home == np.arange(len(costs))[:, None]
+    taken = np.where(is_home, 1e3 * np.array(list(costs.values())), 0).sum(0)
+    axis.plot(
+        steps,
+        _or_nan(taken),
+        "-",
+        color="0.6",
+        lw=4,
+        alpha=0.5,
+        zorder=0,
+        label="taken",
+    )
     axis.legend(fontsize="x-small", ncols=3)
     axis.set_title(f"{run.name}: predicted by the controller", size="medium")
-    axis.set(yscale="log", ylabel="ms for a dense\nstep's progress")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("")
+    _set_log(axis, "ms for a dense\nstep's progress")
 
 
 def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:
+    """Draw the bytes of each run, and those of as many dense steps as the longest."""
     longest = max(runs, key=lambda run: run.lines[-1]["step"])
     steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
     axis.plot(steps, dense, "-", color="0.75", lw=4, label="bytes of dense steps")
     for run in runs:
-        axis.plot(run.figures("step"), run.bytes_so_far("wire"), label=_label(run))
-    axis.set(yscale="log", ylabel="bytes sent so far")
-    axis.yaxis.set_major_formatter(EngFormatter("B"))
+        dense, sent = run.bytes_so_far("dense_wire"), run.bytes_so_far("wire")
+        fewer = f" ({dense[-1] / sent[-1]:.3g} times fewer bytes than dense)"
+        label = run.name + fewer * bool(dense[-1] > 1.01 * sent[-1])
+        axis.plot(run.figures("step"), sent, label=label)
+    _set_log(axis, "bytes sent so far", EngFormatter("B"))
+
+
+def _set_log(axis: Axes, label: str, formatter: Any = "{x:g}") -> None:
+    axis.set(yscale="log", ylabel=label)
+    axis.yaxis.set_major_formatter(formatter)
     axis.yaxis.set_minor_formatter("")
-
-
-def _label(run: Run) -> str:
-    """Return the name of a run, and how many times fewer bytes than dense it sent."""
-    dense, sent = run.bytes_so_far("dense_wire")[-1], run.bytes_so_far("wire")[-1]
-    if dense > 1.01 * sent:
-        return f"{run.name} ({dense / sent:.3g} times fewer bytes than dense)"
-    return run.name
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -224,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
         reason.
     """
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
+        prog="python -m gravac_jax plot",
         description="Draw runs that gravac_jax.metrics.JsonlWriter recorded.",
         allow_abbrev=False,
     )
@@ -239,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(options.out, dpi=150)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"{_PROGRAM}: {error}") from None
+        raise SystemExit(f"{parser.prog}: {error}") from None
     sys.stdout.write(f"The picture is in {options.out}\n")
 
 

@@ -54,14 +54,8 @@ def expected_of(info):
     return found
 
 
-@functools.cache
 def nnx_optimizer():
-    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    return nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-
-def linen_state():
-    return train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+    return nnx.Optimizer(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
 
 
 def placed(run):
@@ -88,54 +82,43 @@ def under_pmap(step, state):
     return jax.pmap(step, "data")(*state, jnp.arange(8.0).reshape(4, 2))
 
 
+# What a user may hold, and how to find the `StepInfo` in it by other means.
+FIND = lambda state: optax.tree.get(state, "StepInfo")
+PURE = lambda state: FIND(nnx.as_pure(state.opt_state))
 STATES = {
-    "chain": lambda: list(steps_of())[2],
-    "within others": lambda: {"a": [TX.init(PARAMS), None], "b": jnp.ones(3)},
-    "info alone": lambda: optax.tree.get(TX.init(PARAMS), "StepInfo"),
-    "nnx": nnx_optimizer,
-    "linen": linen_state,
-    "mesh": lambda: placed(on_mesh),
+    "chain": (lambda: list(steps_of())[2], FIND),
+    "within others": (lambda: {"a": [TX.init(PARAMS), None], "b": jnp.ones(3)}, FIND),
+    "info alone": (lambda: FIND(TX.init(PARAMS)), lambda info: info),
+    "nnx": (nnx_optimizer, PURE),
+    "nnx, split": (
+        lambda: nnx.split(nnx_optimizer())[1],
+        lambda _: PURE(nnx_optimizer()),
+    ),
+    "linen": (
+        lambda: train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
+        FIND,
+    ),
+    "mesh": (lambda: placed(on_mesh), FIND),
+    "pmap": (
+        lambda: placed(under_pmap),
+        lambda state: jax.tree.map(lambda x: x[0], FIND(state)),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_scalars_are_the_fields_of_the_step_info_wherever_it_is(name):
-    state = STATES[name]()
+    make, find = STATES[name]
+    state = make()
     found = metrics.scalars(state, loss=jnp.float32(0.5))
-    pure = nnx.as_pure(state.opt_state) if name == "nnx" else state
-    info = pure if name == "info alone" else optax.tree.get(pure, "StepInfo")
     assert all(type(x) is float for x in found.values())
-    assert found == expected_of(info) | {"loss": 0.5}
-
-
-@pytest.mark.parametrize("many", [1, 4], ids=["of all", "of each"])
-def test_a_loss_of_each_replica_is_refused_where_one_device_has_one_entry(many):
-    mesh = gravac.make_mesh(devices=jax.devices()[:4])
-    spec = jax.P() if many == 1 else jax.P("data")
-    loss = jax.device_put(jnp.arange(float(many)), jax.NamedSharding(mesh, spec))
-    state = STATES["info alone"]()
-    if many == 1:
-        assert metrics.scalars(state, loss=loss)["loss"] == 0
-    else:
-        with pytest.raises(ValueError, match=r"shape \(4,\). Give its mean"):
-            metrics.scalars(state, loss=loss)
-
-
-def test_scalars_of_a_split_nnx_optimizer_are_those_of_the_optimizer():
-    optimizer = nnx_optimizer()
-    assert metrics.scalars(nnx.split(optimizer)[1]) == metrics.scalars(optimizer)
-
-
-def test_scalars_of_a_state_under_pmap_are_those_of_one_replica():
-    state = placed(under_pmap)
-    first = jax.tree.map(lambda x: x[0], optax.tree.get(state, "StepInfo"))
-    assert metrics.scalars(state) == expected_of(first)
+    assert found == expected_of(find(state)) | {"loss": 0.5}
 
 
 def test_scalars_of_the_steps_of_a_scan_are_those_of_each_step():
     def step(state, i):
         _, state = TX.update(grads_of(i), state, PARAMS)
-        return state, optax.tree.get(state, "StepInfo")
+        return state, FIND(state)
 
     at = jnp.arange(float(STEPS))
     _, infos = jax.lax.scan(step, TX.init(PARAMS), at)
@@ -146,21 +129,29 @@ def test_scalars_of_the_steps_of_a_scan_are_those_of_each_step():
 
 def test_a_state_without_figures_of_one_step_is_refused():
     state = TX.init(PARAMS)
-    info = optax.tree.get(state, "StepInfo")
-    with pytest.raises(ValueError, match="found 0 in a dict"):
-        metrics.scalars({"w": jnp.ones(3)})
-    with pytest.raises(ValueError, match="found 2 in a list"):
-        metrics.scalars([state, state])
-    with pytest.raises(ValueError, match=r"4 entries.*scalars_of_steps"):
-        metrics.scalars(jax.tree.map(lambda x: jnp.stack([x] * 4), info))
-    with pytest.raises(ValueError, match=r"`loss` must have one entry .* \(3,\)"):
-        metrics.scalars(state, loss=jnp.ones(3))
-    for wrong in (None, "high", {"a": 1.0, "b": 2.0}):
-        with pytest.raises(ValueError, match=r"`loss` must be a number .*Leave it out"):
-            metrics.scalars(state, loss=wrong)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), FIND(state))
+    for wrong, said in {
+        "found 0 in a dict": {"w": jnp.ones(3)},
+        "found 2 in a list": [state, state],
+        r"4 entries.*scalars_of_steps": stacked,
+    }.items():
+        with pytest.raises(ValueError, match=wrong):
+            metrics.scalars(said)
     update_donated(PARAMS, state, PARAMS)
     with pytest.raises(RuntimeError, match="deleted"):
         metrics.scalars(state)
+
+
+def test_a_figure_that_is_not_one_number_is_refused():
+    state = TX.init(PARAMS)
+    mesh = gravac.make_mesh(devices=jax.devices()[:4])
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    assert metrics.scalars(state, loss=put(jnp.zeros(1), jax.P()))["loss"] == 0
+    # Of the last one each device has one entry.
+    each = put(jnp.arange(4.0), jax.P("data"))
+    for wrong in (None, "high", {"a": 1.0, "b": 2.0}, jnp.ones(3), each):
+        with pytest.raises(ValueError, match=r"`loss` must be a number .*leave it out"):
+            metrics.scalars(state, loss=wrong)
 
 
 class Kept(list):
@@ -283,11 +274,13 @@ def test_what_waits_too_long_at_the_shared_params_is_said():
     assert verdicts["own"] != "only at own params"
 
 
-@pytest.mark.parametrize("wrong", [gravac.Bits(2), GRAVAC, "fastest"], ids=repr)
-def test_what_predicts_nothing_cannot_be_explained(wrong):
-    said = "must be" if wrong == "fastest" else re.escape(f"{wrong} predicts nothing")
-    with pytest.raises(TypeError, match=rf"{said}.*gravac\.Fastest\(\)"):
-        metrics.explain(TX.init(PARAMS), wrong)
+def test_what_predicts_nothing_cannot_be_explained():
+    for wrong in (gravac.Bits(2), GRAVAC):
+        said = rf"{re.escape(repr(wrong))} predicts nothing.*gravac\.Fastest\(\)"
+        with pytest.raises(TypeError, match=said):
+            metrics.explain(TX.init(PARAMS), wrong)
+    with pytest.raises(TypeError, match=r"must be.*gravac\.Fastest\(\)"):
+        metrics.explain(TX.init(PARAMS), "fastest")
 
 
 def test_a_recorder_with_the_controller_writes_predictions_and_the_view_says_why():
@@ -349,12 +342,10 @@ def test_a_run_that_resumes_replaces_the_steps_that_it_writes_again(tmp_path, fi
     write(path, [])
     assert path.read_bytes() == before
     write(path, [first, first + 1], run=1)
-    steps = [(x["step"], x["run"]) for x in read_strictly(path)]
-    kept = [(x, 0) for x in [0, 1, 2, 2, 3, 4] if x < first]
-    assert steps == [*kept, (first, 1), (first + 1, 1)]
-    assert (
-        path.read_bytes().splitlines()[: len(kept)] == before.splitlines()[: len(kept)]
-    )
+    *kept, one, two = read_strictly(path)
+    assert [x["step"] for x in kept] == [x for x in [0, 1, 2, 2, 3, 4] if x < first]
+    assert [(x["step"], x["run"]) for x in (one, two)] == [(first, 1), (first + 1, 1)]
+    assert before.startswith(b"".join(path.read_bytes().splitlines(True)[:-2]))
 
 
 @pytest.mark.filterwarnings("ignore:.*the last line was cut off")
@@ -371,13 +362,13 @@ def test_a_last_line_that_is_cut_off_anywhere_is_left_out_and_replaced(tmp_path)
         assert [x["step"] for x in read_strictly(path)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("text", [b"# notes\n", b"{}\n", b"[1]\n", b"\xff\xfe\n"])
-def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path, text):
+def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path):
     path = tmp_path / "notes"
-    path.write_bytes(text)
-    with pytest.raises(ValueError, match=r"line 1, is not a line of metrics\.Jsonl"):
-        metrics.JsonlWriter(path)
-    assert path.read_bytes() == text
+    for text in (b"# notes\n", b"{}\n", b"[1]\n", b"\xff\xfe\n"):
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=r"line 1, is not a line of metrics\.Json"):
+            metrics.JsonlWriter(path)
+        assert path.read_bytes() == text
 
 
 def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_path):
@@ -400,17 +391,17 @@ def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_p
     np.testing.assert_equal(figures, expected)
 
 
-@pytest.mark.parametrize(
-    ("module", "make"),
-    [
-        ("tensorboardX", lambda folder: metrics.TensorBoardWriter(folder)),
-        ("rich", lambda _: metrics.LiveView(3)),
-    ],
-)
-def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch, module, make):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"needs .*pip install '.\[tools\]'"):
-        make(tmp_path)
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    for module, make in TOOLS.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ImportError, match=rf"needs {module}: pip .*'.\[tools\]'"):
+            make(tmp_path)
+
+
+TOOLS = {
+    "tensorboardX": metrics.TensorBoardWriter,
+    "rich": lambda _: metrics.LiveView(3),
+}
 
 
 def test_what_is_no_writer_is_refused_when_it_is_given(tmp_path):
@@ -473,21 +464,18 @@ def test_a_local_step_leaves_what_was_sent_last_in_the_view():
     assert f"loss 1.1250, {', '.join(SHOWN)}, sent" in line
 
 
-@pytest.mark.parametrize(("alike", "is_loud"), [(1, False), (3, True)])
-def test_gradients_that_are_alike_by_chance_raise_no_alarm(alike, is_loud):
-    figures = [
-        {"loss": 1.5, "gravac/alike_steps": alike * (i == 149)} for i in range(150)
-    ]
-    shown = " ".join(view_of(False, figures, total_steps=200))
-    assert ("all replicas had the same gradient" in shown) == is_loud
+def test_gradients_that_are_alike_by_chance_raise_no_alarm():
+    for alike, is_loud in ((1, False), (3, True)):
+        figures = [{"gravac/alike_steps": alike * (i == 149)} for i in range(150)]
+        shown = " ".join(view_of(False, figures, total_steps=200))
+        assert ("all replicas had the same gradient" in shown) == is_loud
 
 
 def test_outside_of_a_terminal_the_view_prints_lines():
-    lines = view_of(False, FIGURES, total_steps=3, title="adaptive")
-    starts = [f"adaptive, step {i} of 3, loss" for i in (1, 2, 3)]
-    assert [line[: len(x)] for line, x in zip(lines, starts, strict=True)] == starts
-    assert ", ".join(["loss 1.5000", *SHOWN, SENT]) in lines[-1]
-    assert lines[-1].endswith("2 bad steps: a gradient was not finite")
+    *lines, last = view_of(False, FIGURES, total_steps=3, title="adaptive")
+    assert [x[:27] for x in lines] == [f"adaptive, step {i} of 3, loss" for i in (1, 2)]
+    assert f"adaptive, step 3 of 3, {', '.join(['loss 1.5000', *SHOWN, SENT])}" in last
+    assert last.endswith("2 bad steps: a gradient was not finite")
 
 
 def test_the_view_shows_the_figures_that_it_is_given_also_a_loss_that_is_not_finite():
