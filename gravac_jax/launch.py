@@ -29,20 +29,20 @@ must first check `jax.distributed.is_initialized()`.
 
 import argparse
 import contextlib
+import functools
 import io
-import math
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from subprocess import DEVNULL, PIPE, Popen
+from typing import IO, Any
 
 import jax
 
@@ -50,14 +50,10 @@ __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", 
 
 _PROGRAM = "gravac_jax.launch"
 
-# In the environment of a job's processes: the folder where each notes that its script
-# has ended. Processes of a cluster have none.
+# In the environment of the processes of `-n`: the folder where each notes that its
+# script has ended, so that one of them can name the others. A cluster has none.
 _ENDED = "GRAVAC_LAUNCH_ENDED"
 _UNEVEN_SECONDS = 5.0  # scripts that end together end within seconds
-_UNEVEN = (
-    "If the others wait for it in a step, nothing moves until JAX gives up, after"
-    " minutes: give every process the same number of steps."
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,10 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
       SystemExit: If the arguments are wrong or the job fails, with the reason.
     """
     options = _parse(arguments)
-    if options.n is None:
-        _run_process(options)
-    else:
-        _run_job(options)
+    run = _run_process if options.n is None else _run_job
+    run(options)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,28 +79,27 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", type=_positive_number, help="start a job of N processes on this machine")
+    add("-n", type=_positive, help="start a job of N processes on this machine")
     grace = "with -n: seconds from SIGTERM to SIGKILL, by default 5"
-    add("--grace", type=_positive_number, default=5, help=grace)
-    add(
-        "--devices", type=_positive_number, help="number of CPU devices of each process"
-    )
-    add("--coordinator", help="HOST:PORT where process 0 listens")
-    add("--processes", type=_positive_number, help="number of processes of the job")
-    add("--process", type=int, help="index of this process, from 0")
-    add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate")
-    add("--local-devices", type=_indices, help="GPUs of this process, such as 0,1")
+    add("--grace", type=_positive, default=5, help=grace)
+    add("--devices", type=_positive, help="number of CPU devices of each process")
+    cluster = [
+        add("--coordinator", help="HOST:PORT where process 0 listens"),
+        add("--processes", type=_positive, help="number of processes of the job"),
+        add("--process", type=int, help="index of this process, from 0"),
+        add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate"),
+        add("--local-devices", type=_indices, help="GPUs of this process, such as 0,1"),
+    ]
     add("-m", dest="is_module", action="store_true", help="the script is a module")
     add("script", help="Python file, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
-    cluster = ("coordinator", "processes", "process", "detect", "local_devices")
-    given = [name for name in cluster if getattr(options, name) is not None]
     process, processes = options.process, options.processes
+    given = [x for x in cluster if getattr(options, x.dest) is not None]
     if options.n is not None and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = ", ".join(x.option_strings[0] for x in given)
         parser.error(f"-n starts a job of its own: leave out {names}, or -n")
-    if options.coordinator is not None and ":" not in options.coordinator:
+    if ":" not in (options.coordinator or ":"):
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
     if process is not None and not 0 <= process < (processes or process + 1):
         parser.error(f"--process must count from 0 to --processes - 1, got {process}")
@@ -115,7 +108,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _positive_number(text: str) -> int:
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
     return int(text)
@@ -130,75 +123,29 @@ def _indices(text: str) -> list[int]:
 def _run_job(options: argparse.Namespace) -> None:
     """Start all processes on this machine, and end them together."""
     coordinator = local_coordinator()
-    launch = [sys.executable, "-m", _PROGRAM, "--detect", "deactivate"]
-    launch += ["--coordinator", coordinator, "--processes", str(options.n)]
-    if options.devices is not None:
-        launch += ["--devices", str(options.devices)]
+    launch = [sys.executable, "-m", _PROGRAM, "--coordinator", coordinator]
+    launch += ["--processes", str(options.n)]
+    launch += ["--devices", str(options.devices)] if options.devices else []
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
-    commands = [
-        [*launch, "--process", str(i), "--local-devices", str(i), *script]
-        for i in range(options.n)
-    ]
-    _exit_on_signals()
-    with (
-        tempfile.TemporaryDirectory() as ended,
-        Job(
-            commands,
-            env={**local_environment(coordinator), _ENDED: ended},
-            grace_seconds=options.grace,
-        ) as job,
-    ):
-        try:
-            _report_uneven_ends(job, Path(ended))
-            job.wait()
-        except ProcessDiedError as died:
-            raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
-        except SystemExit as stop:
-            job.end()
-            name = signal.Signals(stop.args[0] - 128).name
-            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
-            if any(job.statuses):
-                raise
-
-
-def _report_uneven_ends(job: "Job", ended: Path) -> None:
-    """Say which scripts have ended and which go on, if that lasts; wait for the end."""
-
-    def indices(is_ended: bool) -> list[int]:
-        statuses = enumerate(job.statuses)
-        has_ended = lambda i, status: status == 0 or (ended / str(i)).exists()
-        return [i for i, status in statuses if has_ended(i, status) == is_ended]
-
-    is_done = lambda: job.is_over or not indices(is_ended=False)
-    _poll(lambda: job.is_over or bool(indices(is_ended=True)))
-    if _poll(is_done, _UNEVEN_SECONDS):
-        return
-    first, others, begin = indices(True), indices(False), time.monotonic()
-    sys.stderr.write(
-        f"{_PROGRAM}: {_names(first)} of {len(job.pids)} reached the end of the script,"
-        f" and {_names(others)} did not. {_UNEVEN}\n"
-    )
-    _poll(is_done)
-    if not any(job.statuses):
-        seconds = _UNEVEN_SECONDS + time.monotonic() - begin
-        sys.stderr.write(
-            f"{_PROGRAM}: {_names(others)} reached it, too, {seconds:.0f} s later\n"
-        )
-
-
-def _names(indices: list[int]) -> str:
-    kind = "process" if len(indices) == 1 else "processes"
-    return f"{kind} {', '.join(map(str, indices))}"
-
-
-def _exit_on_signals() -> None:
-    def stop(number: int, _: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
+    own = lambda i: ["--process", str(i), "--local-devices", str(i)]
+    commands = [[*launch, *own(i), *script] for i in range(options.n)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as ended:
+        env = local_environment(coordinator) | {_ENDED: ended}
+        with Job(commands, env=env, grace_seconds=options.grace) as job:
+            try:
+                job.wait()
+            except ProcessDiedError as died:
+                raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
+            except SystemExit as stop:
+                job.end()
+                name = signal.Signals(stop.args[0] - 128).name
+                sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
+                if any(job.statuses):
+                    raise
 
 
 def local_coordinator() -> str:
@@ -221,68 +168,43 @@ def local_environment(coordinator: str) -> dict[str, str]:
       The environment of this process, changed so that process 0 listens on HOST alone
       and the others connect to it without a proxy.
     """
-    host = coordinator.rpartition(":")[0]
-    return {
-        **os.environ,
-        # By default process 0 listens on every interface of the machine.
-        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
+    # By default process 0 listens on every interface of the machine.
+    changed = {"JAX_COORDINATOR_BIND_ADDRESS": coordinator}
+    if any("_proxy" in name.lower() for name in os.environ):
         # A proxy cannot reach the loopback: the others would wait for minutes.
-        "no_grpc_proxy": f"{os.environ.get('no_proxy', '')},{host}".removeprefix(","),
-        "JAX_CHECK_PROXY_ENVS": "0",
-    }
+        hosts = os.environ.get("no_proxy", ""), coordinator.rpartition(":")[0]
+        changed["no_grpc_proxy"] = ",".join(filter(None, hosts))
+    return {**os.environ, **changed}
 
 
 def _run_process(options: argparse.Namespace) -> None:
     """Join the job and run the script; if either fails, exit at once."""
+    status: Any = None
     try:
         _join_job(options)
         _run_script(options)
-        status = 0
     except SystemExit as stop:
-        status = stop.code or 0
-        if not isinstance(status, int):  # sys.exit("the reason")
-            sys.stderr.write(f"{status}\n")
-            status = 1
+        status = stop.code
     except BaseException as error:
-        status = 1
         sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
     if not status:
-        _note_end()
-    else:
-        # A normal exit would wait for the other processes, which wait for this one.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(status)
-
-
-def _note_end() -> None:
-    """Let it be known that this script has ended; JAX then waits for the others."""
-    index, count = jax.process_index(), jax.process_count()
-    if folder := os.environ.get(_ENDED):
-        with contextlib.suppress(OSError):
-            (Path(folder) / str(index)).touch()
-        return
-    text = (
-        f"{_PROGRAM}: process {index} of {count} reached the end of the script, and"
-        f" waits for others that did not. {_UNEVEN}\n"
-    )
-    timer = threading.Timer(_UNEVEN_SECONDS, sys.stderr.write, [text])
-    timer.daemon = True  # it ends with the process
-    timer.start()
+        return _note_end()
+    if not isinstance(status, int):  # sys.exit("the reason")
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    # A normal exit would wait for the other processes, which wait for this one.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
 
 
 def _join_job(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_num_cpu_devices", options.devices)
     try:
-        jax.distributed.initialize(
-            coordinator_address=options.coordinator,
-            num_processes=options.processes,
-            process_id=options.process,
-            local_device_ids=options.local_devices,
-            cluster_detection_method=options.detect,
-        )
+        place = options.coordinator, options.processes, options.process
+        jax.distributed.initialize(*place, options.local_devices, options.detect)
         devices = jax.devices()
     except Exception as error:
         raise SystemExit(
@@ -291,10 +213,8 @@ def _join_job(options: argparse.Namespace) -> None:
             " before the script)"
         ) from error
     if jax.process_index() == 0:
-        sys.stderr.write(
-            f"{_PROGRAM}: {jax.process_count()} processes, "
-            f"{len(devices)} {devices[0].platform} devices\n"
-        )
+        size = f"{jax.process_count()} processes, {len(devices)} {devices[0].platform}"
+        sys.stderr.write(f"{_PROGRAM}: {size} devices\n")
 
 
 def _run_script(options: argparse.Namespace) -> None:
@@ -304,22 +224,52 @@ def _run_script(options: argparse.Namespace) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(options.script).resolve().parent)
-    runpy.run_path(options.script, run_name="__main__")
+    else:
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(options.script).resolve().parent)
+        runpy.run_path(options.script, run_name="__main__")
+
+
+def _note_end() -> None:
+    """Note that this script has ended; if JAX waits long for others, say for whom."""
+    index, count = jax.process_index(), jax.process_count()
+    folder = os.environ.get(_ENDED)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, str(index)).touch()
+
+    def report() -> None:
+        ended, others = [index], "waits for others that did not"
+        if folder:
+            ended = [i for i in range(count) if Path(folder, str(i)).exists()]
+            rest = [i for i in range(count) if i not in ended]
+            others = f"{_names(rest)} did not"
+        if len(ended) < count and index in ended[:1]:  # one speaks for all
+            sys.stderr.write(
+                f"{_PROGRAM}: {_names(ended)} of {count} reached the end of the script,"
+                f" and {others}. If the others wait for it in a step, nothing moves"
+                " until JAX gives up, after minutes: give every process the same number"
+                " of steps.\n"
+            )
+
+    timer = threading.Timer(_UNEVEN_SECONDS, report)
+    timer.daemon = True  # it ends with the process
+    timer.start()
+
+
+def _names(indices: list[int]) -> str:
+    kind = "process" if len(indices) == 1 else "processes"
+    return f"{kind} {', '.join(map(str, indices))}"
 
 
 # The guardian ends the processes of a launcher that died, even by SIGKILL. It is the
 # first member of their process group. Its standard input is a pipe that the launcher
 # holds open and never writes to, so that `read` returns when the launcher is gone. It
 # ignores the signals that end the other processes: it must be the last one to go.
-_GUARDIAN = """
-trap "" INT TERM HUP PIPE
-read -r _
-echo "the launcher (pid $0) is gone; its processes end" >&2
-kill -KILL 0
-"""
+_GUARDIAN = (
+    'trap "" INT TERM HUP PIPE; read -r _;'
+    ' echo "the launcher (pid $0) is gone; its processes end" >&2; kill -KILL 0'
+)
 
 _POLL_SECONDS = 0.005
 
@@ -332,7 +282,7 @@ class ProcessDiedError(RuntimeError):
     """A process of a job failed; the message says which one, and how."""
 
 
-class Job:
+class Job(contextlib.AbstractContextManager["Job"]):
     """Processes of this machine that live and die together.
 
     All processes, and all that they start, are one process group. The group ends when
@@ -367,17 +317,23 @@ class Job:
         grace_seconds: float = 5.0,
     ):
         self._grace_seconds = grace_seconds
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Popen[bytes]] = []
         self._relays: list[threading.Thread] = []
-        self._guardian = subprocess.Popen(
-            ["sh", "-c", _GUARDIAN, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            process_group=0,
-        )
+        guardian = ["sh", "-c", _GUARDIAN, str(os.getpid())]
+        self._guardian = Popen(guardian, stdin=PIPE, stdout=DEVNULL, process_group=0)
+        join = {"process_group": self._guardian.pid, "env": env, "stdin": DEVNULL}
+        start = functools.partial(Popen[bytes], **join)
         try:
-            for command in commands:
-                self._start(command, env)
+            for index, command in enumerate(commands):
+                output = PIPE if index else None
+                process = start(command, stdout=output, stderr=output)
+                self._processes.append(process)
+                for pipe, fd in ((process.stdout, 1), (process.stderr, 2)):
+                    if pipe is not None:
+                        relay = threading.Thread(target=_relay, args=(pipe, fd, index))
+                        relay.daemon = True
+                        relay.start()
+                        self._relays.append(relay)
         except BaseException:
             self.end()
             raise
@@ -392,31 +348,6 @@ class Job:
         """Exit statuses, in the order of the commands; None of one that runs."""
         return [process.poll() for process in self._processes]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all processes have exited, or one of them has failed."""
-        statuses = self.statuses
-        return any(statuses) or None not in statuses
-
-    def _start(self, command: Sequence[str], env: Mapping[str, str] | None) -> None:
-        index = len(self._processes)
-        output = subprocess.PIPE if index else None
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=self._guardian.pid,
-        )
-        self._processes.append(process)
-        for pipe, fd in ((process.stdout, 1), (process.stderr, 2)):
-            if pipe is not None:
-                args = pipe, fd, b"[%d] " % index
-                relay = threading.Thread(target=_relay, args=args, daemon=True)
-                relay.start()
-                self._relays.append(relay)
-
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait until all processes have exited with status 0.
 
@@ -427,18 +358,17 @@ class Job:
           ProcessDiedError: If a process fails; the others have been ended.
           TimeoutError: After `timeout_seconds`; all processes have been ended.
         """
-        is_in_time = _poll(lambda: self.is_over, timeout_seconds)
-        death = self._describe_death() if any(self.statuses) else None
-        self.end()
-        if death is not None:
-            raise ProcessDiedError(death)
-        if not is_in_time:
-            raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
+        is_over = lambda: any(self.statuses) or None not in self.statuses
+        with self:
+            if not _poll(is_over, timeout_seconds):
+                raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
+            if any(self.statuses):
+                raise ProcessDiedError(self._describe_death())
 
     def _describe_death(self) -> str:
         index = next(i for i, status in enumerate(self.statuses) if status)
         time.sleep(_SETTLE_SECONDS)
-        if -signal.SIGKILL in self.statuses:
+        with contextlib.suppress(ValueError):
             index = self.statuses.index(-signal.SIGKILL)
         status = self.statuses[index] or 0
         how = f"exited with status {status}"
@@ -468,30 +398,27 @@ class Job:
                 os.killpg(self._guardian.pid, number)
         _poll(lambda: None not in self.statuses, self._grace_seconds)
 
-    def __enter__(self) -> "Job":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
 def _poll(condition: Callable[[], bool], seconds: float | None = None) -> bool:
     """Wait for a condition; return whether it holds within so many seconds."""
-    end = time.monotonic() + (math.inf if seconds is None else seconds)
+    end = None if seconds is None else time.monotonic() + seconds
     while not condition():
-        if time.monotonic() > end:
+        if end and time.monotonic() > end:
             return False
         time.sleep(_POLL_SECONDS)
     return True
 
 
-def _relay(pipe: IO[bytes], fd: int, prefix: bytes) -> None:
+def _relay(pipe: IO[bytes], fd: int, index: int) -> None:
     # Whole lines, so that those of several processes do not mix. If nobody reads the
     # output of this process, closing the pipe tells the process that writes.
     quietly = contextlib.suppress(BrokenPipeError)
     with pipe, quietly, open(fd, "wb", closefd=False) as output:
         for line in pipe:
-            output.write(prefix + line.removesuffix(b"\n") + b"\n")
+            output.write(b"[%d] %s\n" % (index, line.removesuffix(b"\n")))
             output.flush()
 
 

@@ -13,13 +13,11 @@ from _harness import choices, make_mesh
 import gravac_jax as gravac
 from gravac_jax import __main__ as tools
 from gravac_jax import _buckets, _info, probe
+from gravac_jax._collectives import Traffic
 from gravac_jax._encodings.ladder import Ladder
-from gravac_jax.probe import _command, _measure, _results
-from gravac_jax.probe._measure import Step
-from gravac_jax.probe._results import Range
+from gravac_jax.probe import Range
 
-ALL_REDUCES = (_measure.SMALL_ALL_REDUCE, _measure.LARGE_ALL_REDUCE)
-BESIDE = (_measure.LAUNCH, *ALL_REDUCES, _measure.NO_EXCHANGE)
+BESIDE = "launch", "small all-reduce", "large all-reduce", "no exchange"
 MODEL = """
 import jax.numpy as jnp
 params, batch = {"w": jnp.ones((128, 128))}, jnp.ones((4, 128))
@@ -39,6 +37,10 @@ def model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m` does
     return "model_of_the_user"
+
+
+def sends(wire_bytes, messages):
+    return Traffic(0, 0, wire_bytes, messages)
 
 
 def results(dense=0.1, step=0.01, speed_up=(9, 10, 11), headroom=(19, 20, 21)):
@@ -66,7 +68,7 @@ def results(dense=0.1, step=0.01, speed_up=(9, 10, 11), headroom=(19, 20, 21)):
 @pytest.mark.parametrize("n", [5, 6, 17, 50])
 def test_the_interval_covers_the_median_nine_times_in_ten(n):
     draws = np.random.default_rng(0).exponential(size=(2000, n))
-    ranges = [_measure.median_range(x) for x in draws]
+    ranges = [probe.median_range(x) for x in draws]
     covered = np.mean([low <= np.log(2) <= high for low, _, high in ranges])
     assert covered > 0.9 - 3 * np.sqrt(0.9 * 0.1 / 2000)
     if n > 5:  # one sample less on each side would be too little
@@ -76,22 +78,21 @@ def test_the_interval_covers_the_median_nine_times_in_ten(n):
 def test_what_slows_a_whole_round_does_not_blur_a_speed_up():
     slow = np.random.default_rng(0).uniform(1, 10, size=9)
     seconds = {"dense": 0.2 * slow, "Bits(2)": 0.1 * slow}
-    steps = [Step(name, 1e6, 2, lambda: None) for name in seconds]
-    _, row = _measure.compare(seconds, steps)
+    sent = dict.fromkeys(seconds, sends(1e6, 2))
+    _, row = probe.compare(seconds, sent)
     assert row["speed_up"] == pytest.approx((2, 2, 2))
     assert row["step_seconds"].low < row["step_seconds"].high
 
 
 def test_latency_bandwidth_and_selection_are_those_of_the_cost_model():
-    wire = gravac.WireCost(12.5e6, 2e-4, compute_seconds=0.03, selection_seconds=0.004)
     sent = {"dense": (6e6, 6), "Bits(2)": (2e5, 6), "TopK(100)": (1e5, 12)}
-    large = wire.exchange_seconds(*sent["dense"])
-    seconds = [1e-4, 1e-4 + 6 * 2e-4, 1e-4 + large, 0.03]
+    exchange = lambda wire_bytes, messages: wire_bytes / 12.5e6 + messages * 2e-4
+    seconds = [1e-4, 1e-4 + 6 * 2e-4, 1e-4 + exchange(*sent["dense"]), 0.03]
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
-    for name, exchange in sent.items():
-        times[name] = np.full(5, 0.03 + 0.004 + wire.exchange_seconds(*exchange))
-    steps = [Step(name, *exchange, lambda: None) for name, exchange in sent.items()]
-    found = _measure.network(times, steps)
+    for name, figures in sent.items():
+        times[name] = np.full(5, 0.03 + 0.004 + exchange(*figures))
+    found = probe.network(times, {x: sends(*y) for x, y in sent.items()})
+    assert gravac.WireCost(**found).compute_seconds == pytest.approx(0.03)
     assert found["bytes_per_second"] == pytest.approx(12.5e6)
     assert found["latency_seconds"] == pytest.approx(2e-4)
     assert found["selection_seconds"] == pytest.approx(0.004)
@@ -100,37 +101,35 @@ def test_latency_bandwidth_and_selection_are_those_of_the_cost_model():
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["one axis", "two axes"])
 @pytest.mark.parametrize(
     "encoding",
-    choices(_command.SEND, lambda x: x in (gravac.Bits(2), gravac.TopK(100)), repr),
+    choices(probe.SEND, lambda x: x in (gravac.Bits(2), gravac.TopK(100)), repr),
 )
 def test_bytes_and_messages_are_those_of_the_whole_step(encoding, shape):
-    model = _measure.stand_in(20_000)
+    model = probe.stand_in(20_000)
     mesh = make_mesh(shape, ("data", "fast")[: len(shape)])
-    trainer = _measure.Trainer(mesh, model)
-    dense, step = trainer.dense(), trainer.compressed(encoding)
-    assert dense[1:3] == (4 * trainer.entries * 2 * 3 / 4, 6)
+    compile = probe.compiler(mesh, model)
+    _, sent = probe.compressed(encoding, mesh, model[1], compile)
     plan = _buckets.plan(model[1], True, encoding.padded_size)
     ladders = [Ladder((encoding,), gravac.Bucket(*plan.sizes, *plan.shapes))]
     table = _info.tables(plan, ladders, 6, 4, rides=len(shape) == 1)
-    assert step.name == repr(encoding)
-    assert step.wire_bytes == table.wire_bytes[0]
-    assert step.messages == table.messages[0]
+    assert sent.wire_bytes == table.wire_bytes[0]
+    assert sent.messages == table.messages[0]
 
 
 def test_noise_gives_no_negative_network():
     seconds = [3e-3, 2e-3, 1e-3, 0.03]  # the smaller program takes longer
-    steps = [Step(name, 1e5, 4, lambda: None) for name in ("dense", "TopK(100)")]
+    sent = dict.fromkeys(("dense", "TopK(100)"), sends(1e5, 4))
     times = {x: np.full(5, y) for x, y in zip(BESIDE, seconds, strict=True)}
     times["TopK(100)"] = np.zeros(5)
-    wire = gravac.WireCost(**_measure.network(times, steps))
+    wire = gravac.WireCost(**probe.network(times, sent))
     assert (wire.latency_seconds, wire.selection_seconds) == (0, 0)
 
 
 def test_every_program_is_timed_in_every_round():
     calls = []
     runs = {x: lambda x=x: calls.append(x) for x in "abc"}
-    seconds = _measure.in_rounds(runs, meet=lambda: None, budget_seconds=0)
-    assert [x.shape for x in seconds.values()] == [(_measure.MIN_ROUNDS,)] * 3
-    rounds = "".join(calls[3 * _measure.WARM_UP_CALLS :])
+    seconds = probe.in_rounds(runs, meet=lambda: None, budget_seconds=0)
+    assert [x.shape for x in seconds.values()] == [(probe.MIN_ROUNDS,)] * 3
+    rounds = "".join(calls[3 * probe.WARM_UP_CALLS :])
     # Each is timed after a call of its own, and each round starts with another one.
     assert rounds == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc" + "bbccaa"
 
@@ -149,7 +148,7 @@ def test_every_program_is_timed_in_every_round():
     ],
 )
 def test_the_verdict_says_whether_compression_pays(situation, said):
-    assert re.search(said, _results.verdict(results(**situation)))
+    assert re.search(said, probe.verdict(results(**situation)))
 
 
 def test_a_controller_can_start_from_the_file(tmp_path):
@@ -193,35 +192,26 @@ def test_wrong_arguments_are_refused(model, capsys, argv, said):
 
 def test_encodings_are_given_as_python_shows_them():
     turns = gravac.Bits(1, turns=4)
-    for x in (*_command.SEND, turns, gravac.TopK(30.5, select="exact")):
-        assert _command.encoding(repr(x)) == x
+    for x in (*probe.SEND, turns, gravac.TopK(30.5, select="exact")):
+        assert probe.encoding(repr(x)) == x
     default, other = ([], ["--send", "Bits(1, turns=4)"])
-    parse = lambda argv: _command._parser().parse_args(["--params", "1e6", *argv]).send
-    assert (tuple(parse(default)), parse(other)) == (_command.SEND, [turns])
+    parse = lambda argv: probe._parser().parse_args(["--params", "1e6", *argv]).send
+    assert (tuple(parse(default)), parse(other)) == (probe.SEND, [turns])
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "Bits", "Bits(", "Bits(2).traffic", "gravac.Bits(2)", "Bits(1 + 1)"),
-        *(
-            "Bits(*[2])",
-            "Bits(**{'bits': 2})",
-            "open('made', 'w')",
-            "TopK(open('made'))",
-        ),
-        *(
-            "Bits(2) if open('made', 'w') else 0",
-            "[Bits(2)]",
-            "Encoding()",
-            "TopK('1')",
-        ),
+        *("Bits(*[2])", "Bits(**{'bits': 2})", "[Bits(2)]", "Encoding()", "TopK('1')"),
+        *("open('made', 'w')", "TopK(open('made'))"),
+        "Bits(2) if open('made', 'w') else 0",
     ],
 )
 def test_what_is_no_encoding_is_refused_and_not_run(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(argparse.ArgumentTypeError) as refused:
-        _command.encoding(text)
+        probe.encoding(text)
     assert f"such as 'Bits(2)' 'TopK(100)', got {text!r}" in str(refused.value)
     assert not (tmp_path / "made").exists()
 
@@ -252,6 +242,7 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     dense, fifty, ten = (x["wire_bytes"] for x in report["rows"])
     assert ten - fifty == pytest.approx(7 * 4 * 16384 * (1 / 10 - 1 / 50), rel=0.01)
     assert f" ({dense / ten:.3g}x)" in said
+    assert dense == 4 * 16384 * 2 * 7 / 8
     assert report["headroom"][0] > 0
     assert probe.read(path).compute_seconds == report["wire"]["compute_seconds"]
 
@@ -274,7 +265,7 @@ def test_it_times_the_usual_encodings_on_two_axes(tmp_path):
     report = json.loads(path.read_text())
     assert (report["axis"], report["replicas"]) == ("dcn", 2)
     assert report["params"] == pytest.approx(2e5, rel=0.01)
-    names = ["dense", *map(repr, _command.SEND)]
+    names = ["dense", *map(repr, probe.SEND)]
     assert [x["encoding"] for x in report["rows"]] == names
     assert "an exchange is" in report["verdict"]
 
