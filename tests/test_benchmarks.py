@@ -1,20 +1,23 @@
 """The benchmarks: what they share, and that each of them runs and goes on."""
 
-import importlib
+import csv
 import math
+import re
 import shlex
-from pathlib import Path
 
+import draw
 import jax
 import numpy as np
 import pytest
 import tyro
+from accelerator import run as accelerator
 from common import journal
-from common.network import Network
 from common.statistics import reached, target_of, upper_bound
+from training.sends import parse
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
+RESULTS = draw.DOCS / "results.csv"
 CONFIGURATION = {"steps": 10, "methods": ("a", "b")}
 
 
@@ -71,45 +74,49 @@ def test_a_target_is_reached_between_two_evaluations():
     assert target_of([5.0, 4.0, 3.0, 2.0, 1.0]) == 2
 
 
-@pytest.fixture
-def text(tmp_path):
-    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
-    return tmp_path
-
-
-# The smallest run of a benchmark, and how many lines it leaves.
-RUNS = {
-    "accelerator": (
-        '--methods dense --alone "Bits(2)" lax.top_k --millions 1 --rows 1 --steps 1'
-        " --entries 1e4",
-        4,
-    ),
-    "adaptivity": (
-        '--methods dense "own Bits(2)" --bandwidths-mbit 1000 20 --steps 2 --turn 1'
-        " --picture picture.png",
-        8,
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_benchmark_runs_and_makes_nothing_twice(name, text, monkeypatch, capsys):
-    if name == "adaptivity" and (reason := Network.unavailable()):
-        pytest.skip(reason)
-    monkeypatch.chdir(text)
-    options, count = RUNS[name]
-    arguments = [*shlex.split(options), "--out", "out.jsonl"]
-    if name == "adaptivity":
-        arguments += ["--data-dir", str(text)]
-    module = importlib.import_module(f"{name}.run")
-    args = tyro.cli(module.Args, args=arguments)
+def test_the_devices_are_timed_once(tmp_path, capsys):
+    smallest = (
+        '--methods dense --alone "Bits(2)" lax.top_k --millions 1 --rows 1 --steps 1'
+        f" --entries 1e4 --out {tmp_path / 'out.jsonl'}"
+    )
+    args = tyro.cli(accelerator.Args, args=shlex.split(smallest))
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw itself needs it
-        module.main(args)
-    before, printed = Path("out.jsonl").read_text(), capsys.readouterr().out
-    assert len(before.splitlines()) == 1 + count
-    module.main(args)
-    assert Path("out.jsonl").read_text() == before
-    assert printed
-    if "picture" in options:
-        assert Path("picture.png").stat().st_size > 10_000
+        accelerator.main(args)
+    before, printed = args.out.read_text(), capsys.readouterr().out
+    assert len(before.splitlines()) == 1 + 4
+    accelerator.main(args)
+    assert args.out.read_text() == before
+    assert capsys.readouterr().out == printed
+
+
+def test_the_figures_of_the_results_are_drawn_from_them(tmp_path, monkeypatch):
+    page = RESULTS.with_suffix(".md").read_text()
+    shown = set(re.findall(r"\(figures/(.*?)\)", page))
+    assert shown <= {x.name for x in (draw.DOCS / "figures").iterdir()}
+    monkeypatch.setattr(draw, "DOCS", tmp_path)
+    (tmp_path / "results.csv").write_bytes(RESULTS.read_bytes())
+    draw.main()
+    drawn = {x.name: x.stat().st_size for x in (tmp_path / "figures").iterdir()}
+    assert set(drawn) == shown
+    assert min(drawn.values()) > 20_000
+
+
+def test_a_speed_up_is_a_mean_over_paired_seeds():
+    row = lambda method, seed, seconds: {
+        "method": method,
+        "seed": seed,
+        "seconds": seconds,
+        "r": "3",
+    }
+    found = [row("dense", "0", "10"), row("dense", "1", "12")]
+    found += [row("a", "0", "5"), row("a", "1", "3")]
+    assert draw.speed_ups(found, "a") == ([3.0], [3.0])
+
+
+def test_results_name_encodings_that_exist():
+    with RESULTS.open(newline="") as file:
+        found = {x["method"] for x in csv.DictReader(file)}
+    sends = {y for x in found for y in re.findall(r"(?:Bits|TopK|Dense)\([^()]*\)", x)}
+    assert sends == {repr(parse(x)) for x in sends}
+    assert len(sends) > 20

@@ -1,6 +1,5 @@
 """Times to a quality: what is made of steps and seconds, and that runs go on."""
 
-import dataclasses
 import importlib
 
 import jax
@@ -12,7 +11,6 @@ from common.training import size
 from end_to_end import report
 from end_to_end import run as end_to_end
 from pytorch import run as pytorch
-from pytorch import train
 from step_seconds.timed import Timed
 from step_seconds.worker import Link
 from tasks import load
@@ -153,41 +151,6 @@ def test_a_share_is_of_the_limit_of_the_better_baseline():
     assert table[ADAPTIVE][f"x {TEN}"] == f"{(110 + 130) / 2 * 0.12 / 12.3:.2f}"
 
 
-def test_what_is_beyond_computation_stands_beside_that_of_others():
-    ddp = [line(100.0, "topk10", 0.15), line(100.0, "topk10", 0.15, hosts=4)]
-    table = {x[0]: x[1:] for x in report.beyond(Timed(record(), 2), ddp, 2)}
-    assert table["Mbit/s"] == ["1000", "100"]
-    assert table["PyTorch: topk10"] == ["-", "130"]
-    assert table[f"ours: {TEN}"] == ["10", "100"]
-
-
-def test_pytorch_is_compared_with_its_own_dense_steps():
-    ddp = {"dense": 0.4, "fp16": 0.2, "powersgd1": 0.1}
-    torch = [line(mbit, *x) for mbit in (100.0, 1000.0) for x in ddp.items()]
-    steps = {"dense": (50, 100), "fp16": (50, 100), "powersgd1": (100, 100)}
-    runs = [
-        {
-            "method": name,
-            "seed": seed,
-            "target": 1.0,
-            "losses": [2.0, 1.0],
-            "steps": [25, taken],
-        }
-        for name, each in steps.items()
-        for seed, taken in enumerate(each)
-    ]
-    never = {"method": "topk100", "seed": 0, "target": 1.0, "losses": [2.0]}
-    torch.append(line(100.0, "topk100", 0.1))
-    runs.append(never | {"steps": [25]})
-    head, *rows = report.of_pytorch(Timed(record(), 2), torch, runs, 2)
-    assert head[1:] == ["steps, each seed", "1000", "100"]
-    table = {x[0]: x[1:] for x in rows}
-    assert table["fp16"] == ["50, 100", "2.00", "2.00"]
-    # Four times as fast a step, and twice as many steps for the first seed.
-    assert table["powersgd1"] == ["100, 100", "3.00", "3.00"]
-    assert table["topk100"] == ["-", "-", "-"]
-
-
 # LSTMs of PyTorch add two biases in each of two layers of four gates, 128 wide.
 SECOND_BIASES = 2 * 4 * 128
 
@@ -206,38 +169,6 @@ def test_models_in_pytorch_have_the_params_of_the_tasks(tmp_path):
         assert count == size(ours) + more, name
     with pytest.raises(SystemExit, match="no model of vit-cifar10"):
         models.build("vit-cifar10")
-
-
-@pytest.mark.slow
-def test_pytorch_is_trained_once_to_the_loss_of_its_dense_steps(tmp_path, capsys):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    (tmp_path / "input.txt").write_bytes(bytes(range(32, 127)) * 2000)
-    args = train.Args(
-        tmp_path,
-        tmp_path / "out.jsonl",
-        task="transformer-bytes",
-        methods=("dense", "fp16", "powersgd1", "topk100", "postlocal4"),
-        seeds=1,
-        steps=2 * end_to_end.EVERY,
-        longest=1.0,
-        multiple=0.01,
-        optimizer="adam",
-    )
-    train.main(args)
-    _, lines = journal.read(args.out)
-    assert [x["method"] for x in lines] == list(args.methods)
-    dense = lines[0]
-    assert dense["losses"][1] < dense["losses"][0]
-    for x in lines:
-        assert x["target"] == dense["losses"][0]
-        assert x["steps"] == [
-            end_to_end.EVERY * (i + 1) for i in range(len(x["losses"]))
-        ]
-        assert x["losses"][-1] < dense["losses"][0] + 1
-    before = args.out.read_text()
-    train.main(args)
-    assert args.out.read_text() == before
-    assert "powersgd1" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -270,11 +201,6 @@ def test_runs_are_made_once(tmp_path, capsys, monkeypatch):
     end_to_end.main(args)
     assert args.out.read_text() == before
     assert f"| {TEN} |" in capsys.readouterr().out
-    own = {"methods": ("dense", TEN), "out": tmp_path / "faster.jsonl"}
-    end_to_end.main(dataclasses.replace(args, others=4.0, **own))
-    _, (dense, other) = journal.read(own["out"])
-    assert dense == lines[0]
-    assert other["losses"] != lines[-1]["losses"]
 
 
 def test_pytorch_is_timed_on_the_networks_of_the_record():

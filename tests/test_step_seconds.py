@@ -75,7 +75,8 @@ def test_a_step_alone_sends_what_it_is_told_to():
     name, params = "own Fastest()", {"w": jnp.ones((256, 256))}
     entries = np.random.default_rng(0).standard_normal((256, 256))
     tx = optimizer_of(name, optax.identity(), 1.0, axis_name=None)
-    update = jax.jit(lambda state: tx.update({"w": entries.astype("f4")}, state)[1])
+    grads = {"w": jnp.asarray(entries, jnp.float32)}
+    update = jax.jit(lambda state: tx.update(grads, state, at="own")[1])
     for rung in range(len(ladder_of(name))):
         state = optax.tree.set(tx.init(params), ahead=jnp.full(2, rung))
         assert optax.tree.get(update(state), "StepInfo").rung == rung

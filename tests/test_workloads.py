@@ -98,35 +98,31 @@ def count(shapes):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
-def test_the_lstm_has_the_paper_s_size():
-    model = LanguageModel(10_000, 1500, 2, 0.0)
-    tokens, states = jnp.zeros((1, 35), jnp.int32), model.silent(1)
-    init = lambda: model.init(KEY, tokens, states, is_training=False)
-    # 66.034 million in PyTorch, which gives every gate two biases.
-    assert count(jax.eval_shape(init)) == 66_034_000 - 2 * 4 * 1500
+def built(package, preset):
+    """The model of a preset, an image network."""
+    config = package.config.PRESETS[preset]
+    made = package.model.ResNet if package is resnet_cifar else package.model.VGG
+    fields = {x.name for x in dataclasses.fields(made)} & set(vars(config))
+    return made(**{x: getattr(config, x) for x in fields})
 
 
-def test_the_networks_for_images_have_the_paper_s_sizes():
-    image = jnp.zeros((1, 32, 32, 3), jnp.uint8)
-    config = resnet_cifar.config.PRESETS["paper"]
-    fields = ("blocks", "width", "has_imagenet_stem", "head")
-    resnet = resnet_cifar.model.ResNet(**{x: getattr(config, x) for x in fields})
-    config = vgg_cifar.config.PRESETS["paper"]
-    fields = ("stages", "hidden", "head", "pooled", "dropout")
-    vgg = vgg_cifar.model.VGG(**{x: getattr(config, x) for x in fields})
-    small = vgg_cifar.config.PRESETS["small"]
-    little = vgg_cifar.model.VGG(**{x: getattr(small, x) for x in fields})
-    # torchvision's resnet101() and vgg16_bn(); the last is its README's.
-    sizes = [(resnet, 44_549_160), (vgg, 138_365_992), (little, 679_882)]
-    for model, size in sizes:
-        init = lambda model=model: model.init(KEY, image, is_training=False)["params"]
-        assert count(jax.eval_shape(init)) == size
-
-
-def test_the_transformer_has_the_size_of_gpt_2():
-    model = transformer_lm.model.LanguageModel(50_257, 1024, 12, 768, 12)
-    init = lambda: model.init(KEY, jnp.zeros((1, 1024), jnp.int32))
-    assert count(jax.eval_shape(init)) == 124_439_808
+def test_models_have_the_papers_sizes():
+    lstm = LanguageModel(10_000, 1500, 2, 0.0)
+    gpt_2 = transformer_lm.model.LanguageModel(50_257, 1024, 12, 768, 12)
+    image, of_images = jnp.zeros((1, 32, 32, 3), jnp.uint8), {"is_training": False}
+    windows = jnp.zeros((1, 35), jnp.int32), lstm.silent(1)
+    sizes = [
+        # 66.034 million in PyTorch, which gives every gate two biases.
+        (lstm, windows, of_images, 66_034_000 - 2 * 4 * 1500),
+        # torchvision's resnet101() and vgg16_bn(); the next is its README's.
+        (built(resnet_cifar, "paper"), (image,), of_images, 44_549_160),
+        (built(vgg_cifar, "paper"), (image,), of_images, 138_365_992),
+        (built(vgg_cifar, "small"), (image,), of_images, 679_882),
+        (gpt_2, (jnp.zeros((1, 1024), jnp.int32),), {}, 124_439_808),
+    ]
+    for model, inputs, options, size in sizes:
+        init = functools.partial(model.init, **options)
+        assert count(jax.eval_shape(init, KEY, *inputs)["params"]) == size, model
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def run(hosts: int, script: Sequence[str], timeout_seconds: float) -> None:
 
     Args:
       hosts: The number of hosts of the network.
-      script: The name of a benchmark's part, such as "adaptivity.worker", and its
+      script: The name of a benchmark's part, such as "step_seconds.worker", and its
         arguments.
       timeout_seconds: Time for all of it.
 

@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 PARTS = ("configuration", "versions", "machine")  # of the first line
 PACKAGES = ("gravac-jax", "jax", "jaxlib", "optax", "flax", "grain", "numpy")
-PATHS = ("data_dir", "out", "picture")  # which no measurement depends on
+PATHS = ("data_dir", "out")  # which no measurement depends on
 
 
 class Journal:

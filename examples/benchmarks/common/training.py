@@ -45,12 +45,6 @@ def averaged(average: Any, params: Any, weight: Any = AVERAGED) -> Any:
     return jax.tree.map(lambda x, y: x + weight * (y - x), average, params)
 
 
-def held_out_batches(source: Source, rows: int = 128, batches: int = 8) -> list[Any]:
-    """Return the first batches of held-out examples, at most so many."""
-    found = pipeline.evaluation(source, min(rows, len(source)))
-    return list(itertools.islice(found, batches))
-
-
 def held_out_loss(
     task: Task, source: Source, rows: int = 128, batches: int = 8
 ) -> Callable[[Any], float]:
@@ -62,7 +56,8 @@ def held_out_loss(
       rows: Examples in a batch, if there are as many.
       batches: Number of batches, at most.
     """
-    held_out, loss = held_out_batches(source, rows, batches), jax.jit(task.loss)
+    found = pipeline.evaluation(source, min(rows, len(source)))
+    held_out, loss = list(itertools.islice(found, batches)), jax.jit(task.loss)
 
     def evaluate(params: Any) -> float:
         losses = [loss(params, batch) for batch in held_out]

@@ -8,7 +8,7 @@ or at the evaluation before.
 A method that looks at no times makes one run for all networks. A controller is told the
 seconds of its steps, with noise, and makes one run for each network; what it costs by
 itself, beside steps that always send the same, is what `step_seconds` has measured, and
-is part of these seconds. `end_to_end.report` makes tables and pictures of both records.
+is part of these seconds. `end_to_end.report` prints the tables again.
 
     python examples/benchmarks end_to_end --data-dir DIR --timed STEPS --out OUT
 """
@@ -56,7 +56,6 @@ class Args:
       noise: The standard deviation of the logarithm of a time.
       multiple: The learning rate, in units of the task's own; constant after a short
         warm-up.
-      others: The same of all methods but "dense". Default: as `multiple`.
       optimizer: What follows the exchange of methods that do not exchange its steps.
     """
 
@@ -74,14 +73,7 @@ class Args:
     longest: float = 2.0
     noise: float = 0.1
     multiple: float = 2.0
-    others: float | None = None
     optimizer: Literal["sgd", "adam"] = "sgd"
-
-    def multiple_of(self, name: str) -> float:
-        """Return the learning rate of a method, in units of the task's own."""
-        if self.others is None or name == DENSE:
-            return self.multiple
-        return self.others
 
 
 class Bench:
@@ -95,7 +87,7 @@ class Bench:
         self.compiled = functools.cache(self._compiled)
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
-        rate = self.args.multiple_of(name) * self.task.learning_rate
+        rate = self.args.multiple * self.task.learning_rate
         ramp = optax.linear_schedule(0, rate, max(1, self.args.steps // 20))
         chosen = method(name)
         tx = chosen.optimizer(OPTIMIZERS[self.args.optimizer], ramp)
@@ -195,4 +187,4 @@ def race(args: Args) -> None:
 def main(args: Args) -> None:
     """Make the runs that are missing, then print the tables."""
     race(args)
-    print(report.text(report.Args(args.timed, args.out, args.hosts)))
+    print(report.text(args.timed, args.out, args.hosts))

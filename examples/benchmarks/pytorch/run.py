@@ -3,7 +3,8 @@
 The networks, the task and its batch are those of a record of `step_seconds`. Besides
 DDP's own all-reduce there are its float16 hook, its PowerSGD hook, post-local SGD, and
 the largest entries of error-fed gradients by an all-gather, as peers do. Inputs are
-random: only time is taken. `pytorch.train` finds the steps to a held-out loss.
+random: only time is taken. Steps to a held-out loss are
+counted by `end_to_end`.
 
 PyTorch's kernels are not XLA's, so a step is compared by what it takes beyond the same
 step without other replicas; `step` and `compute` are as in `step_seconds`.

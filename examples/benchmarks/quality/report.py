@@ -1,20 +1,17 @@
-"""Print the tables of a record of `quality`, and draw its figure.
+"""Print the tables of a record of `quality`.
 
-    python examples/benchmarks quality.report FILE.jsonl ... --picture FILE.png
+    python examples/benchmarks quality.report FILE.jsonl ...
 
 Several files may be parts of one record, with other methods, seeds or learning rates to
 try, and otherwise the same configuration.
 """
 
 import dataclasses
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import tyro
-from common.figures import legend_below, picture
 from common.journal import Line, read
 from common.report import markdown
 from common.statistics import upper_bound
@@ -25,27 +22,22 @@ from quality.results import (
     edges,
     ended,
     gaps,
-    number,
     results,
     tuned,
     tuning,
 )
 
-STYLES = [("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (1, 3)), "v")]
-
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-    """What to read, and where to draw.
+    """What to read.
 
     Args:
       files: Records of `quality`.
-      picture: The figure, PNG or SVG: held-out loss against bytes.
       at: The step after which runs are compared. Default: their last one.
     """
 
     files: tyro.conf.Positional[tuple[Path, ...]]
-    picture: Path | None = None
     at: int | None = None
 
 
@@ -61,12 +53,6 @@ def tuning_rows(lines: list[Line]) -> list[list[str]]:
     return rows
 
 
-def bound(found: Sequence[float]) -> str:
-    """Return the bound of paired gaps; nothing where a single seed has none."""
-    most = upper_bound(found)
-    return "" if math.isnan(most) else f"{most:.1f}%"
-
-
 def gap_rows(runs: list[Result]) -> list[list[str]]:
     """Return what each method loses against dense; the heading is the first row."""
     rows = [["method", "rate", "fewer bytes", "loss", "above dense: mean (each)"]]
@@ -75,6 +61,7 @@ def gap_rows(runs: list[Result]) -> list[list[str]]:
         found = gaps(own, runs)
         each = ", ".join(f"{x:+.1f}" for x in found)
         is_compared = found and name != "dense"
+        bound = f"{upper_bound(found):.1f}%" if len(found) > 1 else ""
         rows.append(
             [
                 name,
@@ -82,7 +69,7 @@ def gap_rows(runs: list[Result]) -> list[list[str]]:
                 f"{statistics.fmean(x.wire_factor for x in own):.1f}",
                 f"{statistics.fmean(x.loss for x in own):.4f}",
                 f"{statistics.fmean(found):+.1f}% ({each})" if is_compared else "",
-                bound(found) if is_compared else "",
+                bound if is_compared else "",
             ]
         )
     return rows
@@ -115,26 +102,6 @@ def text(files: Iterable[Path], at: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def draw(files: Iterable[Path], path: Path) -> None:
-    """Draw held-out loss against bytes: mean over seeds, and the range as a band."""
-    configuration, lines = read_all(files)
-    with picture(path, (8, 5.5)) as (figure, (axis,)):
-        methods = by_method(results(lines)).items()
-        for (name, own), (line, marker) in zip(methods, STYLES * 5, strict=False):
-            length = min(len(x.lines) for x in own)
-            at = lambda key, own=own, length=length: np.array(
-                [[number(y[key]) for y in x.lines[:length]] for x in own]
-            )
-            losses, megabytes = at("loss"), at("wire_bytes").mean(0) / 1e6
-            style = {"linestyle": line, "marker": marker, "markersize": 3}
-            (drawn,) = axis.plot(megabytes, losses.mean(0), label=name, **style)
-            band = {"color": drawn.get_color(), "alpha": 0.2}
-            axis.fill_between(megabytes, losses.min(0), losses.max(0), **band)
-        axis.set(xscale="log", xlabel="megabytes sent by a replica")
-        axis.set(ylabel=f"held-out loss, {configuration['unit']}")
-        legend_below(figure, title="mean and range of seeds")
-
-
 def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
     """Return the configuration, without the learning rates to try, and all lines.
 
@@ -154,7 +121,5 @@ def read_all(files: Iterable[Path]) -> tuple[Line, list[Line]]:
 
 
 def main(args: Args) -> None:
-    """Read, print, draw."""
+    """Read and print."""
     print(text(args.files, args.at))
-    if args.picture is not None:
-        draw(args.files, args.picture)

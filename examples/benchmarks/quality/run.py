@@ -105,13 +105,9 @@ def check(args: Args) -> None:
     for name in args.methods:
         method(name)
     setting = args.setting
-    evaluations = setting.evaluations, setting.evaluation_rows
-    rows = 1 if setting.rows is None else setting.rows
-    counts = args.seeds, setting.replicas, rows, setting.steps
-    if min(*counts, *evaluations) < 1:
-        raise SystemExit(
-            "seeds, replicas, rows, steps and evaluations must be at least 1"
-        )
+    counts = args.seeds, setting.replicas, setting.steps, setting.evaluations
+    if min(counts) < 1:
+        raise SystemExit("seeds, replicas, steps and evaluations must be at least 1")
     if not setting.multiples or min(setting.multiples) <= 0:
         raise SystemExit("--multiples must be above 0")
 

@@ -58,10 +58,8 @@ def optimizer_of(
     if name not in PLAIN:
         return method(name).optimizer(after, rate, axis_name)
     mean = all_reduce(PLAIN[name], axis_name)
-    clip, scale = (
-        optax.clip_by_global_norm(MAX_NORM),
-        optax.scale_by_learning_rate(rate),
-    )
+    clip = optax.clip_by_global_norm(MAX_NORM)
+    scale = optax.scale_by_learning_rate(rate)
     return optax.with_extra_args_support(optax.chain(mean, clip, after, scale))
 
 

@@ -124,21 +124,10 @@ class Replica(Member):
             for name in in_turn(list(self.runners), turn):
                 data = self.data[start : start + size]
                 self._time(self.runners[name], data, logs[name])
-        own = {
-            "hosts": self.replicas,
-            "bandwidth_mbit": bandwidth_mbit,
-            "ratio": link.ratio,
-            "network": self.links.label,
-        }
-        return [
-            {
-                **own,
-                "method": name,
-                "params": self.params,
-                **self._summarize(name, log, logs["dense"]),
-            }
-            for name, log in logs.items()
-        ]
+        own = {"hosts": self.replicas, "params": self.params, "ratio": link.ratio}
+        own |= {"bandwidth_mbit": bandwidth_mbit, "network": self.links.label}
+        summarize = lambda name, log: self._summarize(name, log, logs["dense"])
+        return [{**own, "method": x, **summarize(x, y)} for x, y in logs.items()]
 
     def _bandwidth_mbit(self, link: Link) -> float | None:
         """Return the link's bandwidth; in two digits, if it follows from a ratio."""
@@ -192,17 +181,15 @@ class Replica(Member):
             "exchange_seconds": whole.max(0) - (alone + wait).mean(0),
             "slowest_compute_seconds": compute.max(0),
         }
+        names = [*ladder_of(name), "local"]
+        taken = {x: log.rungs.count(i) for i, x in enumerate(names)}
         interface_bytes = float(self.gather(log.sent_bytes / len(step)).mean())
         return {
             **{name: quartiles(x) for name, x in seconds.items()},
             "steps": len(step),
             "mean_step_seconds": round(float(step.mean()), 6),
             "timed_alone": whole.shape[1],
-            "taken": {
-                x: log.rungs.count(i)
-                for i, x in enumerate([*ladder_of(name), "local"])
-                if i in log.rungs
-            },
+            "taken": {x: n for x, n in taken.items() if n},
             "wire_bytes": float(np.mean(log.wire_bytes)),
             "interface_bytes": interface_bytes,
         }

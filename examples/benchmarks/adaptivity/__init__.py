@@ -1,1 +1,0 @@
-"""How does each method fare, in real seconds, on a network whose bandwidth changes?"""
