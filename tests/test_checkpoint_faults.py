@@ -174,10 +174,21 @@ def test_a_state_that_cannot_be_saved_is_refused_and_nothing_written(tmp_path, n
     assert not list(tmp_path.rglob("*_METADATA"))
 
 
-@pytest.mark.parametrize("data", [{1, 2}, b"bytes", {0: 1}, {"at": (1, 2)}], ids=str)
-def test_data_that_json_does_not_give_back_is_refused(tmp_path, data):
-    with pytest.raises(TypeError, match="JSON gives back"):
-        save(tmp_path, begin(), data)
+WRONG_ORDER = r"write save\(step, tree, params\)"
+SWAPPED = r"`params` holds .*save\(step, \(params.*restore\(\(params"
+
+
+@pytest.mark.parametrize(
+    ("step", "data", "complaint"),
+    [
+        *((1, data, "JSON gives") for data in ({1, 2}, b"x", {0: 1}, {"at": (1, 2)})),
+        *((step, None, WRONG_ORDER) for step in (-1, 1.5, "5", 1.0, (PARAMS,))),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_save_are_refused(tmp_path, step, data, complaint):
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        save(tmp_path, ({"w": np.ones(3)},), data, step)
 
 
 @pytest.mark.parametrize("argument", ["save_every", "keep"])
@@ -188,30 +199,21 @@ def test_bad_numbers_are_refused_before_anything_is_made(tmp_path, argument, val
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "5"])
-def test_steps_that_count_nothing_are_refused(tmp_path, step):
-    with pytest.raises((TypeError, ValueError)):
-        save(tmp_path, begin(), step=step)
-    save(tmp_path, begin())
-    message = rf"no checkpoint of step {step}.*of \[1\]"
-    with pytest.raises(CheckpointError, match=message):
-        restore(tmp_path, begin(), step)
+def test_what_is_not_there_cannot_be_restored(tmp_path):
+    state = begin()
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        with pytest.raises(ValueError, match=SWAPPED):
+            checkpointer.save(1, PARAMS, state)
+        checkpointer.save(1, state, PARAMS)
+        with pytest.raises(ValueError, match=SWAPPED):
+            checkpointer.restore(PARAMS, state)
+        for step in (-1, 1.5, "5"):
+            message = rf"no checkpoint of step {step}.*of \[1\]"
+            with pytest.raises(CheckpointError, match=message):
+                checkpointer.restore(state, PARAMS, step)
 
 
 # Several runs in one directory.
-
-
-@pytest.mark.parametrize("step", [1.0, (PARAMS,)])
-def test_arguments_in_another_order_are_refused(tmp_path, step):
-    state = begin()
-    with Checkpointer(tmp_path, save_every=1) as checkpointer:
-        with pytest.raises(TypeError, match=r"write save\(step, tree, params\)"):
-            checkpointer.save(step, state, PARAMS)
-        with pytest.raises(ValueError, match=r"`params` holds .*save\(step, \(params"):
-            checkpointer.save(1, PARAMS, state)
-        checkpointer.save(1, state, PARAMS)
-        with pytest.raises(ValueError, match=r"`params` holds .*restore\(\(params"):
-            checkpointer.restore(PARAMS, state)
 
 
 def test_a_run_that_goes_back_deletes_later_checkpoints_with_a_warning(tmp_path):
@@ -219,19 +221,16 @@ def test_a_run_that_goes_back_deletes_later_checkpoints_with_a_warning(tmp_path)
     with Checkpointer(tmp_path, save_every=10, keep=2) as checkpointer:
         for step in (10, 20, 30):
             checkpointer.save(step, state, PARAMS)
+    # A run that restored none cannot tell which of them belong to it.
+    with pytest.raises(CheckpointError, match=r"step 25 cannot.*30\].*Restore one"):
+        save(tmp_path, state, step=25)
     with Checkpointer(tmp_path, save_every=5, keep=2) as checkpointer:
         saved = checkpointer.restore(begin(), PARAMS, np.int64(20))
         with pytest.warns(UserWarning, match=r"went back to step 20.*\[30\]"):
             assert checkpointer.save(25, saved.tree, PARAMS)
         checkpointer.wait()
         assert checkpointer.steps == [20, 25]
-
-
-def test_a_run_that_restored_nothing_cannot_save_before_what_exists(tmp_path):
-    save(tmp_path, begin(), step=30)
-    with pytest.raises(CheckpointError, match=r"step 20 cannot.*\[30\].*Restore one"):
-        save(tmp_path, begin(), step=20)
-    save(tmp_path, begin(), step=40)
+    save(tmp_path, state, step=40)
 
 
 def test_others_may_read_while_one_saves(tmp_path):

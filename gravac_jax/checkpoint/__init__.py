@@ -20,10 +20,9 @@ Orbax writes the files, in the background and from all processes at once. It is 
 extra: `pip install '.[checkpoint]'` in the clone.
 
 `_checkpointer` decides when to save and which checkpoint to read. `_format` turns
-training state into named arrays and back, with `_leaves`, which gives residuals the
-shapes of the params. `_restore` fits the arrays of a checkpoint to the state of a run,
-with `_replicas`, which redistributes them over other replicas. `_checksums` detects
-damage. `_paths` names the leaves of a tree.
+training state into named arrays, and fits those of a checkpoint to the state of a run.
+`_layout` gives residuals the shapes of the params, on any number of replicas.
+`_checksums` notices damage.
 """
 
 from gravac_jax.checkpoint._checkpointer import Checkpointer, CheckpointError, Restored

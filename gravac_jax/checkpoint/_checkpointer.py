@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.tree import from_flat_dict
 
-from gravac_jax import _arrays, _checks
-from gravac_jax.checkpoint import _checksums, _format, _restore
-from gravac_jax.checkpoint._paths import Named, by_path, nested
+from gravac_jax import _refuse
+from gravac_jax.checkpoint import _checksums, _format
+from gravac_jax.checkpoint._layout import Named, Path, by_path
 
 
 class CheckpointError(RuntimeError):
@@ -86,20 +87,16 @@ class Checkpointer:
         save_every: int = 1000,
         keep: int | None = 3,
     ) -> None:
-        _checks.positive_integer(
-            save_every, "save_every", "steps from one checkpoint to the next"
-        )
+        _refuse.count(save_every, "save_every", "steps from one checkpoint to the next")
         if keep is not None:
-            _checks.positive_integer(
-                keep, "keep", "the checkpoints that are kept, or is None"
-            )
+            _refuse.count(keep, "keep", "the checkpoints that are kept, or is None")
         is_url = "://" in str(directory)
         self.directory = directory if is_url else pathlib.Path(directory).absolute()
         self.save_every = save_every
         self.is_preempted = False
         self._keep = keep
         self._got_sigterm = threading.Event()
-        self._contexts = contextlib.ExitStack()
+        self._at_exit = contextlib.ExitStack()
         self._at: int | None = None  # the step that was last saved or restored
         self._is_reader = True  # until the first save
         self._orbax = self._open()
@@ -140,45 +137,37 @@ class Checkpointer:
           Whether a checkpoint is being saved.
 
         Raises:
-          TypeError: if JSON cannot store `data`, a leaf cannot be saved, or `step` is
-            not a whole number.
-          ValueError: if the state was made for other params, `step` is below 0, or
-            `tree` and `params` are swapped.
+          TypeError: if JSON cannot store `data`, or a leaf cannot be saved.
+          ValueError: if the state was made for other params, `step` is not a whole
+            number of at least 0, or `tree` and `params` are swapped.
           CheckpointError: if this checkpoint, or the one before, cannot be written; if
             the directory has later checkpoints and the run was not restored from any.
 
         Cost:
           Waits for the step, computes a checksum of everything, copies it to the host.
         """
-        if not hasattr(step, "__index__"):
-            raise TypeError(
-                f"`step` must be the steps so far, a whole number, got"
-                f" {_arrays.brief(step)}: write save(step, tree, params)."
-            )
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(f"`step` must be the steps so far, 0 or more, got {step}.")
-        self.is_preempted = self.is_preempted or self._reached_preemption(step)
+        step = operator.index(step) if hasattr(step, "__index__") else step
+        hint = "it counts steps so far; write save(step, tree, params)"
+        _refuse.number(step, "step", hint, is_whole=True, low=0)
+        if jax.process_count() == 1:
+            self.is_preempted |= self._got_sigterm.is_set()
+        else:
+            # JAX sees to it that all processes learn of the signal at the same step.
+            self.is_preempted |= multihost_utils.reached_preemption_sync_point(step)
         is_due = step % self.save_every == 0 or self.is_preempted
         if not is_due or step == self._at:
             return False
         named = _format.to_named(tree, params)
-        label = _checksums.encode(named, data)
+        label = _checksums.label(named, data)
         self._make_way(step)
         with self._errors("cannot be saved", step):
             self._orbax.save_async(
-                step, nested(named), force=True, custom_metadata=label
+                step, from_flat_dict(named), force=True, custom_metadata=label
             )
         self._at = step
         if self.is_preempted:
             self.wait()
         return True
-
-    def _reached_preemption(self, step: int) -> bool:
-        if jax.process_count() == 1:
-            return self._got_sigterm.is_set()
-        # JAX sees to it that all processes learn of the signal at the same step.
-        return multihost_utils.reached_preemption_sync_point(step)
 
     def _make_way(self, step: int) -> None:
         """Finish the last save, and delete checkpoints of steps that are done anew."""
@@ -260,23 +249,20 @@ class Checkpointer:
         with self._errors("cannot be read", step, hint):
             metadata = self._orbax.metadata(step)
             saved = by_path(metadata.metadata)
-            data, checksums = _checksums.decode(metadata.custom_metadata, set(saved))
-        here = _restore.paths_here(saved, tree)
-        by_name = {here[k]: x for k, x in saved.items()}
+            data, checksums = _checksums.read_label(metadata.custom_metadata, saved)
 
-        def read(shapes: Named) -> Named:
-            wanted = {k: shapes.get(here[k], ocp.PLACEHOLDER) for k in saved}
+        def read(wanted: Named, place: Path = ()) -> Named:
+            asked = {place + name: x for name, x in wanted.items()}
+            others = dict.fromkeys(saved, ocp.PLACEHOLDER)
             with self._errors("cannot be read", step, hint):
-                loaded = by_path(self._orbax.load(step, nested(wanted)))
-                loaded = {k: x for k, x in loaded.items() if here[k] in shapes}
-                _checksums.verify(loaded, checksums)
-            return {here[k]: x for k, x in loaded.items()}
+                loaded = by_path(self._orbax.load(step, from_flat_dict(others | asked)))
+                found = {path: loaded[path] for path in asked}
+                _checksums.verify(found, checksums)
+            return dict(zip(wanted, found.values(), strict=True))
 
-        if versions := _restore.versions(by_name, tree):
-            _restore.require_version(read(versions))
-        found = read(_restore.shapes_to_read(by_name, tree, params))
+        restored = _format.restore(tree, params, saved, read)
         self._at = step
-        return Restored(step, _restore.fill(found, tree, params), data)
+        return Restored(step, restored, data)
 
     def close(self) -> None:
         """Wait until everything is written, and release the directory.
@@ -292,11 +278,11 @@ class Checkpointer:
         if is_alone and threading.current_thread() is threading.main_thread():
             note = lambda *_: self._got_sigterm.set()
             before = signal.signal(signal.SIGTERM, note)
-            self._contexts.callback(signal.signal, signal.SIGTERM, before)
+            self._at_exit.callback(signal.signal, signal.SIGTERM, before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._contexts:
+        with self._at_exit:
             self.close()
 
     @contextlib.contextmanager

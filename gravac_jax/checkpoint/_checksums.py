@@ -1,6 +1,6 @@
-"""Detect damaged checkpoints: a checksum of each array, beside the arrays.
+"""Notice damaged checkpoints: a checksum of each array, beside the arrays.
 
-Orbax does not detect a flipped bit: its OCDBT store and zarr3 index have a CRC, but the
+Orbax does not notice a flipped bit: its OCDBT store and zarr3 index have a CRC, but the
 data of the arrays and the file with the metadata have none. This was tried for Orbax
 0.12.8 with its four storage options, by flipping bits in every file.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import jax
 
 from gravac_jax import _consistency
-from gravac_jax.checkpoint._paths import Named, Path
+from gravac_jax.checkpoint._layout import Named, Path
 
 _on_device = jax.jit(_consistency.leaf_checksum)
 
 
-def encode(named: Named, data: Any) -> dict[str, Any]:
+def label(named: Named, data: Any) -> dict[str, Any]:
     """Return the metadata to store beside the arrays: a text, and its CRC.
 
     The text is JSON, `{"data": data, "checksums": {"0/dense/kernel": 123, ...}}`.
@@ -26,9 +26,9 @@ def encode(named: Named, data: Any) -> dict[str, Any]:
     Raises:
       TypeError: if an array has no checksum; if JSON does not give `data` back.
     """
-    label = {"data": data, "checksums": checksums(named)}
+    content = {"data": data, "checksums": checksums(named)}
     with contextlib.suppress(TypeError, ValueError):
-        text = json.dumps(label)
+        text = json.dumps(content)
         if json.loads(text)["data"] == data:
             return {"label": text, "crc32": zlib.crc32(text.encode())}
     raise TypeError(
@@ -37,12 +37,12 @@ def encode(named: Named, data: Any) -> dict[str, Any]:
     )
 
 
-def decode(metadata: Any, paths: set[Path]) -> tuple[Any, dict[str, int]]:
+def read_label(metadata: Any, saved: Named) -> tuple[Any, dict[str, int]]:
     """Return `data` and the checksums of the arrays.
 
     Args:
       metadata: what was stored beside the arrays.
-      paths: the paths of the arrays that were found.
+      saved: what was found of the arrays, by path.
 
     Raises:
       ValueError: if the metadata is damaged, or does not fit the arrays.
@@ -55,16 +55,15 @@ def decode(metadata: Any, paths: set[Path]) -> tuple[Any, dict[str, int]]:
             " with its params, step.init(params) or gravac.place((params,"
             " tx.init(params)), mesh)"
         )
-    label = json.loads(text)
-    if set(label["checksums"]) != {"/".join(path) for path in paths}:
+    content = json.loads(text)
+    if content["checksums"].keys() != set(map("/".join, saved)):
         raise ValueError("the list of its arrays is damaged")
-    return label["data"], label["checksums"]
+    return content["data"], content["checksums"]
 
 
 def verify(named: Named, expected: dict[str, int]) -> None:
     """Raise ValueError if an array is not what was saved."""
-    found = checksums(named).items()
-    bad = [name for name, x in found if expected[name] != x]
+    bad = [name for name, x in checksums(named).items() if expected[name] != x]
     if bad:
         raise ValueError(f"{len(bad)} of its arrays are damaged: {', '.join(bad[:3])}")
 

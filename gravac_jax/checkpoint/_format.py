@@ -1,31 +1,45 @@
-"""The format of checkpoints, version 8: training state as named arrays.
+"""What a checkpoint holds, version 8: training state as named arrays.
 
 Every leaf is stored as it is, under the names on the way to it. Only the state of
 `gravac.transform` is stored in another form. Below its place in the tree it has
 
     version                        8
     replicas                       N
-    steps, decided, ahead, ...        the fields that are the same on all replicas
+    steps, decided, ahead, ...     the fields that are the same on all replicas
     replica                        `[N]`
     memory/residual/dense/kernel   `[replicas, *shape]`, one array for each leaf
     memory/optimizer/count         `[N]`, numbers that the memory keeps
     memory/optimizer/mu/['kernel'] `[N, ...]`, what an optimizer keeps by leaf
     told/bad                       `[N]`, with a delay
     encodings/0/TopK/threshold     `[N, ...]`, the state of an encoding, of bucket 0
+
+Between two runs the replicas, the buckets, the slices, the ladder and the controller
+may change. Everything else must be the same.
 """
 
+import functools
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _state
 from gravac_jax._state import TransformState, is_transform_state
-from gravac_jax.checkpoint import _paths
-from gravac_jax.checkpoint._leaves import Layout, layout_of
-from gravac_jax.checkpoint._paths import Named, Path
+from gravac_jax.checkpoint import _layout
+from gravac_jax.checkpoint._layout import Layout, Named, Path, by_path
 
 VERSION = 8
+
+Read = Callable[..., Named]
+Groups = dict[Path | None, Named]  # of each transform's state; under None all else
+
+_PER_REPLICA = ("told", "memory", "encodings")
+
+# What means something on one ladder and to one controller only, as does info/gains.
+_DECISIONS = ("ladder", "decided", "ahead", "past_rungs", "controller")
 
 
 def to_named(tree: Any, params: Any) -> Named:
@@ -50,7 +64,7 @@ def to_named(tree: Any, params: Any) -> Named:
             "nnx.split took the state in `tree` apart: pass the nnx.Optimizer itself."
         )
     named: Named = {}
-    for path, x in _paths.by_path(tree, is_transform_state).items():
+    for path, x in by_path(tree, is_transform_state).items():
         stored = _stored(x, params) if is_transform_state(x) else {(): x}
         named |= {path + name: array for name, array in stored.items()}
     dotted = list(map(".".join, named))
@@ -60,30 +74,158 @@ def to_named(tree: Any, params: Any) -> Named:
             f" parts: {twice}. Rename them, or put a single array into a dict."
         )
     # Orbax refuses arrays without entries.
-    return {path: x for path, x in named.items() if 0 not in _paths.shape_of(x)}
+    return {path: x for path, x in named.items() if 0 not in _shape(x)}
 
 
-def from_named(named: Named, tree: Any, params: Any) -> Any:
-    """Undo `to_named`: return `tree` with the arrays in `named`, in memory of its own.
+def restore(tree: Any, params: Any, saved: Named, read: Read) -> Any:
+    """Return `tree` with what a checkpoint holds, in memory of its own.
 
     Args:
-      named: arrays by path, in the shapes that `to_named` returns for `tree`. Leaves
-        without an array keep their values.
-      tree: training state. It stays as it is.
-      params: as for `to_named`.
+      tree: the state of this run, placed. It stays as it is.
+      params: the params in it.
+      saved: Orbax's metadata of everything in the checkpoint, by path.
+      read: returns what the checkpoint has under some paths, below `place` if it is
+        given. It takes for each of them an array, whose shape, dtype and sharding it
+        returns, or a number.
+
+    Raises:
+      ValueError: if the checkpoint does not fit.
     """
+    leaves = by_path(tree, is_transform_state)
+    states = {path: x for path, x in leaves.items() if is_transform_state(x)}
+    known = [place for place in states if (*place, "version") in saved]
+    _require_version(read({(*place, "version"): VERSION for place in known}))
+    here = _grouped(to_named(tree, params), states)
+    for place in [place for place in states if place not in known]:
+        del here[place]
+        warnings.warn(
+            "the checkpoint holds no state of gravac.transform: the run begins with"
+            " empty residuals, and a controller that has seen nothing.",
+            stacklevel=3,
+        )
+    names = _names_in(saved, here[None], states)
+    there = _grouped({k: saved[x] for k, x in names.items() if x in saved}, known)
+    _require_same(_fixed(here), _fixed(there))
+    found = read({names[path]: x for path, x in here[None].items()})
+    for path, x in leaves.items():
+        if path in here:
+            below = functools.partial(read, place=path)
+            named = _found(here[path], there[path], below)
+            leaves[path] = _filled(x, params, named)
+        elif path in here[None]:
+            leaves[path] = found[names[path]]
+        elif path in states or isinstance(x, jax.Array):
+            leaves[path] = jax.tree.map(_copy_like, x, x)
+    structure = jax.tree.structure(tree, is_leaf=is_transform_state)
+    return jax.tree.unflatten(structure, leaves.values())
 
-    def value(path: Path, x: Any) -> Any:
-        if is_transform_state(x):
-            return _filled(x, params, _paths.below(named, path))
-        is_kept = path not in named and isinstance(x, jax.Array)
-        return _copy_like(x, x) if is_kept else named.get(path, x)
 
-    return _paths.map_by_path(value, tree, is_transform_state)
+def _require_version(found: Named) -> None:
+    """Refuse a checkpoint of another version of the format."""
+    for version in found.values():
+        if version != VERSION:
+            raise ValueError(
+                f"the checkpoint has version {version}, and this gravac_jax reads"
+                f" {VERSION}. To go on with this one, restore with the gravac_jax that"
+                f" saved it, deliver what replicas hold back (gravac.flush), save the"
+                f" params alone, and begin here with gravac.place((params,"
+                f" tx.init(params)), mesh)."
+            )
+
+
+def _names_in(saved: Named, here: Named, places: Collection[Path]) -> dict[Path, Path]:
+    """Return for each path of this run the path in the checkpoint.
+
+    They differ if the checkpoint is of a chain without `gravac.transform`, which moves
+    what comes after it one place on, and makes a chain of a single optimizer.
+    """
+    number = lambda name: int(name) if name.isdigit() else -1
+
+    def without(path: Path, is_chain: bool) -> Path:
+        for *chain, at in places:
+            n = len(chain)
+            if [*path[:n]] == chain and number(path[n]) > number(at) >= 0:
+                before = (str(number(path[n]) - 1),) if is_chain else ()
+                return (*chain, *before, *path[n + 1 :])
+        return path
+
+    for is_chain in (True, False):
+        names = {path: without(path, is_chain) for path in here}
+        if saved.keys() <= set(names.values()):
+            return names
+    return {path: path for path in saved}
+
+
+def _fixed(groups: Groups) -> dict[str, str]:
+    """Describe everything that must be the same in the checkpoint and here."""
+    found = {}
+    for place, named in groups.items():
+        for name, x in named.items():
+            dtype, shape = _type_and_shape(x)
+            if place is None:
+                found["/".join(name)] = f"{dtype}{shape or ''}"
+            elif name[0] == "memory":
+                found["/".join(place + name)] = f"{shape[1:]} for each replica"
+    return found
+
+
+def _require_same(here: dict[str, str], there: dict[str, str]) -> None:
+    """Refuse a checkpoint of something else, and name the first differences."""
+    different = [
+        f"{name} is {there.get(name, 'missing')} in the checkpoint and"
+        f" {here.get(name, 'missing')} here"
+        for name in here | there
+        if here.get(name) != there.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"the checkpoint is of another model, optimizer or memory."
+            f" Differences: {len(different)}, such as {'; '.join(different[:3])}."
+            f" Restore with what saved it. Then, to change the memory, send the"
+            f" residuals with gravac.flush, and begin with gravac.place."
+        )
+
+
+def _found(here: Named, there: Named, read: Read) -> Named:
+    """Return what a checkpoint has of one transform's state, for these replicas.
+
+    Args:
+      here: what would be stored of the state of this run.
+      there: Orbax's metadata of what is stored, by the same names.
+      read: as for `restore`, by these names.
+    """
+    is_decided = lambda name: name[0] in _DECISIONS or name[:2] == ("info", "gains")
+    shapes = lambda named: {k: _shape(x) for k, x in named.items() if is_decided(k)}
+    ladder = {name: x for name, x in here.items() if name[0] == "ladder"}
+    is_same = shapes(here) == shapes(there) and all(
+        map(np.array_equal, read(ladder).values(), ladder.values())
+    )
+    if not is_same:
+        is_new = lambda name: is_decided(name) or name[0] in ("told", "encodings")
+        here = {name: x for name, x in here.items() if not is_new(name)}
+        warnings.warn(
+            "the checkpoint was saved with another ladder or controller: residuals"
+            " are restored; the controller, and what encodings keep, begin anew.",
+            stacklevel=4,
+        )
+    wanted: Named = {}
+    for name in [name for name in here if name in there]:
+        x, shape = here[name], _shape(there[name])
+        if shape == _shape(x):
+            wanted[name] = x
+        elif name[0] in _PER_REPLICA and shape[1:] == x.shape[1:]:
+            wanted[name] = _layout.loading(x, shape)
+    found = read(wanted)
+    for name, x in found.items():
+        if _shape(x) != _shape(here[name]):
+            # In the state of an encoding a mean of replicas means nothing.
+            is_averaged = name[0] != "encodings"
+            found[name] = _layout.redistribute(x, here[name], is_averaged)
+    return found
 
 
 def _stored(state: TransformState, params: Any) -> Named:
-    layout = layout_of(state, params)
+    layout = _layout.layout_of(state, params)
     named, vectors = _parts(state, layout)
     for name, buckets in vectors.items():
         arrays = zip(layout.leaves, layout.split(buckets), strict=True)
@@ -92,20 +234,18 @@ def _stored(state: TransformState, params: Any) -> Named:
 
 
 def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
-    layout = layout_of(state, params)
+    """Return the state with the arrays in `named`, which are as `_stored` has them."""
+    layout = _layout.layout_of(state, params)
     plain, vectors = _parts(state, layout)
-    joined = {}
-    for name, buckets in vectors.items():
-        if arrays := _paths.below(named, name):
-            ordered = [arrays[leaf.path] for leaf in layout.leaves]
-            joined[name] = layout.join(ordered, tuple(x.shape[1] for x in buckets))
-
-    def value(path: Path, x: jax.Array) -> jax.Array:
+    join = lambda name: layout.join([named[name + x.path] for x in layout.leaves])
+    joined = {name: join(name) for name in vectors}
+    flat = by_path(state)
+    for path, x in flat.items():
         name = _stored_name(path)
-        return joined[name][int(path[2])] if name in joined else named.get(name, x)
-
-    filled = _paths.map_by_path(value, state)
-    if named.get(("replicas",)) not in (None, plain["replicas",]):
+        is_joined = name in joined
+        flat[path] = joined[name][int(path[2])] if is_joined else named.get(name, x)
+    filled = jax.tree.unflatten(jax.tree.structure(state), flat.values())
+    if named["replicas",] != plain["replicas",]:
         # Some of what a controller knows is not true on other devices.
         can_move = lambda x: hasattr(x, "moved")
         move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
@@ -114,9 +254,7 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
     return jax.tree.map(_copy_like, filled, state)
 
 
-def _parts(
-    state: TransformState, layout: Layout
-) -> tuple[Named, dict[Path, list[jax.Array]]]:
+def _parts(state: TransformState, layout: Layout) -> tuple[Named, dict[Path, Any]]:
     """Return what is stored as it is, and the memory's vectors of all buckets.
 
     Both are by their stored names. Per-replica state is `[N, ...]`, on the layout's
@@ -127,30 +265,47 @@ def _parts(
         local = jax.tree.map(lambda x: jnp.asarray(x)[None], local)
     by_device = jax.NamedSharding(layout.mesh, layout.spec)
     placed = state._replace(local=jax.device_put(local, by_device))
+    named: dict[Path, list[Any]] = {}
+    for path, x in by_path(placed).items():
+        if path[0] != "layout":
+            named.setdefault(_stored_name(path), []).append(x)
+    # These have an entry for each entry of their bucket. All else of the memory is of
+    # one leaf, or the same in every bucket.
+    sizes = [(sum(bucket),) for bucket in layout.buckets] if layout.leaves else None
+    is_vector = lambda arrays: [x.shape[1:] for x in arrays] == sizes
+    vectors = {k: x for k, x in named.items() if k[0] == "memory" and is_vector(x)}
     plain: Named = {("version",): VERSION, ("replicas",): replicas or 1}
-    vectors: dict[Path, list[jax.Array]] = {}
-    for path, x in _paths.by_path(placed).items():
-        name = _stored_name(path)
-        if name[0] == "memory" and x.ndim > 1 and layout.leaves:
-            vectors.setdefault(name, []).append(x)
-        elif name[0] != "layout":
-            plain.setdefault(name, x)  # every bucket has the same
-    for name in [name for name, x in vectors.items() if not _are_vectors(x, vectors)]:
-        plain[name] = vectors.pop(name)[0]  # of a leaf, or the same in every bucket
-    return plain, vectors
-
-
-def _are_vectors(arrays: list[jax.Array], all_of: dict[Path, list[jax.Array]]) -> bool:
-    """Return whether arrays have an entry for each entry of their buckets."""
-    residuals = all_of.get(("memory", "residual"), arrays)
-    is_alike = [x.shape for x in arrays] == [x.shape for x in residuals]
-    return is_alike and all(x.ndim == 2 for x in arrays)
+    return plain | {k: x[0] for k, x in named.items() if k not in vectors}, vectors
 
 
 def _stored_name(path: Path) -> Path:
     """Return the stored name of a leaf of a transform's state."""
     name = path[1:] if path[0] == "local" else path
     return (name[0], *name[2:]) if name[0] == "memory" else name
+
+
+def _grouped(named: Named, places: Collection[Path]) -> Groups:
+    """Return what lies below each of some places, and under None all else."""
+    groups: Groups = {None: {}}
+    groups |= {place: {} for place in places}
+    for path, x in named.items():
+        place = next((p for p in places if path[: len(p)] == p), None)
+        groups[place][path[len(place or ()) :]] = x
+    return groups
+
+
+def _type_and_shape(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the type and shape in which an array or a number is stored.
+
+    A random key is stored as its bits. `x` may be Orbax's metadata.
+    """
+    if jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x)
+    return getattr(x, "dtype", type(x).__name__), tuple(getattr(x, "shape", ()))
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return _type_and_shape(x)[1]
 
 
 def _copy_like(x: jax.Array, like: jax.Array) -> jax.Array:
