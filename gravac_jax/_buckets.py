@@ -19,6 +19,7 @@ pad and to cut in every step would cost passes over the bucket.
 
 import dataclasses
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _step_checks, _xla
+from gravac_jax import _arrays, _refuse, _xla
 
 MAX_ENTRIES = 2**30  # of a bucket: places, and slots without one, fit in int32
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
@@ -128,7 +129,11 @@ class Buckets:
     def sizes(self) -> tuple[int, ...]:
         """The size n of each bucket: its entries, and its padding."""
         sizes = tuple(map(self.padded_size, self._entries))
-        _step_checks.update.holds_all(sizes, self._entries)
+        if any(map(operator.lt, sizes, self._entries)):
+            raise ValueError(
+                f"`padded_size` of the encoding returned {list(sizes)} for"
+                f" {list(self._entries)} entries: return as many or more."
+            )
         return sizes
 
     @property
@@ -280,12 +285,12 @@ def plan(
     if isinstance(compress, bool):
         chosen = [compress] * len(leaves)
     elif callable(compress):
-        _step_checks.update.path_and_leaf(compress)
+        _refuse.not_path_and_leaf(compress)
         chosen = [bool(compress(path, x)) for path, x in _arrays.named_leaves(tree)]
     elif not leaves:
         chosen = []  # optax.tree.map_params asks for the state of no params at all
     else:
-        _step_checks.update.mask_matches(compress, tree)
+        _refuse.mask(compress, tree)
         chosen = jax.tree.leaves(compress)
     return Buckets(structure, leaves_of(tree), tuple(chosen), padded_size)
 

@@ -1,16 +1,19 @@
-"""Is an optimizer put together so that the transform in it can work?
+"""Recognise what an optimizer does around the transform in it, and refuse what fails.
 
-These checks run when an optimizer's state is made, placed or asked for. They look for
-states of Optax that remember or rescale gradients in a place where they must not.
+Where the optimizer is at hand it is traced. A state alone shows less: there, a state of
+Optax that holds whole arrays is taken to remember gradients, and wrappers are known by
+their names.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from gravac_jax import _state, _step_checks
+from gravac_jax import _refuse, _state
 from gravac_jax._encodings import Bits, Dense
 from gravac_jax._error_feedback.momentum import MomentumState
 from gravac_jax._outer import OuterState
@@ -18,48 +21,9 @@ from gravac_jax._state import (
     Round,
     TransformState,
     is_transform_state,
+    placed_replicas,
     transform_states,
 )
-
-# Their steps are not linear in the updates. Of some, such as sign SGD, LARS,
-# optax.contrib.normalize and clips, the state does not tell.
-_NORMALIZED = (
-    optax.FactoredState,  # Adafactor
-    optax.ScaleByAdaDeltaState,
-    optax.ScaleByAdamState,
-    optax.ScaleByAdanState,
-    optax.ScaleByAmsgradState,
-    optax.ScaleByBeliefState,
-    optax.ScaleByLBFGSState,
-    optax.ScaleByLionState,
-    optax.ScaleByNovogradState,
-    optax.ScaleByRmsState,
-    optax.ScaleByRpropState,
-    optax.ScaleByRssState,  # Adagrad
-    optax.ScaleByRStdDevState,
-    optax.ScaleBySM3State,
-    optax.contrib.COCOBState,
-    optax.contrib.DAdaptAdamWState,
-    optax.contrib.DoGState,
-    optax.contrib.DoWGState,
-    optax.contrib.MadgradState,
-    optax.contrib.MomoAdamState,
-    optax.contrib.MomoState,
-    optax.contrib.MuonState,
-    optax.contrib.ProdigyState,
-    optax.contrib.ScaleByAdemamixState,
-    optax.contrib.ScaleBySimplifiedAdEMAMixState,
-    optax.contrib.SophiaState,
-)
-
-# Theirs are not linear either, and their own state has no average of gradients.
-_RESCALED = (
-    optax.ScaleByBacktrackingLinesearchState,
-    optax.ScaleByZoomLinesearchState,
-    optax.contrib.MechanicState,
-)
-
-_REMEMBERING = (optax.TraceState, optax.EmaState, *_NORMALIZED)
 
 # They keep gradients, or decide by them, before the optimizer inside sees them.
 _WRAPPERS = (
@@ -69,18 +33,11 @@ _WRAPPERS = (
     optax.MultiStepsState,
 )
 
-_NOT_LINEAR = (*_NORMALIZED, *_RESCALED, *_WRAPPERS)
+_MOMENTA = (MomentumState, optax.TraceState)
 
 # With these, momentum should come before an exchange in rounds.
 _WHOLE = frozenset(
     _state.names([Dense(), Dense("bfloat16"), Bits(8), Bits(4)]).tolist()
-)
-
-# What a memory keeps, and states of Optax that would keep the same after it. An Adam
-# after momentum is one without a first moment of its own, as far as can be seen.
-_TWICE = (
-    ((MomentumState, optax.TraceState), optax.TraceState),
-    (_NORMALIZED, (optax.TraceState, *_NORMALIZED)),
 )
 
 
@@ -89,17 +46,16 @@ def the_transform(state: Any, caller: str) -> TransformState:
     if hasattr(state, "tx") and hasattr(state, "opt_state"):
         raise TypeError(
             f"{caller} takes the state of an optimizer, got {type(state).__name__}:"
-            f" pass nnx.as_pure(optimizer.opt_state) of an nnx.Optimizer, and"
-            f" train_state.opt_state of a linen TrainState."
+            f" pass nnx.as_pure(optimizer.opt_state), or train_state.opt_state."
         )
     found = transform_states(state)
     if len(found) != 1:
         raise ValueError(
             f"{caller} needs exactly one gravac.transform in the optimizer, found"
-            f" {len(found)}. For SGD write optax.chain(gravac.transform(),"
-            f" optax.sgd(0.1)), for Adam gravac.adamw(1e-3)."
+            f" {len(found)}: write optax.chain(gravac.transform(), optax.sgd(0.1)), or"
+            f" gravac.adamw(1e-3)."
         )
-    _step_checks.update.is_pure(found[0].steps)
+    _refuse.pure(found[0].steps)
     return found[0]
 
 
@@ -123,37 +79,44 @@ def waits(state: Any) -> bool:
     return bool(the_transform(state, "gravac.train_step").local.told)
 
 
-def is_linear(state: Any) -> bool:
-    """Return whether no optimizer is known not to be linear in its updates."""
-    return not _instances(state, _NOT_LINEAR)
+def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
+    """Return whether what stands around the transform is linear in the updates.
 
-
-def check_linear(state: Any) -> None:
-    """Refuse an optimizer that is known not to be linear in its updates."""
-    for x in _instances(state, _NOT_LINEAR):
-        raise ValueError(
-            f"gravac.own_params needs an optimizer that is linear in the updates,"
-            f" found a {type(x).__name__}: its step on what is held back, taken now,"
-            f" differs from the one that it will take. Let each replica run its own"
-            f" optimizer before the exchange: gravac.adamw(1e-3), or"
-            f" memory=gravac.Steps(optax.adam(1e-3)) and nothing after the transform."
-            f" Or take gradients at the shared params."
-        )
+    It is traced, with a transform that hands on what it is given. What is linear has a
+    derivative that does not depend on the updates; a sign has none.
+    """
+    if _instances(opt_state, optax.ScaleByAdamState):
+        return False  # to trace Adam takes a second for 200 arrays
+    tx = optax.with_extra_args_support(tx)
+    around = lambda x: tx.update(x, opt_state, params, deliver="probe", **extra)[0]
+    shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+    like = jax.tree.map(shape, params)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        traced = jax.make_jaxpr(lambda x, dx: jax.jvp(around, (x,), (dx,)))(like, like)
+    n = len(jax.tree.leaves(like))
+    of_x = _refuse.reached(traced.jaxpr, [True] * n + [False] * n)
+    of_dx = _refuse.reached(traced.jaxpr, [False] * n + [True] * n)
+    values, slopes = of_x[: len(of_x) // 2], of_x[len(of_x) // 2 :]
+    is_flat = lambda x, dx: x and not dx
+    return not any(slopes) and not any(map(is_flat, values, of_dx[len(of_x) // 2 :]))
 
 
 def check_momentum(state: Any) -> None:
     """Refuse an optimizer with a momentum beside the one in its transform's memory."""
-    memories = [x for ours in transform_states(state) for x in ours.local.memory]
-    for kept, same in _TWICE:
-        mine, others = _instances(memories, kept), _instances(state, same)
-        if mine and others:
+    for ours in transform_states(state):
+        axes = 0 if placed_replicas(ours.local) is None else 1
+        others = []
+        if _instances(ours.local.memory, _MOMENTA):
+            # An Adam may be one without a first moment, which its state does not tell.
+            others = _instances(state, optax.TraceState)
+        elif _remembering(ours.local.memory, axes):
+            others = _remembering(state)
+        if others:
             raise ValueError(
-                f"the optimizer after gravac.transform keeps a momentum of its own, in"
-                f" its {type(others[0]).__name__}, and so does the transform's memory,"
-                f" in its {type(mine[0]).__name__}: gradients would be averaged over"
-                f" time twice. Keep one: optax.chain(gravac.transform("
-                f"memory=gravac.Momentum()), optax.sgd(0.1)), without `momentum` in"
-                f" optax.sgd; after gravac.Steps(optax.adam(1e-3)) nothing."
+                f"the optimizer after gravac.transform keeps a momentum of its own, got"
+                f" {type(others[0]).__name__} after a memory that has one: keep one, as"
+                f" in optax.chain(gravac.transform(memory=gravac.Momentum()),"
+                f" optax.sgd(0.1))."
             )
 
 
@@ -162,7 +125,7 @@ def warn_of_late_momentum(state: Any) -> None:
 
     In rounds of 8 whole gradients a step was worth 0.45 dense steps, and 0.82 with
     momentum before the exchange; in two bits and one there was no such difference
-    (examples/benchmarks/records/2026-11-25_progress).
+    (docs/results.md).
     """
     in_rounds = [x for x in transform_states(state) if isinstance(x.round, Round)]
     is_whole = any(int(x.ladder[0]) in _WHOLE for x in in_rounds)
@@ -170,9 +133,7 @@ def warn_of_late_momentum(state: Any) -> None:
         warnings.warn(
             "momentum comes after an exchange in rounds: with whole gradients a step in"
             " rounds of 8 was worth 0.45 dense steps, and 0.82 with momentum before the"
-            " exchange. Keep it there: gravac.sgd(0.1), gravac.adamw(1e-3), or"
-            " memory=gravac.Steps(optax.sgd(0.1, momentum=0.9)) and nothing after the"
-            " transform.",
+            " exchange, as in gravac.sgd(0.1) and gravac.adamw(1e-3).",
             stacklevel=4,
         )
 
@@ -183,21 +144,18 @@ def check_chains(tree: Any) -> None:
         if transform_states(wrapper):
             raise ValueError(
                 f"gravac.transform is inside an"
-                f" optax.{type(wrapper).__name__.removesuffix('State')}, which keeps"
-                f" each replica's own gradients, or decides by them, as if they were"
-                f" the same on all. Put it around what comes after the transform. To"
-                f" accumulate, use gravac.value_and_grad(loss, micro_batches=...); for"
-                f" gradients that are not finite, gravac.guard around the whole chain."
+                f" optax.{type(wrapper).__name__.removesuffix('State')}, which sees"
+                f" each replica's own gradients: put it around what comes after the"
+                f" transform, or use gravac.value_and_grad(loss, micro_batches=...), or"
+                f" gravac.guard for gradients that are not finite."
             )
 
     for sam in _instances(tree, optax.contrib.SAMState):
         if sam.cache is not None and transform_states(sam):
             raise ValueError(
                 "gravac.transform is inside an optax.contrib.sam that moves the params"
-                " by each replica's own gradients, so that replicas would differ. Give"
-                " it opaque_mode=True, and pass tx.update(grads, opt_state, params,"
-                " grad_fn=lambda params, _: grad(params, batch)[1]), where grad is a"
-                " gravac.value_and_grad: then no replica's params are changed."
+                " by each replica's own gradients: give it opaque_mode=True, and pass"
+                " tx.update(..., grad_fn=lambda params, _: grad(params, batch)[1])."
             )
 
     def is_chain(x: Any) -> bool:
@@ -213,13 +171,11 @@ def check_chains(tree: Any) -> None:
 def _check_order(chain: tuple[Any, ...]) -> None:
     """Refuse a chain in which something that remembers gradients comes first."""
     at = [_is_transform(part) for part in chain].index(True)
-    for before in _instances(chain[:at], _REMEMBERING):
+    for before in _remembering(chain[:at]):
         raise ValueError(
-            f"gravac.transform comes after a {type(before).__name__} in the chain,"
-            f" which would remember each replica's own gradients as if they were the"
-            f" same on all. Put it first: optax.chain(gravac.transform(),"
-            f" optax.sgd(0.1, momentum=0.9)). For momentum or Adam of each replica's"
-            f" own use gravac.transform(memory=gravac.Momentum()) or"
+            f"gravac.transform comes after a {type(before).__name__}, which remembers"
+            f" each replica's own gradients: put it first, as in optax.chain("
+            f"gravac.transform(), optax.sgd(0.1, momentum=0.9)), or use"
             f" gravac.adamw(1e-3)."
         )
 
@@ -229,11 +185,24 @@ def _is_transform(x: Any) -> bool:
 
 
 def _instances(tree: Any, kind: Any) -> list[Any]:
-    """Return every instance of a class, or of several classes, in `tree`.
+    """Return every instance of a class, or of several classes, in `tree`."""
+    return _found(tree, lambda x: isinstance(x, kind))
+
+
+def _remembering(tree: Any, axes: int = 0) -> list[Any]:
+    """Return every state of Optax in `tree` with arrays of more than `axes` axes."""
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    is_array = lambda x: jnp.ndim(x) > axes and is_float(x)
+    of_optax = lambda x: type(x).__module__.startswith("optax.")
+    states = _found(tree, of_optax)
+    return [x for x in states if any(map(is_array, jax.tree.leaves(x)))]
+
+
+def _found(tree: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return what is wanted in `tree`.
 
     The optimizer inside a transform's memory is not one of the chain's, nor is an outer
     one: what is held back does not pass through either.
     """
-    is_leaf = lambda x: isinstance(x, kind) or _is_transform(x)
-    found = jax.tree.leaves(tree, is_leaf=is_leaf)
-    return [x for x in found if isinstance(x, kind)]
+    is_leaf = lambda x: is_wanted(x) or _is_transform(x)
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_leaf)))

@@ -15,10 +15,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks
+from gravac_jax import _arrays, _refuse
 from gravac_jax._collectives import Comm
 
-NO_CLIP_HINT = "To clip nothing leave `clip` out."
+NO_CLIP_HINT = "to clip nothing leave `clip` out"
 
 
 class Clip(abc.ABC):
@@ -93,7 +93,7 @@ class ClipByGlobalNorm(Clip):
     max_norm: float
 
     def __post_init__(self) -> None:
-        _checks.above_zero(self.max_norm, "max_norm", NO_CLIP_HINT)
+        _refuse.number(self.max_norm, "max_norm", NO_CLIP_HINT, above=0)
 
     def clip(
         self,

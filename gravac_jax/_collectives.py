@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _step_checks, _xla
+from gravac_jax import _arrays, _refuse, _xla
 
 AxisName = str | tuple[str, ...] | None
 
@@ -91,7 +91,7 @@ class Comm:
             return
         for path, leaf in _arrays.named_leaves(tree):
             if fixed := self._fixed_axes(leaf):
-                _step_checks.update.still_local(path, fixed)
+                _refuse.summed(path, fixed)
 
     def check_alike(self, before: Any, after: Any) -> None:
         """Raise if a leaf that was the same on several devices is known to differ."""
@@ -99,13 +99,13 @@ class Comm:
         for old, (path, new) in leaves:
             fixed = [set(self._fixed_axes(jnp.asarray(x))) for x in (old, new)]
             if lost := fixed[0] - fixed[1]:
-                _step_checks.steps.stays_alike(path, sorted(lost))
+                _refuse.differs(path, sorted(lost))
 
     def check_whole(self, params: Any) -> None:
         """Raise if each device is known to have a slice of some leaf of `params`."""
         for path, leaf in _arrays.named_leaves(params) if self.is_checked else ():
             if not self._fixed_axes(leaf):
-                _step_checks.meshes.is_whole(path, self.axis_name)
+                _refuse.not_whole(path, self.axis_name)
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _arrays, _chain, _checks, _state, _step_checks
+from gravac_jax import _arrays, _chain, _refuse, _state
 from gravac_jax._collectives import AxisName, Comm
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
@@ -51,8 +51,8 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       >>> bool((sums[0] == sums[0, 0]).all())
       False
     """
-    _step_checks.update.bound_axis(axis_name, "checksum")
-    _step_checks.update.comparable(tree)
+    _refuse.bound_axis(axis_name, "checksum")
+    _refuse.complex_leaves(tree)
     return Comm(axis_name).gather(own_checksum(tree))
 
 
@@ -121,8 +121,8 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       >>> jax.vmap(gravac.resync, axis_name="data")(params)["w"].tolist()
       [[1.0, 2.0], [1.0, 2.0]]
     """
-    _step_checks.update.bound_axis(axis_name, "resync")
-    _step_checks.update.comparable(tree)
+    _refuse.bound_axis(axis_name, "resync")
+    _refuse.complex_leaves(tree)
     comm = Comm(axis_name)
     is_first = comm.replica() == 0
 
@@ -154,7 +154,8 @@ def is_apart(
     Returns:
       `[1]` float32, 1 if replicas were compared and differ, else 0.
     """
-    _step_checks.update.params_given(params, "check_every")
+    if params is None:
+        _refuse.no_params("check_every")
 
     def compare() -> jax.Array:
         sums = comm.gather(own_checksum(params))
@@ -221,17 +222,16 @@ def guard(
       >>> int(optax.tree.get(opt_state, "bad_steps"))
       1
     """
-    _checks.optimizer(tx, "gravac.guard(tx)")
+    _refuse.optimizer(tx, "gravac.guard(tx)")
     tx = _chain.checked(tx, "gravac.guard")
 
     def init(params: Any) -> Any:
         state = tx.init(params)
         if _chain.waits(state):
             warnings.warn(
-                "gravac.guard does nothing with a delay or with rounds: replicas hear"
-                " of a gradient that is not finite too late to skip its step. Its"
-                " replica leaves it out, and the others go on. Leave the guard out, or"
-                " what delays the news.",
+                "gravac.guard does nothing with a delay or with rounds, where replicas"
+                " hear too late of a gradient that is not finite: leave out the guard,"
+                " or what delays the news.",
                 stacklevel=2,
             )
         return state

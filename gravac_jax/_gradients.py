@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks, _step_checks
+from gravac_jax import _refuse
 from gravac_jax._collectives import AxisName, Comm
 
 
@@ -70,19 +70,23 @@ def value_and_grad(
       >>> gradients(x).tolist()
       [1.0, 2.0]
     """
-    _checks.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
-    _checks.axis(axis_name)
-    _checks.positive_integer(micro_batches, "micro_batches", "parts of the batch")
+    _refuse.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
+    _refuse.axis(axis_name)
+    _refuse.count(micro_batches, "micro_batches", "parts of the batch")
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _step_checks.update.bound_axis(axis_name, "value_and_grad")
-        _step_checks.losses.positional(args, chosen)
+        _refuse.bound_axis(axis_name, "value_and_grad")
+        if any(not -len(args) <= i < len(args) for i in chosen):
+            raise TypeError(
+                f"value_and_grad differentiates the arguments {chosen}, got {len(args)}"
+                f" positional arguments: pass them by position."
+            )
         comm = Comm(axis_name)
         places = {i % len(args) for i in chosen}
         for i in places:
-            _step_checks.update.gradients(
+            _refuse.gradients(
                 jax.tree.map(jnp.asarray, args[i]), f"leaves of argument {i}"
             )
         cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
@@ -90,7 +94,7 @@ def value_and_grad(
         if micro_batches == 1:
             return local(*cast, **kwargs)
         split_args = {i: x for i, x in enumerate(cast) if i not in places}
-        _step_checks.losses.splits({**split_args, **kwargs}, micro_batches)
+        _refuse.micro_batches({**split_args, **kwargs}, micro_batches)
 
         def part_of(part: Any) -> Any:
             mine, named = part
@@ -119,9 +123,8 @@ def _local(
     def counted(*args: Any, **kwargs: Any) -> Any:
         before = jax.tree.map(lambda x: x, args)
         out = fun(*args, **kwargs)
-        _step_checks.losses.leaves_arguments(before, args)
-        value, _ = _step_checks.losses.with_aux(out) if has_aux else (out, None)
-        _step_checks.losses.is_loss(value)
+        _refuse.changed_arguments(before, args)
+        value, _ = _refuse.loss(out, has_aux)
         return comm.cast(value), out
 
     grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)

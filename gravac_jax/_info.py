@@ -4,6 +4,7 @@ It travels inside the optimizer state, so it costs nothing until somebody reads 
 """
 
 import functools
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _collectives, _step_checks
+from gravac_jax import _collectives
 from gravac_jax._buckets import Buckets
 from gravac_jax._collectives import Traffic
 from gravac_jax._controllers.cost_model import WireCost
@@ -173,12 +174,15 @@ def tables(
         [x.traffic(ladder.bucket, replicas).wire_bytes for x in ladder.taken(replicas)]
         for ladder in ladders
     ]
-    _step_checks.update.bytes_fall(
-        ladders[0].encodings,
-        [sum(rung) for rung in zip(*alone, strict=True)],
-        replicas,
-        sum(buckets.sizes),
-    )
+    sent = [sum(rung) for rung in zip(*alone, strict=True)]
+    if any(map(operator.lt, sent, sent[1:])):
+        pairs = zip(ladders[0].encodings, sent, strict=True)
+        listed = "".join(f"\n  {x!r:<28} {n:14,.0f}" for x, n in pairs)
+        raise ValueError(
+            f"the bytes of a ladder must fall, got for {replicas} replicas and a step"
+            f" of {sum(buckets.sizes):,} entries:{listed}\nPut the encodings in the"
+            f" order of their bytes, or leave one out."
+        )
     rows.append((np.inf, 0, 0, 0, False))
     dense = _collectives.mean_traffic(buckets.total_size, replicas)
     return Tables(*np.asarray(rows, np.float32).T, dense=dense)
@@ -195,9 +199,8 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     if named := [x for x in ladders[0].encodings if x in found]:
         warnings.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
-            " bytes than a dense step, and is a dense step. That is expected at the"
-            " start of a warm-up. Otherwise leave it out, or choose an encoding whose"
-            " bytes do not grow with the replicas: gravac.Bits(2), gravac.LowRank(4).",
+            f" bytes than a dense step, and is one: but for the start of a warm-up,"
+            f" choose gravac.Bits(2) or gravac.LowRank(4).",
             stacklevel=2,
         )
 

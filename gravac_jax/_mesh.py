@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from gravac_jax import _checks
+from gravac_jax import _refuse
 
 
 def make_mesh(
@@ -60,7 +60,7 @@ def make_mesh(
     if not chosen:
         raise ValueError("`devices` is empty: leave it out for those of all processes.")
     if hosts is not None:
-        _checks.positive_integer(hosts, "hosts", "groups of devices")
+        _refuse.count(hosts, "hosts", "groups of devices")
     rows = _by_host(chosen) if hosts is None else _divided(chosen, hosts)
     sizes = sorted({len(x) for x in rows})
     if len(names) == 2 and len(sizes) > 1:

@@ -6,7 +6,7 @@ Flax is an extra, so it is imported where it is used.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import (
-    _checks,
+    _arrays,
     _collectives,
     _gradients,
     _parallel,
     _placement,
+    _refuse,
     _residuals,
-    _step_checks,
 )
 from gravac_jax._collectives import AxisName, Comm
 
@@ -103,18 +103,23 @@ def nnx_value_and_grad(
     """
     nnx = _flax("nnx_value_and_grad")
     if optimizer is not None:
-        _step_checks.objects.is_nnx_optimizer(optimizer)
+        _refuse_optimizer(optimizer)
     wrt = nnx.Param if optimizer is None else optimizer.wrt
     is_trained = nnx.filterlib.to_predicate(wrt)
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _step_checks.update.bound_axis(axis_name, "nnx_value_and_grad")
+        _refuse.bound_axis(axis_name, "nnx_value_and_grad")
         comm = Comm(axis_name)
         given = (*args, kwargs)
         is_param = lambda path, x: path[0] == 0 and is_trained(path[1:], x)
         graph, params, rest = nnx.split(given, is_param, ...)
-        _step_checks.objects.has_params(params, args, wrt)
+        if not jax.tree.leaves(params):
+            kind = type(args[0]).__name__ if args else "no positional argument"
+            raise TypeError(
+                f"the first argument must be a model with variables {wrt!r}, got"
+                f" {kind}: pass it by position, or to gravac.value_and_grad a pytree."
+            )
         if optimizer is not None:
             params = _own_params(params, optimizer)
         rest = _with_own_keys(rest, comm)
@@ -124,9 +129,9 @@ def nnx_value_and_grad(
             objects = _objects_in(own)
             before, structures = _values(objects), _structures(objects)
             out = loss_fn(*own[:-1], **own[-1])
-            _step_checks.objects.keeps_structure(objects, structures, "the loss")
+            _refuse_structure(objects, structures, "the loss")
             changed = _changed(before, objects)
-            loss, aux = _step_checks.losses.with_aux(out) if has_aux else (out, None)
+            loss, aux = _refuse.loss(out, has_aux)
             return loss, (aux, changed)
 
         value_and_grad = _gradients.value_and_grad(of_params, axis_name, has_aux=True)
@@ -220,9 +225,15 @@ def nnx_data_parallel(
         before, structures = _values(objects), _structures(objects)
         with _metrics_of(objects, comm):
             metrics = train_step(*in_order, **shared)
-        _step_checks.objects.keeps_structure(objects, structures, "the step")
+        _refuse_structure(objects, structures, "the step")
         _check_alike(objects, before, nnx.state(objects), comm, "the step")
-        _step_checks.objects.no_objects(metrics, lambda x: isinstance(x, nnx.Pytree))
+        is_object = lambda x: isinstance(x, nnx.Pytree)
+        returned = jax.tree.leaves(metrics, is_leaf=is_object)
+        if kinds := [type(x).__name__ for x in returned if is_object(x)]:
+            raise TypeError(
+                f"the step must return metrics or None, got nnx objects, {kinds}:"
+                f" change its arguments in place."
+            )
         return (at, *objects, metrics)
 
     run = _parallel.data_parallel(
@@ -231,10 +242,9 @@ def nnx_data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        at = _step_checks.objects.batch_among(args, _is_object())
+        at = _batch_among(args)
         objects = (*args[:at], *args[at + 1 :])
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        _step_checks.objects.shares_nothing(objects, is_variable)
+        _refuse_shared(objects)
         _, *after, metrics = run(_BatchAt(at), *objects, args[at], **shared)
         nnx.update(objects, nnx.state(tuple(after)))
         return metrics
@@ -287,10 +297,9 @@ def nnx_flush(
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
     _flax("nnx_flush")
-    _step_checks.objects.is_nnx_optimizer(optimizer)
-
+    _refuse_optimizer(optimizer)
     axes = _collectives.join(axis_name, dense_axis_name)
-    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
+    _refuse.mesh(mesh, axis_name, dense_axis_name)
     deliver = _delivery(mesh, axis_name, dense_axis_name)
     replicas = _placement.count_replicas(mesh, axes)
     deliver(model, optimizer, np.zeros(replicas, np.float32))
@@ -321,6 +330,66 @@ def _flax(name: str) -> Any:
             f" not be imported ({error}): pip install flax."
         ) from error
     return nnx
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if not (hasattr(optimizer, "tx") and hasattr(optimizer, "opt_state")):
+        raise TypeError(
+            f"`optimizer` must be the nnx.Optimizer of the model, or None for gradients"
+            f" at the shared params, got {type(optimizer).__name__}."
+        )
+
+
+def _batch_among(args: Sequence[Any]) -> int:
+    """Return the index of the one argument that is no nnx object."""
+    is_object = _is_object()
+    leaves = [jax.tree.leaves(x, is_leaf=is_object) for x in args]
+    others = [i for i, found in enumerate(leaves) if not all(map(is_object, found))]
+    places = others or [i for i, found in enumerate(leaves) if not found][-1:]
+    if len(places) != 1 or len(args) < 2:
+        kinds = [f"argument {i} ({type(args[i]).__name__})" for i in places]
+        raise TypeError(
+            f"an nnx step takes nnx objects and one batch by position, got"
+            f" {len(args)} arguments, and those that are no nnx objects are:"
+            f" {', '.join(kinds) or 'none'}. Make the batch one tuple or dict, pass"
+            f" what all replicas share by keyword, or use gravac.data_parallel."
+        )
+    return places[0]
+
+
+def _refuse_shared(objects: Objects) -> None:
+    """Refuse a variable that two objects, or two attributes, share."""
+    from flax import nnx
+
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    seen: dict[int, str] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(objects), is_leaf=is_variable)
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path)
+        if is_variable(x) and (first := seen.setdefault(id(x), name)) != name:
+            raise ValueError(
+                f"the step's arguments share the {type(x).__name__} at {first} and at"
+                f" {name}: keep one, and hand it over where the other is used."
+            )
+
+
+def _refuse_structure(objects: Objects, structures: Sequence[Any], who: str) -> None:
+    """Refuse to change more of nnx objects than the values of their variables."""
+    for x, before in zip(objects, structures, strict=True):
+        if jax.tree.structure(x) != before:
+            paths = [path for path, _ in _arrays.named_leaves(x)]
+            raise ValueError(
+                f"{who} may change values of variables only, got a {type(x).__name__}"
+                f" with {paths}: call model.train() or model.eval() outside, and take"
+                f" out what self.sow stored, nnx.pop(model, nnx.Intermediate)."
+            )
+
+
+def _refuse_to_compute() -> None:
+    raise ValueError(
+        "the step calls `compute` of a metric, which has the sums of one replica alone:"
+        " call it after the step, on the same metric."
+    )
 
 
 def _is_object() -> Callable[[Any], bool]:
@@ -420,7 +489,12 @@ def _check_alike(
             first, *names = path
             owner = type(objects[first]).__name__
             name = ".".join(map(str, (owner, *names)))
-            _step_checks.objects.variable_stays_alike(name, type(x).__name__, who)
+            raise ValueError(
+                f"{who} changes {name}, of type {type(x).__name__}, to what may differ"
+                f" between replicas: make a statistic of the batch an nnx.BatchStat of"
+                f" the loss, average by jax.lax.pmean, or return it as aux, with"
+                f" has_aux=True; params change by a gravac.transform that comes first."
+            )
 
 
 @contextlib.contextmanager
@@ -436,16 +510,23 @@ def _metrics_of(objects: Objects, comm: Comm) -> Iterator[None]:
     is_metric = lambda x: isinstance(x, nnx.metrics.Metric)
     is_single = lambda x: is_metric(x) and not isinstance(x, nnx.MultiMetric)
     is_sum = lambda x: isinstance(x, nnx.metrics.MetricState)
-    _step_checks.objects.adds_up(
-        objects, lambda x: is_single(x) or is_sum(x), is_average, is_sum
-    )
+    is_held = lambda x: is_single(x) or is_sum(x)
+    at_paths = jax.tree_util.tree_leaves_with_path(tuple(objects), is_leaf=is_held)
+    for path, x in at_paths:
+        held = any(map(is_sum, jax.tree.leaves(x, is_leaf=is_sum)))
+        if held and not is_average(x):
+            raise ValueError(
+                f"the {type(x).__name__} at {jax.tree_util.keystr(path)} cannot be"
+                f" added up over replicas: use a subclass of nnx.metrics.Average, or"
+                f" return values from the step and update it outside."
+            )
     sums = [x for x in jax.tree.leaves(objects, is_leaf=is_sum) if is_sum(x)]
     is_first = comm.replica() == 0
     for x in sums:
         x.set_value(jnp.where(is_first, x.get_value(), jnp.zeros_like(x.get_value())))
     metrics = [x for _, x in nnx.iter_graph(objects) if is_metric(x)]
     for x in metrics:  # a function of the instance hides that of the class
-        vars(x)["compute"] = _step_checks.objects.computed_after_step
+        vars(x)["compute"] = _refuse_to_compute
     yield
     for x in metrics:
         del vars(x)["compute"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _checks
+from gravac_jax import _refuse
 from gravac_jax._error_feedback.steps import StepsState
 from gravac_jax._state import transform_states
 
@@ -65,8 +65,8 @@ def outer(
       optimization, ICLR 2021.
     """
     kind, sgd = optax.GradientTransformation, "optax.sgd(0.7, momentum=0.9)"
-    _checks.component(transform, kind, "transform", "gravac.transform(...)")
-    _checks.component(optimizer, kind, "optimizer", sgd)
+    _refuse.instance(transform, kind, "transform", "gravac.transform(...)")
+    _refuse.instance(optimizer, kind, "optimizer", sgd)
     transform = optax.with_extra_args_support(transform)
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -114,10 +114,7 @@ def _holds_steps(state: Any) -> None:
     memories = [x for ours in found for x in ours.local.memory]
     if len(found) != 1 or not all(isinstance(x, StepsState) for x in memories):
         raise ValueError(
-            "gravac.outer steps on the mean of what optimizers made: it needs one"
-            " gravac.transform with memory=gravac.Steps(...), got"
-            f" {len(found)} transforms with"
-            f" {sorted({type(x).__name__ for x in memories})}. Write gravac.outer("
-            "gravac.transform(memory=gravac.Steps(optax.adamw(1e-3)), ...),"
-            " optax.sgd(0.7, momentum=0.9))."
+            f"gravac.outer steps on what optimizers made, got {len(found)} transforms"
+            f" with {sorted({type(x).__name__ for x in memories})}: give it one"
+            f" gravac.transform(memory=gravac.Steps(optax.adamw(1e-3)), ...)."
         )

@@ -1,6 +1,7 @@
 """Run a train step, written for one replica, on all of them: on a mesh or simulated."""
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,10 @@ from jax import core
 
 from gravac_jax import (
     _arrays,
-    _checks,
     _collectives,
     _placement,
+    _refuse,
     _state,
-    _step_checks,
 )
 from gravac_jax._collectives import AxisName, Comm
 
@@ -91,8 +91,8 @@ def data_parallel(
     """
     axes = _collectives.join(axis_name, dense_axis_name)
     call = "gravac.data_parallel(train_step, mesh)"
-    _checks.function(train_step, "train_step", call)
-    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
+    _refuse.function(train_step, "train_step", call)
+    _refuse.mesh(mesh, axis_name, dense_axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
         return simulate(
             train_step,
@@ -105,12 +105,12 @@ def data_parallel(
     _count_carried(carried)
     everywhere = jax.NamedSharding(mesh, jax.P())
     replicas, devices = (_placement.count_replicas(mesh, x) for x in (axis_name, axes))
-    _checks.flag(average_metrics, "average_metrics")
+    _refuse.instance(average_metrics, bool, "average_metrics", "False")
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
     body_of_vmap = _on_one_replica(train_step, axes, True, average_metrics)
     out = jax.P() if average_metrics else jax.P(axes)
     divided = functools.partial(
-        _step_checks.steps.divided,
+        _refuse.divided,
         carried=carried,
         replicas=max(1, devices // jax.process_count()),
         is_donated=donate,
@@ -121,7 +121,7 @@ def data_parallel(
         state: Any, own: Any, batch: Any, shared: Any, specs: Any, has_slices: bool
     ) -> Any:
         if has_slices:
-            _step_checks.meshes.is_auto(mesh, axis_name)
+            _refuse.by_hand(mesh, axis_name)
             _placement.check_has_slices(state, mesh.size)
             of_all = _by_vmap(body_of_vmap, replicas, axis_name, average_metrics, mesh)
             state, own, metrics = of_all(state, own, batch, shared)
@@ -177,7 +177,7 @@ def split_arguments(
     replicas = _placement.count_replicas(mesh, axis_name)
     _placement.check_placed(state, replicas)
     here = max(1, replicas // jax.process_count())
-    _step_checks.steps.divided((*state, batch), 0, here, True, shared)
+    _refuse.divided((*state, batch), 0, here, True, shared)
     everywhere = jax.NamedSharding(mesh, jax.P())
     split = jax.NamedSharding(mesh, jax.P(axis_name))
     return (
@@ -263,10 +263,10 @@ def simulate(
       65536.0
     """
     call = "gravac.simulate(train_step, replicas)"
-    _checks.function(train_step, "train_step", call)
-    _checks.positive_integer(replicas, "replicas", "replicas")
+    _refuse.function(train_step, "train_step", call)
+    _refuse.count(replicas, "replicas", "replicas")
     _count_carried(carried)
-    _checks.flag(average_metrics, "average_metrics")
+    _refuse.instance(average_metrics, bool, "average_metrics", "False")
     body = _on_one_replica(train_step, axis_name, True, average_metrics)
     of_all = _by_vmap(body, replicas, axis_name, average_metrics)
 
@@ -277,7 +277,7 @@ def simulate(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        divided = _step_checks.steps.divided(args, carried, replicas, donate, shared)
+        divided = _refuse.divided(args, carried, replicas, donate, shared)
         state, own, batch = divided
         state, own, metrics = run(state, own, batch, shared)
         return (*state, *own, *metrics)
@@ -333,9 +333,7 @@ def _by_vmap(
 
 def _count_carried(carried: int) -> None:
     if carried:
-        _checks.positive_integer(
-            carried, "carried", "arguments of the step, or is 0 for none"
-        )
+        _refuse.count(carried, "carried", "arguments, or is 0 for none")
 
 
 def _on_one_replica(
@@ -353,14 +351,14 @@ def _on_one_replica(
         given = (*state, *own)
         # A step may change nnx objects in place: it has a copy of what came in.
         copy = jax.tree.map(lambda x: x, given)
-        with _step_checks.steps.explained():
+        with _refuse.explained():
             results = train_step(*copy, batch, **shared)
         # Decided by type: a single NamedTuple is a state, not several results.
         results = results if type(results) is tuple else (results,)
-        _step_checks.steps.returned_state(results, given)
+        _refuse.other_state(results, given)
         first, last = len(state), len(given)
         after, own_after = results[:first], results[first:last]
-        _step_checks.steps.returned_carry(own_after, own)
+        _refuse.other_carry(own_after, own)
         comm.check_alike(state, after)
         if averages:
             metrics = _reported(results[last:], comm, is_checked)
@@ -379,9 +377,17 @@ def _reported(metrics: Any, comm: Comm, is_checked: bool) -> Any:
         not isinstance(x, jax.Array) or (is_checked and comm.is_known_alike(x))
     )
     for path, x in _arrays.named_leaves(metrics):
-        _step_checks.steps.is_metric(path, x)
+        if not (hasattr(x, "dtype") or isinstance(x, numbers.Number)):
+            raise TypeError(
+                f"the metric at {path} must be an array or a number, got"
+                f" {type(x).__name__}: add names outside of the step."
+            )
         if not is_float(jnp.asarray(x)) and not known(x):
-            _step_checks.steps.has_no_mean(path, x.dtype, comm.axis_name)
+            raise TypeError(
+                f"the metric at {path} must be a float, which is averaged, got a"
+                f" {jnp.result_type(x)}: write gravac.Comm({comm.axis_name!r}).sum(x),"
+                f" or under check_vma=False return a float."
+            )
     metrics = jax.tree.map(jnp.asarray, metrics)
     floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)
     pick = lambda x, mean: x if mean is None else mean

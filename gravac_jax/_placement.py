@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gravac_jax import _chain, _checks, _collectives, _state, _step_checks
+from gravac_jax import _chain, _collectives, _refuse, _state
 from gravac_jax._collectives import AxisName
 
 
@@ -50,8 +50,13 @@ def place(
       >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
-    _checks.not_swapped(tree, mesh, "gravac.place(tree, mesh)")
-    _checks.mesh_or_replicas(mesh, axis_name)
+    is_place = lambda x: isinstance(x, (jax.sharding.Mesh, int))
+    if is_place(tree) and not is_place(mesh):
+        raise TypeError(
+            f"the arguments are swapped, got {type(tree).__name__} before"
+            f" {type(mesh).__name__}: write gravac.place(tree, mesh)."
+        )
+    _refuse.mesh(mesh, axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
         replicas, devices, inner, owners = mesh, mesh, (), axis_name
     else:
@@ -68,8 +73,12 @@ def place(
             return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
         if placed == devices:  # a state of slices
             local = on_mesh(jax.P(owners))
-        else:
-            _step_checks.meshes.placed_on(placed, replicas)
+        elif placed != replicas:
+            raise ValueError(
+                f"the state is placed on {placed} replicas, got {replicas}: to move"
+                f" what each holds back, save it by gravac_jax.checkpoint and restore"
+                f" it there, or start anew from tx.init(params)."
+            )
         return jax.tree.map(lambda x: _copy(x, local), state)
 
     def place_shared(x: Any) -> jax.Array:
@@ -101,7 +110,7 @@ def check_placed(tree: Any, *replicas: int) -> None:
     def check(state: Any) -> None:
         placed = _state.placed_replicas(state)
         if placed not in replicas:
-            _step_checks.meshes.is_placed(placed, replicas[0])
+            _refuse.placed(placed, replicas[0])
 
     _state.map_local(tree, check, lambda _: None)
 
@@ -177,7 +186,7 @@ def check_has_slices(tree: Any, devices: int) -> None:
     """Raise unless the transform has a part for each device of a mesh."""
     for local in _state.locals_of(tree):
         leading = _state.placed_replicas(local)
-        _step_checks.meshes.is_sliced(leading, devices, "the mesh")
+        _refuse.sliced(leading, devices)
 
 
 def constrained(
@@ -219,5 +228,5 @@ def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
       >>> specs[0].local.memory[0].residual, specs[0].steps
       (P('data',), P())
     """
-    _checks.axis(axis_name)
+    _refuse.axis(axis_name)
     return _state.per_leaf(tree, jax.P(axis_name), jax.P())

@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from gravac_jax import _checks, _outer
+from gravac_jax import _arrays, _outer, _refuse
 from gravac_jax._clipping import ClipByGlobalNorm
 from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Scheduled
@@ -82,11 +82,11 @@ def dgc(
 
 def _warmed_up(send: Any, steps: int) -> Encoding | Controller:
     """Return what comes to `send`, a `TopK`, in stages of equal length."""
-    _checks.positive_integer(steps, "warm_up_steps", "the steps before the last stage")
+    _refuse.count(steps, "warm_up_steps", "the steps before the last stage")
     if not isinstance(send, TopK):
         raise TypeError(
-            f"`warm_up_steps` lead to a gravac.TopK, got send={_checks.shown(send)}."
-            f" Write send=gravac.TopK(1000), or make stages with gravac.Scheduled(...)."
+            f"`warm_up_steps` lead to a gravac.TopK, got send={_refuse.shown(send)}:"
+            f" write send=gravac.TopK(1000), or make stages with gravac.Scheduled(...)."
         )
     below = [x for x in WARM_UP if x < send.factor]
     stages = [dataclasses.replace(send, factor=x) for x in below]
@@ -163,12 +163,11 @@ def adamw(
       >>> float(loss)
       65536.0
     """
-    _checks.learning_rate(learning_rate)
-    _checks.no_memory_beside(others, "gravac.adamw", "Adam")
-    _checks.decay(b1, "b1")
-    _checks.decay(b2, "b2")
-    why = "It is added to a root mean square that may be 0."
-    _checks.above_zero(eps, "eps", why)
+    _refuse_memory(others, "gravac.adamw")
+    _refuse_rate(learning_rate)
+    _refuse.number(b1, "b1", low=0, below=1)
+    _refuse.number(b2, "b2", low=0, below=1)
+    _refuse.number(eps, "eps", above=0)
     steps = Steps(optax.adam(learning_rate, b1, b2, eps))
     return optax.chain(
         transform(axis_name, send=send, memory=steps, **others),
@@ -219,10 +218,10 @@ def sgd(
       >>> import gravac_jax as gravac
       >>> tx = gravac.sgd(0.1, momentum=0.9, nesterov=True)
     """
-    _checks.learning_rate(learning_rate)
-    _checks.no_memory_beside(others, "gravac.sgd", "momentum")
-    _checks.decay(momentum, "momentum")
-    _checks.flag(nesterov, "nesterov")
+    _refuse_memory(others, "gravac.sgd")
+    _refuse_rate(learning_rate)
+    _refuse.number(momentum, "momentum", low=0, below=1)
+    _refuse.instance(nesterov, bool, "nesterov", "False")
     steps = Steps(optax.sgd(learning_rate, momentum, nesterov))
     return transform(axis_name, send=send, memory=steps, **others)
 
@@ -273,10 +272,28 @@ def diloco(
     References:
       Douillard et al., DiLoCo, arXiv 2311.08105, Algorithm 1.
     """
-    _checks.no_memory_beside(others, "gravac.diloco", "the inner optimizer")
+    _refuse_memory(others, "gravac.diloco")
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
     tx = transform(axis_name, send=send, every=every, memory=Steps(inner), **others)
     return _outer.outer(tx, outer)
+
+
+def _refuse_memory(others: dict[str, Any], recipe: str) -> None:
+    if "memory" in others:
+        raise TypeError(
+            f"{recipe} has a memory that runs its optimizer, got"
+            f" memory={others['memory']!r} beside: for another one write"
+            f" gravac.transform(memory=...)."
+        )
+
+
+def _refuse_rate(rate: Any) -> None:
+    is_array = getattr(rate, "shape", None) == ()
+    if not (callable(rate) or is_array or _refuse.is_number(rate)):
+        raise TypeError(
+            f"`learning_rate` must be a number or a schedule of Optax, and comes first,"
+            f" as in gravac.adamw(1e-3), got {_arrays.brief(rate)}."
+        )
 
 
 def _times(factor: float, rate: Any) -> Any:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _checks, _xla
+from gravac_jax import _chain, _refuse, _xla
 
-Delivery = Literal["mean", "own", "nothing"]
+Delivery = Literal["mean", "own", "nothing", "probe"]
 
 
 def flush(
@@ -62,7 +62,7 @@ def flush(
       >>> params.tolist()
       [-4.0, -3.0, -2.0, -1.0]
     """
-    _checks.optimizer(tx, "gravac.flush(tx, params, opt_state)")
+    _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     _chain.the_transform(opt_state, "gravac.flush")
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
@@ -101,7 +101,7 @@ def own_params(
       TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
         pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
       ValueError: if there is no `gravac.transform` in `tx`, or more than one; if `tx`
-        has an optimizer of Optax that is not linear, such as Adam.
+        is not linear in the updates, as Adam and clips are not.
 
     Cost:
       No collective; one pass over the params, and memory for another copy of them.
@@ -130,10 +130,15 @@ def own_params(
       Xie et al., CSER, NeurIPS 2020, which applies steps of SGD that were not sent
       locally.
     """
-    _checks.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
+    _refuse.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
     _chain.the_transform(opt_state, "gravac.own_params")
-    _chain.check_linear(opt_state)
     tx = optax.with_extra_args_support(tx)
+    if not _chain.is_linear(tx, params, opt_state, **extra):
+        raise ValueError(
+            "gravac.own_params needs an optimizer that is linear in the updates, got"
+            " one that is not, such as Adam or a clip: take gravac.adamw(1e-3) and"
+            " gravac.transform(clip=...), or gradients at the shared params."
+        )
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange.
     params, opt_state = jax.tree.map(_xla.once, (params, opt_state))

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
-from gravac_jax import _arrays, _checks, _state, _step_checks
+from gravac_jax import _arrays, _refuse, _state
 from gravac_jax._collectives import AxisName, Comm, axis_names, inner_axes
 from gravac_jax._state import TransformState
 
@@ -81,15 +82,30 @@ class Slices:
         return [not cut.copies for cut in self._cuts(leaves)] if leaves else []
 
     def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
-        _step_checks.meshes.sharded_alike(leaves, self.specs)
+        fits = lambda x, spec: len(spec) <= len(x.shape)
+        if len(leaves) != len(self.specs) or not all(map(fits, leaves, self.specs)):
+            raise ValueError(
+                f"`shardings` told of {len(self.specs)} leaves, sharded by"
+                f" {_arrays.brief(self.specs)}, got {len(leaves)} of the shapes"
+                f" {_arrays.brief([x.shape for x in leaves])}: give gravac.transform"
+                f" the params that the optimizer sees, shardings=params."
+            )
         pairs = zip(leaves, self.specs, strict=True)
         return [cut(x.shape, spec, self.mesh, self.axes) for x, spec in pairs]
 
     def check(self, params: Any) -> None:
         """Raise if params lie otherwise on their mesh, as far as they tell."""
-        leaves = jax.tree.leaves(params)
-        if leaves:
-            _step_checks.meshes.lies_as_said(leaves, self.specs, self.mesh)
+        for x, spec in zip(jax.tree.leaves(params), self.specs, strict=False):
+            lies = getattr(x, "sharding", None)
+            if isinstance(x, core.Tracer) or not isinstance(lies, jax.NamedSharding):
+                continue  # nothing tells
+            if not lies.is_equivalent_to(jax.NamedSharding(self.mesh, spec), x.ndim):
+                raise ValueError(
+                    f"`shardings` told of {spec} over {dict(self.mesh.shape)}, got an"
+                    f" array of shape {x.shape} sharded by {lies.spec} over"
+                    f" {dict(lies.mesh.shape)}: give gravac.transform the params as"
+                    f" they lie, shardings=params."
+                )
 
     def place(self, make: Callable[[], TransformState]) -> TransformState:
         """Return the state that `make` returns for one device, of all devices."""
@@ -125,12 +141,17 @@ class Slices:
         """
         updates, state, params, numbers = given
         comm = Comm(self.axis_name)
-        _step_checks.meshes.mapped_by_vmap(comm.is_simulated, self.axis_name)
+        if not comm.is_simulated:
+            raise ValueError(
+                f"gravac.transform(shardings=params) leaves the model to the compiler,"
+                f" got a step that shard_map or pmap maps over {self.axis_name!r}: run"
+                f" it by gravac.data_parallel without a `dense_axis_name`."
+            )
         _state.check_sliced(state, self.inner_devices)
         alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
         # The gradient of what does not depend on the batch is alike on all replicas.
         if deliver is None and len(alike) == len(self.specs):
-            _step_checks.update.still_local(alike[0][0], axis_names(self.axis_name))
+            _refuse.summed(alike[0][0], axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
@@ -244,8 +265,11 @@ def said(
     if not jax.tree.leaves(shardings):
         return {"dense_axis_name": dense_axis_name, "slices": None}
     slices = slices_of(shardings, axis_name)
-    why = "`shardings` tells the other axes."
-    _checks.not_both(why, dense_axis_name=dense_axis_name, shardings=slices.mesh)
+    if dense_axis_name is not None:
+        raise TypeError(
+            f"give `dense_axis_name` or `shardings`, not both, got {dense_axis_name!r}"
+            f" and {slices.mesh}: `shardings` tells the other axes."
+        )
     # Without other axes nothing is cut.
     is_cut = bool(slices.axes)
     return {
@@ -263,9 +287,25 @@ def slices_of(shardings: Any, axis_name: AxisName) -> Slices:
     """
     each = [getattr(x, "sharding", x) for x in jax.tree.leaves(shardings)]
     spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
-    mesh = _step_checks.meshes.one_mesh(each)
-    _step_checks.meshes.has_axes(mesh, axis_names(axis_name))
+    meshes = {x.mesh for x in each if isinstance(x, jax.NamedSharding)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"`shardings` must be the params as they lie on one mesh, or their"
+            f" jax.NamedSharding, got {len(meshes)} meshes, and"
+            f" {sorted({type(x).__name__ for x in each})}: take them outside of jit."
+        )
+    mesh, slow = meshes.pop(), set(axis_names(axis_name))
+    if missing := sorted(slow - set(mesh.axis_names)):
+        raise ValueError(
+            f"`axis_name` must be the slow axis of the mesh of `shardings`, which has"
+            f" {mesh.axis_names}, got {missing}: write"
+            f" gravac.transform({mesh.axis_names[0]!r}, shardings=params)."
+        )
     slices = Slices(mesh, axis_name, tuple(map(spec, each)))
     names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
-    _step_checks.meshes.sharded_inside(names, axis_names(axis_name))
+    if both := sorted(names & slow):
+        raise ValueError(
+            f"the params are sharded over {both}, and each replica along `axis_name`"
+            f" needs all of them: name another axis, or leave {both} out of the specs."
+        )
     return slices

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _step_checks
+from gravac_jax import _refuse
 from gravac_jax._collectives import Comm
 from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
@@ -188,9 +188,9 @@ def placed_replicas(local: Any) -> int | None:
 def check_sliced(state: Any, devices: int) -> None:
     """Refuse a state that does not have an own part for each device of a replica."""
     if not is_transform_state(state):
-        _step_checks.update.no_state(state)
+        _refuse.no_state(state)
     leading = placed_replicas(state.local)
-    _step_checks.meshes.is_sliced(leading, devices, "a replica")
+    _refuse.sliced(leading, devices)
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
@@ -205,15 +205,15 @@ def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
       ValueError: if the state has other shapes, or is not placed where it must be.
     """
     if not is_transform_state(state):
-        _step_checks.update.no_state(state)
-    _step_checks.update.is_pure(state.steps)
+        _refuse.no_state(state)
+    _refuse.pure(state.steps)
     local = state.local
     if placed_replicas(local) is not None:
         is_mine = all(x.shape[:1] == (1,) for x in jax.tree.leaves(local))
         local = jax.tree.map(lambda x: x[0], local) if is_mine else local
     elif comm.is_shared(local):
-        _step_checks.meshes.is_placed(None, comm.replicas)
-    _step_checks.update.state_matches(state._replace(local=local), expected)
+        _refuse.placed(None, comm.replicas)
+    _refuse.state_of_others(state._replace(local=local), expected)
     return comm.cast(local._replace(replica=comm.replica()))
 
 
@@ -233,12 +233,9 @@ def credit(
       Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
       elsewhere. All zeros if the time or the step is not known.
     """
-    seconds = _step_checks.update.scalar(
-        step_seconds, jnp.nan, jnp.float32, "step_seconds"
-    )
-    step = _step_checks.update.scalar(
-        measured_step, state.steps - 1, jnp.int32, "measured_step"
-    )
+    scalar = _refuse.scalar
+    seconds = scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
+    step = scalar(measured_step, state.steps - 1, jnp.int32, "measured_step")
     age = state.steps - step
     is_time = jnp.isfinite(seconds) & (seconds > 0)
     is_known = is_time & (age >= 1) & (age <= PAST_STEPS)

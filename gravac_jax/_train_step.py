@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax import core
 
 from gravac_jax import (
     _ahead,
     _chain,
-    _checks,
     _collectives,
     _gradients,
     _parallel,
     _placement,
+    _refuse,
     _residuals,
-    _step_checks,
 )
 from gravac_jax._ahead import Ahead, Kind
 from gravac_jax._collectives import AxisName
@@ -58,10 +58,9 @@ def train_step(
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
       at: where a replica takes its gradient: at its "own" params, or at the "shared"
-        ones. By default at its own, unless an optimizer such as Adam, or a wrapper such
-        as `optax.MultiSteps`, comes after the transform. What comes after it must then
-        be linear in the updates, as learning rates, momentum and decay are. A clip is
-        not: give it to the transform, or pass "shared".
+        ones. By default at its own, unless what comes after the transform is not linear
+        in the updates. Learning rates, momentum and decay are linear; Adam,
+        `optax.MultiSteps` and clips are not: give a clip to the transform.
       branches: whether the rungs of a controller are branches of one program, as by
         default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
         program of its own, which is compiled when it is first taken: XLA fuses more, a
@@ -99,12 +98,13 @@ def train_step(
       65536.0
     """
     call = "gravac.train_step(loss_fn, tx, mesh)"
-    _checks.function(loss_fn, "loss_fn", call)
-    _checks.optimizer(tx, call)
+    _refuse.function(loss_fn, "loss_fn", call)
+    _refuse.optimizer(tx, call)
     tx = _chain.checked(tx, "gravac.train_step")
-    _checks.one_of(at, "at", (None, "own", "shared"))
+    if at is not None:
+        _refuse.one_of(at, "at", ("own", "shared"))
     axes = _collectives.join(axis_name, dense_axis_name)
-    _checks.mesh_or_replicas(mesh, axis_name, dense_axis_name)
+    _refuse.mesh(mesh, axis_name, dense_axis_name)
     loss_and_grad = _gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
@@ -112,7 +112,7 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where = at or _where(opt_state)
+        where = at or _where(tx, params, opt_state)
         own = _residuals.own_params if where == "own" else lambda tx, params, _: params
         value, grads = loss_and_grad(own(tx, params, opt_state), batch)
         known = {name: x for name, x in kind._asdict().items() if x is not None}
@@ -151,10 +151,10 @@ def train_step(
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
 
-def _where(opt_state: Any) -> str:
+def _where(tx: Any, params: Any, opt_state: Any) -> str:
     """Return where gradients are best taken."""
     # What waits needs own params, and says so where they cannot be.
-    is_own = _chain.is_linear(opt_state) or _chain.waits(opt_state)
+    is_own = _chain.waits(opt_state) or _chain.is_linear(tx, params, opt_state)
     return "own" if is_own else "shared"
 
 
@@ -163,7 +163,7 @@ def _has_branches(branches: bool | None, mesh: Any) -> bool:
     if branches is None:
         devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else []
         return all(x.platform == "cpu" for x in devices)
-    _checks.flag(branches, "branches")
+    _refuse.instance(branches, bool, "branches", "False")
     return branches
 
 
@@ -195,7 +195,13 @@ class TrainStep:
         self, params: Any, opt_state: Any, batch: Any, *others: Any, **named: Any
     ) -> Any:
         """Take a step; `params` and `opt_state` are donated. Others are refused."""
-        _step_checks.steps.one_batch(others, tuple(named))
+        if others or named:
+            raise TypeError(
+                f"a step of gravac.train_step takes params, opt_state and one batch,"
+                f" got {len(others) + 3} arguments and the names {list(named)}: make"
+                f" the batch a tuple such as (x, y). What has no rows, such as a key,"
+                f" needs gravac.data_parallel, which passes on what comes by name."
+            )
         if _steps(opt_state) is not self._steps:
             self._begin(params, opt_state)
         kind = self._ahead.next()
@@ -210,9 +216,14 @@ class TrainStep:
 
     def _begin(self, params: Any, opt_state: Any) -> None:
         """Read from the state where the run stands."""
-        _step_checks.steps.still_there((params, opt_state))
+        _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
         state = _chain.the_transform(opt_state, "gravac.train_step")
-        _step_checks.steps.outside_of_a_program(state.steps)
+        if isinstance(state.steps, core.Tracer):
+            raise TypeError(
+                "a step of gravac.train_step is compiled already, got a traced state:"
+                " call it outside of jax.jit and jax.lax.scan, or write the step for"
+                " gravac.data_parallel."
+            )
         _chain.warn_of_late_momentum(opt_state)
         self._ahead = Ahead(state, self._has_branches)
         self._clock = StepClock(int(state.steps)) if self._is_timed else None

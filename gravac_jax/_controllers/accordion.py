@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _refuse
 from gravac_jax._controllers import base
 from gravac_jax._controllers.base import Controller, Evidence, has_dropped
 from gravac_jax._encodings.base import Encoding
@@ -77,13 +77,11 @@ class Accordion(Controller):
 
     def __post_init__(self) -> None:
         base.check_ladder(self.ladder, "Accordion", least=2, most=2)
-        _checks.positive_integer(
-            self.interval, "interval", "steps between two decisions"
-        )
-        why = "It is the relative change of the norm that makes a regime critical."
-        _checks.above_zero(self.threshold, "threshold", why)
+        _refuse.count(self.interval, "interval", "steps between two decisions")
+        _refuse.number(self.threshold, "threshold", above=0)
         if self.learning_rate is not None:
-            _checks.schedule(self.learning_rate, "learning_rate")
+            schedule = "optax.constant_schedule(0.1)"
+            _refuse.function(self.learning_rate, "learning_rate", schedule)
 
     def init(self) -> tuple[jax.Array, AccordionState]:
         """Return the first rung, and the state."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks
+from gravac_jax import _arrays, _refuse
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.dense import Dense
 
@@ -248,16 +248,15 @@ def check_ladder(
     is_tuple = isinstance(value, tuple)
     if not is_tuple or not all(isinstance(x, Encoding) for x in value):
         raise TypeError(
-            f"the ladder of {owner} must be a tuple of encodings, by falling bytes, got"
-            f" {_arrays.brief(value)}. Write (gravac.Dense(), gravac.Bits(8),"
-            f" gravac.Bits(2)); for one encoding alone,"
-            f" gravac.transform(send=gravac.Bits(2))."
+            f"the ladder of {owner} must be a tuple of encodings, such as"
+            f" (gravac.Dense(), gravac.Bits(8)), got {_arrays.brief(value)}: for one"
+            f" alone write gravac.transform(send=gravac.Bits(2))."
         )
     if not least <= len(value) <= most or len(set(value)) < len(value):
         wanted = f"{least} encodings" + " or more" * (most > least)
         raise ValueError(
             f"the ladder of {owner} must have {wanted}, each of them once, got"
-            f" {_arrays.brief(value)}. For one encoding alone write"
+            f" {_arrays.brief(value)}: for one alone write"
             f" gravac.transform(send=gravac.Bits(2))."
         )
 
@@ -267,7 +266,7 @@ def check_dense_first(ladder: tuple[Encoding, ...], owner: str) -> None:
     if not isinstance(ladder[0], Dense):
         raise ValueError(
             f"the ladder of {owner} must begin with gravac.Dense(), the step that it"
-            f" falls back to, got {_arrays.brief(ladder)}. Put it first."
+            f" falls back to, got {_arrays.brief(ladder)}."
         )
 
 
@@ -294,8 +293,8 @@ def controller_of(send: Any) -> Controller:
     if not isinstance(send, Controller):
         raise TypeError(
             f"`send` must be an encoding such as gravac.Bits(2), or a controller such"
-            f" as gravac.Fastest(), got {_checks.shown(send)}. For several encodings"
-            f" write gravac.Fastest((gravac.Dense(), gravac.Bits(2)))."
+            f" as gravac.Fastest((gravac.Dense(), gravac.Bits(2))) or gravac.Fastest(),"
+            f" got {_refuse.shown(send)}."
         )
     return send
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks
+from gravac_jax import _arrays, _refuse
 from gravac_jax._controllers import base, compression_gain, step_time_filter
 from gravac_jax._controllers.base import Controller, Evidence, Predictions
 from gravac_jax._controllers.progress import WAITING_COST, WAITING_COST_AT_SHARED
@@ -165,12 +166,18 @@ class Fastest(Controller):
 
     def __post_init__(self) -> None:
         base.check_ladder(self.ladder, "Fastest", least=2)
-        why = "It is the least that a step may be worth, in dense steps."
-        _checks.within(self.least_progress, "least_progress", 0, 1, why)
-        _checks.lengths_of_rounds(self.rounds)
+        _refuse.number(self.least_progress, "least_progress", low=0, high=1)
+        _refuse.instance(self.rounds, tuple, "rounds", "(1, 4, 16)")
+        for steps in self.rounds:
+            _refuse.count(steps, "rounds", "the steps of each round")
+        is_rising = all(map(operator.lt, self.rounds, self.rounds[1:]))
+        if self.rounds[:1] != (1,) or not is_rising:
+            raise ValueError(
+                f"`rounds` must begin with 1 and rise, got {self.rounds!r}: to exchange"
+                f" in every eighth step only, write gravac.transform(every=8)."
+            )
         if self.most_bytes is not None:
-            why = "It is the most bytes that a replica may send in a step."
-            _checks.above_zero(self.most_bytes, "most_bytes", why)
+            _refuse.number(self.most_bytes, "most_bytes", above=0)
 
     def reach(self, at_own_params: bool) -> tuple[int, ...]:
         """Return all rungs, or at the shared params those that suit these, if any."""

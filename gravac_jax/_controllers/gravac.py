@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks
+from gravac_jax import _arrays, _refuse
 from gravac_jax._controllers import base, compression_gain
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._encodings.base import Encoding
@@ -71,7 +71,7 @@ class GraVAC(Controller):
       ladder: `Dense()`, then the encodings to explore. The default is geometric: on the
         quickstart it saved more than exponential at the same loss.
       epsilon: smallest gain that may be sent; raising it sends more. The default was
-        measured (docs/papers.md says how); the paper uses 0.7 and 0.9 on larger
+        measured (docs/how-it-works.md says how); the paper uses 0.7 and 0.9 on larger
         models.
       omega: relative difference that counts as none; 0.01 in the paper.
       window: steps between two moves; 500 or 2,000 in the paper.
@@ -107,13 +107,13 @@ class GraVAC(Controller):
     def __post_init__(self) -> None:
         base.check_ladder(self.ladder, "GraVAC", least=2)
         base.check_dense_first(self.ladder, "GraVAC")
-        _checks.within(self.epsilon, "epsilon", 0, 1, "It is a gain.")
-        _checks.within(self.omega, "omega", 0, 1, "It is a relative difference.")
-        _checks.positive_integer(self.window, "window", "steps")
-        _checks.one_of(self.gain, "gain", compression_gain.GAINS)
+        _refuse.number(self.epsilon, "epsilon", low=0, high=1)
+        _refuse.number(self.omega, "omega", low=0, high=1)
+        _refuse.count(self.window, "window", "steps")
+        _refuse.one_of(self.gain, "gain", compression_gain.GAINS)
         if self.smoothing is not None:
-            why = "It is the weight of the newest step; None means replicas / 100."
-            _checks.within(self.smoothing, "smoothing", 1e-6, 1, why)
+            hint = "None means replicas / 100"
+            _refuse.number(self.smoothing, "smoothing", hint, low=1e-6, high=1)
 
     def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the first encoding after dense, with the next one as candidate."""

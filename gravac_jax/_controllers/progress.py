@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 # The best for all of eleven workloads is 0.1, and for each alone 0 to 0.27
-# (examples/benchmarks/records/2026-11-27_longer_runs, which says how wrong each is). A
-# value that is too high costs some time, and one that is too low costs quality.
+# (docs/results.md has its error). A value that is too high costs some time, and one
+# that is too low costs quality.
 WAITING_COST = 0.15
 # Of gradients, which ask again for what waits: 1.24 is the best for four workloads.
 WAITING_COST_AT_SHARED = 1.2

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _refuse
 from gravac_jax._controllers import base
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._encodings.base import Encoding
@@ -47,7 +47,14 @@ class Scheduled(Controller):
 
     def __post_init__(self) -> None:
         base.check_ladder(self.ladder, "Scheduled")
-        _checks.starts(self.starts, len(self.ladder))
+        starts, others = self.starts, len(self.ladder) - 1
+        is_step = lambda x: _refuse.is_number(x, is_whole=True) and x >= 0
+        is_fine = isinstance(starts, tuple) and all(map(is_step, starts))
+        if not is_fine or len(starts) != others or list(starts) != sorted(starts):
+            raise ValueError(
+                f"`starts` must be a tuple of rising steps, counted from 0, at which"
+                f" each of {others + 1} encodings but the first begins, got {starts!r}."
+            )
 
     def _rung(self, step: jax.Array) -> jax.Array:
         starts = jnp.asarray(self.starts, jnp.int32)

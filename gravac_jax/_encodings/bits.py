@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _checks, _collectives, _xla
+from gravac_jax import _arrays, _collectives, _refuse, _xla
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings import levels
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
@@ -182,11 +182,16 @@ class Bits(Encoding):
     row_entries: int = dataclasses.field(default=4096, kw_only=True)
 
     def __post_init__(self) -> None:
-        _checks.one_of(self.bits, "bits", WIDTHS)
-        _checks.positive_integer(self.turns, "turns", "parts that go one by one")
+        _refuse.one_of(self.bits, "bits", WIDTHS)
+        _refuse.count(self.turns, "turns", "parts that go one by one")
         if self.mean_bits is not None:
-            _checks.one_of(self.mean_bits, "mean_bits", WIDTHS)
-        _checks.multiple_of(self.row_entries, WORD_BITS, "row_entries")
+            _refuse.one_of(self.mean_bits, "mean_bits", WIDTHS)
+        _refuse.count(self.row_entries, "row_entries", "entries with one scale")
+        if self.row_entries % WORD_BITS:
+            raise ValueError(
+                f"`row_entries` must be a multiple of {WORD_BITS}, got"
+                f" {self.row_entries}."
+            )
 
     @property
     def sends_whole_entries(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax import _arrays, _collectives, _refuse
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 
@@ -49,7 +49,7 @@ class Dense(Encoding):
     values: str = "float32"
 
     def __post_init__(self) -> None:
-        _checks.one_of(self.values, "values", VALUES)
+        _refuse.one_of(self.values, "values", VALUES)
 
     @property
     def _is_short(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks, _collectives
+from gravac_jax import _arrays, _collectives, _refuse
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings import power_iteration, top_k
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
@@ -111,8 +111,8 @@ class LowRank(Encoding):
     values: str = dataclasses.field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
-        _checks.positive_integer(self.rank, "rank", "columns of thin matrices")
-        _checks.one_of(self.values, "values", VALUES)
+        _refuse.count(self.rank, "rank", "columns of thin matrices")
+        _refuse.one_of(self.values, "values", VALUES)
 
     @property
     def sends_whole_entries(self) -> bool:

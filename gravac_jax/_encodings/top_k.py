@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _checks, _collectives, _xla
+from gravac_jax import _arrays, _collectives, _refuse, _xla
 from gravac_jax._collectives import Comm, Traffic
 from gravac_jax._encodings import payload, selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
@@ -110,10 +110,10 @@ class TopK(Encoding):
     indices: str = dataclasses.field(default="uint16", kw_only=True)
 
     def __post_init__(self) -> None:
-        _checks.factor(self.factor)
-        _checks.one_of(self.select, "select", SELECT)
-        _checks.one_of(self.values, "values", tuple(payload.VALUES))
-        _checks.one_of(self.indices, "indices", tuple(payload.INDICES))
+        _refuse_density(self.factor, "factor")
+        _refuse.one_of(self.select, "select", SELECT)
+        _refuse.one_of(self.values, "values", tuple(payload.VALUES))
+        _refuse.one_of(self.indices, "indices", tuple(payload.INDICES))
 
     @classmethod
     def geometric(
@@ -136,8 +136,7 @@ class TopK(Encoding):
           >>> gravac.TopK.geometric(10, 50)
           (Dense(), TopK(10), TopK(20), TopK(40), TopK(50))
         """
-        why = "It is the step from one factor to the next."
-        _checks.within(multiplier, "multiplier", 1.01, 1e6, why)
+        _refuse.number(multiplier, "multiplier", low=1.01, high=1e6)
         return _scaled(minimum, maximum, multiplier, lambda x: x * multiplier, options)
 
     @classmethod
@@ -332,13 +331,24 @@ def _at_most(k: jax.Array, choice: _Choice, x: jax.Array, key: jax.Array) -> Mar
     return _xla.only_if(choice.marks.total > k, thin, choice.marks)
 
 
+def _refuse_density(value: Any, name: str) -> None:
+    """Refuse what is no factor n / k."""
+    hint = "10 sends one entry in ten, and gravac.Dense() all of them"
+    if _refuse.is_number(value) and 0 < value < 1:
+        hint = f"for a density of {value} write {1 / value:g}"
+    _refuse.number(value, name, hint, low=1)
+
+
 def _scaled(
     minimum: float, maximum: float, multiplier: float, scale: Any, options: Any
 ) -> tuple[Encoding, ...]:
     """Return Dense(), then the largest of n / factor entries, factors rising."""
-    _checks.factor(minimum, "minimum")
-    _checks.factor(maximum, "maximum")
-    _checks.rising(minimum, maximum)
+    _refuse_density(minimum, "minimum")
+    _refuse_density(maximum, "maximum")
+    if minimum >= maximum:
+        raise ValueError(
+            f"`minimum` must be below `maximum`, got {minimum} and {maximum}."
+        )
     factors = [minimum] if minimum > 1 else []
     while minimum * multiplier < maximum * (1 - 1e-9):  # a product may round down
         # Products make names of many digits.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _checks
+from gravac_jax import _refuse
 from gravac_jax._error_feedback.residual import ErrorFeedback
 
 
@@ -98,9 +98,9 @@ class Momentum(ErrorFeedback):
     masking: bool = False
 
     def __post_init__(self) -> None:
-        _checks.decay(self.decay, "decay")
-        _checks.flag(self.nesterov, "nesterov")
-        _checks.flag(self.masking, "masking")
+        _refuse.number(self.decay, "decay", low=0, below=1)
+        _refuse.instance(self.nesterov, bool, "nesterov", "False")
+        _refuse.instance(self.masking, bool, "masking", "False")
 
     @property
     def masks(self) -> bool:

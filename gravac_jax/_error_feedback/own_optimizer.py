@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import core
-from jax.extend.core import Literal
+
+from gravac_jax import _refuse
 
 
 def refuse_masks(optimizer: optax.GradientTransformation) -> None:
@@ -21,11 +22,10 @@ def refuse_masks(optimizer: optax.GradientTransformation) -> None:
         has_mask = True
     if has_mask:
         raise ValueError(
-            "gravac.Steps cannot run an optimizer with a mask, or one that looks at"
-            " the tree of the params: it sees flat vectors of many leaves. For Muon"
-            " and others that treat leaves differently, write gravac.Steps(...,"
-            " by_leaf=True). Or put what is masked after the transform, as"
-            " gravac.adamw(1e-3, mask=...) does with its decay."
+            "gravac.Steps runs its optimizer on flat vectors of many leaves, got one"
+            " that looks at the tree of the params: For Muon and others of its kind"
+            " write gravac.Steps(..., by_leaf=True), or put what is masked after the"
+            " transform."
         )
 
 
@@ -44,22 +44,17 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
         return
     if remembers:
         raise ValueError(
-            "gravac.Steps cannot run an optimizer that remembers the params that it"
-            " began with, as schedule-free ones, Prodigy and COCOB do: the steps of"
-            " other replicas move the params, and it would not know. Let it come after"
-            " the exchange: optax.chain(gravac.transform(), optimizer), with gradients"
-            " at the shared params."
+            "gravac.Steps needs an optimizer of gradients alone, got one that"
+            " remembers the params that it began with: let it come after the exchange,"
+            " optax.chain(gravac.transform(), optimizer), with gradients at the shared"
+            " params."
         )
 
 
 def _reads_params(begun: Callable[[jax.Array], Any]) -> bool:
     """Return whether something that is computed from params is in the state."""
     traced = jax.make_jaxpr(begun)(jax.ShapeDtypeStruct((1,), jnp.float32)).jaxpr
-    reached = set(traced.invars)
-    for eqn in traced.eqns:
-        if any(not isinstance(x, Literal) and x in reached for x in eqn.invars):
-            reached.update(eqn.outvars)
-    return any(not isinstance(x, Literal) and x in reached for x in traced.outvars)
+    return any(_refuse.reached(traced, [True]))
 
 
 def _remembers(begun: Callable[[jax.Array], Any]) -> bool:

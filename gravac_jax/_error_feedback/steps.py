@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _arrays, _checks
+from gravac_jax import _arrays, _refuse
 from gravac_jax._error_feedback import own_optimizer
 from gravac_jax._error_feedback.base import Leaves
 from gravac_jax._error_feedback.residual import ErrorFeedback
@@ -102,10 +102,9 @@ class Steps(ErrorFeedback):
     _leaves: Leaves | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _checks.component(
-            self.optimizer, optax.GradientTransformation, "optimizer", "optax.sgd(0.1)"
-        )
-        _checks.flag(self.by_leaf, "by_leaf")
+        kind = optax.GradientTransformation
+        _refuse.instance(self.optimizer, kind, "optimizer", "optax.sgd(0.1)")
+        _refuse.instance(self.by_leaf, bool, "by_leaf", "False")
         if not self.by_leaf:
             own_optimizer.refuse_masks(self.optimizer)
             self._try(needs_params=self.needs_params)

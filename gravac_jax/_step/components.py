@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _buckets, _checks, _info, _state, _step_checks
+from gravac_jax import _arrays, _buckets, _info, _refuse, _state
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip
 from gravac_jax._collectives import AxisName
@@ -43,32 +43,43 @@ class Components:
     check_every: int
 
     def __post_init__(self) -> None:
-        _checks.axis(self.axis_name)
-        _checks.two_axes(self.axis_name, self.dense_axis_name)
-        why = "It is the share of the params that is added to their gradient."
-        _checks.within(self.weight_decay, "weight_decay", 0, 1, why)
-        memories = "gravac.Residual(), or gravac.Steps(optax.adam(1e-3))"
-        _checks.component(self.memory, Memory, "memory", memories)
+        _refuse.two_axes(self.axis_name, self.dense_axis_name)
+        _refuse.number(self.weight_decay, "weight_decay", low=0, high=1)
+        memories = "gravac.Residual() or gravac.Steps(optax.adam(1e-3))"
+        _refuse.instance(self.memory, Memory, "memory", memories)
         if self.clip is not None:
-            _checks.component(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
+            _refuse.instance(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
         if self.network is not None:
-            networks = "gravac.WireCost(), or probe.read(file)"
-            _checks.component(self.network, WireCost, "network", networks)
+            networks = "gravac.WireCost() or probe.read(file)"
+            _refuse.instance(self.network, WireCost, "network", networks)
         check_ladder(self.controller.ladder, type(self.controller).__name__)
-        _checks.delay(self.delay)
-        _checks.every(self.every, self.controller)
+        _refuse.one_of(self.delay, "delay", (0, 1))
+        if not callable(self.every):
+            _refuse.count(self.every, "every", "steps; a function of the step may, too")
+        if self.check_every:
+            _refuse.count(self.check_every, "check_every", "steps, or 0 for never")
+        self._refuse_pairs()
+
+    def _refuse_pairs(self) -> None:
+        """Refuse components that do not go together."""
+        if self.every != 1 and self.controller.has_rounds:
+            raise ValueError(
+                f"the length of rounds must be given once, got every="
+                f"{_arrays.brief(self.every)} and {self.controller!r}: leave `every`"
+                f" out, or `rounds`."
+            )
         for encoding in self.controller.ladder:
             if self.memory.masks and not encoding.sends_whole_entries:
-                _checks.cannot_mask(self.memory, encoding)
+                raise ValueError(
+                    f"a memory that masks needs encodings that send whole entries, such"
+                    f" as gravac.TopK(100), got {encoding!r}: write"
+                    f" memory=gravac.Momentum(0.9, masking=False)."
+                )
         if self.memory.needs_leaves and self.slices is not None:
             raise ValueError(
                 "`memory` runs an optimizer on whole leaves, and with `shardings` each"
-                " device has slices of them. Use an optimizer that works entry by"
-                " entry: memory=gravac.Steps(optax.adam(1e-3))."
-            )
-        if self.check_every:
-            _checks.positive_integer(
-                self.check_every, "check_every", "steps, or 0 for never"
+                " device has slices of them: use one that works entry by entry,"
+                " memory=gravac.Steps(optax.adam(1e-3))."
             )
 
     @property
@@ -95,7 +106,7 @@ class Components:
 
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
-        _step_checks.update.gradients(params, "params")
+        _refuse.gradients(params, "params")
         buckets = self.plan(params)
         _buckets.warn_if_wide(buckets)
         if self.compress is not False:
@@ -168,8 +179,7 @@ class Components:
         if not buckets.are_whole:
             raise ValueError(
                 f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
-                f" {len(buckets.sizes)} buckets, of at most 2**30 entries each. Use an"
-                f" optimizer that works entry by entry:"
+                f" {len(buckets.sizes)} buckets: use one that works entry by entry,"
                 f" memory=gravac.Steps(optax.adam(1e-3))."
             )
         return [self.memory.of_leaves(x) for x in buckets.named_shapes]

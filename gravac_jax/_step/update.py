@@ -11,6 +11,7 @@
 """
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -20,12 +21,11 @@ import optax
 
 from gravac_jax import (
     _arrays,
-    _checks,
     _collectives,
     _consistency,
     _info,
+    _refuse,
     _state,
-    _step_checks,
     _xla,
 )
 from gravac_jax._buckets import Buckets
@@ -65,8 +65,10 @@ def update(
     **asked: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step: `update` of `gravac.transform`."""
-    _step_checks.update.bound_axis(components.axis_name, "update")
-    _step_checks.update.gradients(updates)
+    if asked.get("deliver") == "probe":
+        return updates, state
+    _refuse.bound_axis(components.axis_name, "update")
+    _refuse.gradients(updates)
     like = params if asked.get("deliver") else None
     plan = components.plan(updates, like)
     step = functools.partial(_update, components, plan, **asked)
@@ -95,8 +97,9 @@ def _update(
     """Take one step with what a device owns."""
     del ignored
     if rung is not None:
-        _step_checks.update.known_rung(rung, len(components.controller.ladder))
-    _checks.one_of(at, "at", ("own", "shared"))
+        rungs = tuple(range(len(components.controller.ladder)))
+        _refuse.one_of(rung, "rung", rungs)
+    _refuse.one_of(at, "at", ("own", "shared"))
     is_asked = deliver is not None
     axes, local = enter(components, buckets, updates, state, params, is_asked)
     if deliver is not None:
@@ -180,7 +183,7 @@ def enter(
     """
     slow, fast = Comm(components.axis_name), Comm(components.dense_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
-    _step_checks.update.bound_axis(axes.both.axis_name, "update")
+    _refuse.bound_axis(axes.both.axis_name, "update")
     if not is_asked:
         axes.both.check_local(updates)
     if params is None:
@@ -194,9 +197,9 @@ def enter(
 
 def _check_needs_no_params(components: Components) -> None:
     if components.weight_decay:
-        _step_checks.update.params_given(None, "weight_decay")
+        _refuse.no_params("weight_decay")
     if components.memory.needs_params:
-        _step_checks.update.params_given(None, "memory")
+        _refuse.no_params("memory")
 
 
 def setting_of(
@@ -261,7 +264,13 @@ def credit(
     """Assign a measured time to its kind of step, or warn that times are guessed."""
     controller = components.controller
     if step_seconds is None and components.network is None and controller.uses_seconds:
-        _step_checks.update.warn_of_guess(controller)
+        warnings.warn(
+            f"{type(controller).__name__} is told no step times, and guesses 10 ms of"
+            f" computation and 1 Gbit/s: train by gravac.train_step, pass what"
+            f" gravac.StepClock measures to tx.update(..., step_seconds=...), or write"
+            f" gravac.transform(network=gravac.WireCost(...)).",
+            stacklevel=2,
+        )
     return _state.credit(state, components.kinds, step_seconds, measured_step)
 
 
@@ -278,7 +287,8 @@ def _delivered(
       components: what the transform is made of.
       delivery: "mean" sends what is held back to all replicas and empties the memory.
         "own" returns this replica's part and "nothing" returns zeros; both leave the
-        state as it is.
+        state as it is. ("probe" never comes here: `update` hands on what it is given,
+        so that `_chain` sees what stands around the transform.)
       local: this replica's state, in its local form.
       buckets: the leaves that it belongs to.
       axes: the other replicas.

@@ -1,0 +1,520 @@
+"""Refuse what cannot work: wrong arguments, and what a step must not be given.
+
+Each function raises before anything is changed, and in one voice: what must be, what
+was received, the remedy. Trouble that shows in values alone becomes a counter of
+`StepInfo` instead. `_chain` refuses optimizers that are put together wrongly.
+"""
+
+import contextlib
+import inspect
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import core
+from jax.extend.core import Literal
+
+from gravac_jax import _arrays
+
+# Any argument. ----------------------------------------------------------------------
+
+_BOUNDS = {
+    "low": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+def is_number(value: Any, is_whole: bool = False) -> bool:
+    """Return whether `value` is a finite number, and no bool."""
+    kind = numbers.Integral if is_whole else numbers.Real
+    is_real = isinstance(value, kind) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
+
+
+def number(
+    value: Any, name: str, hint: str = "", *, is_whole: bool = False, **bounds: float
+) -> None:
+    """Refuse what is no finite number within bounds: `low`, `above`, `high`, `below`.
+
+    The first and third are themselves allowed.
+    """
+    fits = lambda: all(_BOUNDS[end][1](value, x) for end, x in bounds.items())
+    if not is_number(value, is_whole) or not fits():
+        limits = " and ".join(f"{_BOUNDS[end][0]} {x:g}" for end, x in bounds.items())
+        if isinstance(value, jax.Array):
+            hint = "optax.inject_hyperparams(lambda learning_rate: ...) injects one"
+        raise ValueError(
+            f"`{name}` must be a {'whole ' * is_whole}number {limits}, got"
+            f" {_arrays.brief(value)}{': ' * bool(hint)}{hint}."
+        )
+
+
+def count(value: Any, name: str, what: str) -> None:
+    """Refuse anything but a positive whole number."""
+    number(value, name, f"it counts {what}", is_whole=True, low=1)
+
+
+def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
+    """Refuse a value that is not among `allowed`."""
+    if isinstance(value, bool) or value not in allowed:
+        words = " or ".join(map(repr, allowed))
+        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+
+
+def instance(value: Any, kind: type, name: str, example: str) -> None:
+    """Refuse what is not of a class."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(
+            f"`{name}` must be {article} {kind.__name__}, such as {example}, got"
+            f" {shown(value)}."
+        )
+
+
+def shown(value: Any) -> str:
+    """Return what an error shows of a value in the place of a component."""
+    is_class = isinstance(value, type)
+    return f"the class {value.__name__}" if is_class else _arrays.brief(value)
+
+
+def function(value: Any, name: str, call: str) -> None:
+    """Refuse what cannot be called in the place of a function."""
+    # A mesh decorates functions, so it can be called.
+    if not callable(value) or isinstance(value, jax.sharding.Mesh):
+        raise TypeError(
+            f"`{name}` must be a function, as in {call}, got {_arrays.brief(value)}."
+        )
+
+
+def optimizer(tx: Any, call: str) -> None:
+    """Refuse what has not the two functions of an optimizer of Optax."""
+    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
+        raise TypeError(
+            f"`tx` must be an optimizer of Optax, as in {call}, got"
+            f" {type(tx).__name__}: of an nnx.Optimizer pass optimizer.tx."
+        )
+
+
+# Axes, meshes, and where a state lies. ----------------------------------------------
+
+
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return () if axis_name is None else named
+
+
+def axis(axis_name: Any) -> None:
+    """Refuse a value that cannot name a mapped axis."""
+    names = _names(axis_name)
+    if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
+        raise TypeError(
+            f"`axis_name` must be an axis, axes in a tuple, or None to run alone, got"
+            f" {_arrays.brief(axis_name)}: what is sent is send=gravac.Bits(2)."
+        )
+
+
+def two_axes(axis_name: Any, dense_axis_name: Any) -> None:
+    """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
+    axis(axis_name)
+    axis(dense_axis_name)
+    slow, fast = _names(axis_name), _names(dense_axis_name)
+    if fast and (not slow or set(slow) & set(fast)):
+        raise ValueError(
+            f"`dense_axis_name` must be another axis beside `axis_name`, the slow one,"
+            f" got {dense_axis_name!r} beside {axis_name!r}."
+        )
+
+
+def mesh(mesh: Any, axis_name: Any, dense_axis_name: Any = None) -> None:
+    """Refuse what is neither a mesh with the axes nor a number of replicas."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        if dense_axis_name is not None:
+            raise TypeError(
+                f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}:"
+                f" simulated replicas have no fast axis, leave `dense_axis_name` out."
+            )
+        return count(mesh, "mesh", "replicas to simulate, where it is no mesh")
+    axis(axis_name)
+    axis(dense_axis_name)
+    for name in (*_names(axis_name), *_names(dense_axis_name)) or (None,):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name={name!r} is not an axis of the mesh, which has"
+                f" {mesh.axis_names}: give both, and gravac.transform, the same name."
+            )
+
+
+def by_hand(mesh: Any, axis_name: Any) -> None:
+    """Refuse a mesh on which the compiler cannot be left to shard the model."""
+    is_auto = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    if not is_auto or not isinstance(axis_name, str):
+        raise ValueError(
+            f"where the compiler shards the model, `axis_name` must be one axis and all"
+            f" must be Auto, got {axis_name!r} and {mesh.axis_types}: take"
+            f" jax.sharding.Mesh(mesh.devices, mesh.axis_names)."
+        )
+
+
+def bound_axis(axis_name: Any, caller: str) -> None:
+    """Refuse a call outside the axis that the components were built for."""
+    try:
+        _ = axis_name is None or jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"`{caller}` was called outside axis_name={axis_name!r}: call it under"
+            f" shard_map over an axis of the mesh, or alone with axis_name=None."
+        ) from None
+
+
+def placed(leading: int | None, replicas: int) -> None:
+    """Refuse a state that was not placed on this many replicas."""
+    if leading is None:
+        raise ValueError(
+            f"the state is not placed on {replicas} replicas: call gravac.place, and in"
+            f" a shard_map of your own gravac.state_specs."
+        )
+    if leading != replicas:
+        raise ValueError(
+            f"the state is placed on {leading} replicas, and the step runs on"
+            f" {replicas}: give gravac.place the mesh of the step."
+        )
+
+
+def sliced(leading: int | None, devices: int) -> None:
+    """Refuse a state that was made without knowing how the params are sharded."""
+    parts = 1 if leading is None else leading
+    if parts != devices:
+        raise ValueError(
+            f"the state has {parts} parts for {devices} devices: make it with"
+            f" gravac.transform(shardings=params), and place it by gravac.place."
+        )
+
+
+def not_whole(path: str, axis_name: Any) -> None:
+    """Refuse a slice of params in a step that is mapped over a fast axis."""
+    raise ValueError(
+        f"the leaf at {path} is a slice along the fast axis {axis_name!r}: write"
+        f" gravac.transform(shardings=params) in place of `dense_axis_name`."
+    )
+
+
+# The function that is differentiated. -----------------------------------------------
+
+
+def loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the loss and the aux, or None; refuse a loss that is not one number."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"with has_aux=True the function must return (loss, aux), got"
+            f" {_arrays.brief(out)}."
+        )
+    value: Any
+    value, aux = out if has_aux else (out, None)
+    is_array = jax.tree_util.all_leaves([value])
+    if not is_array or jnp.shape(value) != ():
+        got = f"shape {jnp.shape(value)}" if is_array else f"a {type(value).__name__}"
+        raise TypeError(
+            f"the loss must be one number, got {got}: return its mean, or (loss, aux)"
+            f" with has_aux=True."
+        )
+    return value, aux
+
+
+def micro_batches(arguments: dict[Any, Any], parts: int) -> None:
+    """Refuse a batch that does not divide into micro-batches."""
+    for name, argument in arguments.items():
+        for path, leaf in _arrays.named_leaves(argument):
+            shape = jnp.shape(leaf)
+            if not shape or shape[0] % parts:
+                raise ValueError(
+                    f"micro_batches={parts} does not divide argument {name!r} ({path}),"
+                    f" of shape {shape}: choose a divisor, or close over what has no"
+                    f" rows."
+                )
+
+
+def changed_arguments(before: Any, after: Any) -> None:
+    """Refuse a loss that changes its arguments, which are copies."""
+    old, new = _arrays.named_leaves(before), _arrays.named_leaves(after)
+    changed = [path for (path, x), (_, y) in zip(old, new, strict=False) if x is not y]
+    if changed or len(old) != len(new):
+        raise ValueError(
+            f"the loss changes its arguments, at {changed or 'new leaves'}: return what"
+            f" changes, with has_aux=True, or take gravac.nnx_value_and_grad."
+        )
+
+
+# What the transform is given. -------------------------------------------------------
+
+
+def gradients(tree: Any, name: str = "gradients") -> None:
+    """Refuse leaves that are not real floating-point arrays."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    for path, leaf in _arrays.named_leaves(tree, is_masked):
+        if is_masked(leaf):
+            raise TypeError(
+                f"the {name} hold a MaskedNode at {path}: mask what comes after the"
+                f" transform, and choose leaves by gravac.transform(compress=...)."
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"the {name} must be real floating-point arrays, got"
+                f" {dtype or type(leaf).__name__} at {path}: differentiate float params"
+                f" only (gravac.nnx_value_and_grad), made by jnp.asarray."
+            )
+
+
+def summed(path: str, axes: Sequence[str]) -> None:
+    """Refuse a gradient that was summed over the axes before."""
+    raise ValueError(
+        f"the gradient at {path} does not vary over {tuple(axes)}, as if summed before:"
+        f" take it by gravac.value_and_grad (gravac.nnx_value_and_grad), and remove any"
+        f" jax.lax.pmean, second transform, or wrapper around the transform."
+    )
+
+
+def no_params(name: str) -> None:
+    """Refuse an update without the params that `name` needs."""
+    raise ValueError(
+        f"gravac.transform({name}=...) uses the params, and `update` was given none:"
+        f" write tx.update(grads, opt_state, params)."
+    )
+
+
+def no_state(received: Any) -> None:
+    """Refuse what is not the state of a transform."""
+    raise ValueError(
+        f"`update` was given a {type(received).__name__} for the transform's state:"
+        f" write tx.update(grads, opt_state, params), or call init again."
+    )
+
+
+def pure(steps: Any) -> None:
+    """Refuse a state whose arrays are wrapped in variables of Flax NNX."""
+    if not jax.tree_util.all_leaves([steps]):
+        raise TypeError(
+            f"the optimizer state must hold arrays, got {type(steps).__name__}: pass"
+            f" nnx.as_pure(optimizer.opt_state)."
+        )
+
+
+def state_of_others(received: Any, expected: Any) -> None:
+    """Refuse a state that was made for other params, or with other components."""
+    had, need = (
+        {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
+        for tree in (received, expected)
+    )
+    if had != need:
+        for path in [path for path in had if need.get(path) == had[path]]:
+            del had[path], need[path]
+        raise ValueError(
+            f"the state does not fit the gradients, which need {need}, got {had}: call"
+            f" init again, or if it is placed take gravac.state_specs."
+        )
+
+
+def scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
+    """Return `value`, or `default` for None, as a `[]` array of `dtype`."""
+    array = jnp.asarray(default if value is None else value)
+    if array.shape != ():
+        raise ValueError(
+            f"`{name}` must be one number, or None if unknown, got shape {array.shape}."
+        )
+    return array.astype(dtype)
+
+
+def not_path_and_leaf(compress: Callable[..., Any]) -> None:
+    """Refuse a function that does not take a path and a leaf."""
+    with contextlib.suppress(ValueError):  # a builtin has no signature
+        signature = inspect.signature(compress)
+        try:
+            signature.bind("['w']", None)
+        except TypeError:
+            raise TypeError(
+                f"`compress` must be a function such as lambda path, leaf: leaf.ndim =="
+                f" 2, got one of {signature}."
+            ) from None
+
+
+def mask(compress: Any, tree: Any) -> None:
+    """Refuse a `compress` mask of another structure than the params."""
+    is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(compress))
+    if not is_bool or jax.tree.structure(compress) != jax.tree.structure(tree):
+        raise ValueError(
+            f"`compress` must be a bool, a function, or a pytree of bools like the"
+            f" params, got {_arrays.brief(compress)} for {jax.tree.structure(tree)}."
+        )
+
+
+def complex_leaves(tree: Any) -> None:
+    """Refuse leaves whose bits cannot be compared or sent."""
+    for path, leaf in _arrays.named_leaves(tree):
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(f"{path} is complex: pass its real and imaginary parts.")
+
+
+# What a step is called with, and what it returns. -----------------------------------
+
+
+def divided(
+    args: Sequence[Any],
+    carried: int,
+    replicas: int,
+    is_donated: bool,
+    shared: dict[str, Any],
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """Split a step's arguments into its state, what replicas carry, and its batch.
+
+    Refuse a carry or a batch that does not divide over the replicas, a state whose
+    memory an earlier step has reused, and one that cannot be donated.
+    """
+    if len(args) < 2 + carried:
+        carries = "".join(f", carry_{i}" for i in range(1, carried + 1))
+        raise TypeError(
+            f"the step takes a state and a batch by position, got {len(args)}"
+            f" arguments: call step(params, opt_state{carries}, batch)."
+        )
+    (*given, batch), first = args, len(args) - 1 - carried
+    state, own = tuple(given[:first]), tuple(given[first:])
+    leaves = [jax.tree.leaves(x) for x in given]  # once: this is done in every step
+    reused(leaves)
+    if is_donated:
+        _passed_twice(leaves, given, (batch, shared))
+    _divides(own, replicas, "what is carried")
+    what = "the batch, the last argument or the one that is no nnx object,"
+    _divides(batch, replicas, what)
+    return state, own, batch
+
+
+def reused(arguments: Sequence[list[Any]]) -> None:
+    """Refuse leaves that an earlier step has reused; jaxlib may crash on them."""
+    for first in (leaves[0] for leaves in arguments if leaves):
+        is_array = isinstance(first, jax.Array) and not isinstance(first, core.Tracer)
+        if is_array and first.is_deleted():
+            raise ValueError(
+                "the state was given to an earlier step, which reused its memory: go on"
+                " with what that step returned, or pass donate=False."
+            )
+
+
+def _passed_twice(
+    leaves: Sequence[list[Any]], given: Sequence[Any], others: tuple[Any, Any]
+) -> None:
+    """Refuse a state with an array that is passed twice: jaxlib crashes on it."""
+    ids = [id(x) for argument in leaves for x in argument]
+    if len(set(ids)) == len(ids) and not set(map(id, jax.tree.leaves(others))) & {*ids}:
+        return
+    is_array = lambda x: isinstance(x, jax.Array) and not isinstance(x, core.Tracer)
+    of_state = {id(x): path for path, x in _arrays.named_leaves(tuple(given))}
+    for path, x in _arrays.named_leaves((*given, *others)):
+        other = of_state.get(id(x), path)
+        if other != path and is_array(x):
+            raise ValueError(
+                f"an array of the state, whose memory a step reuses, is passed twice,"
+                f" at {other} and at {path}: copy it by jnp.copy, or pass donate=False."
+            )
+
+
+def _divides(tree: Any, replicas: int, what: str) -> None:
+    for path, leaf in _arrays.named_leaves(tree):
+        shape = jnp.shape(leaf)
+        if not shape or not shape[0] or shape[0] % replicas:
+            raise ValueError(
+                f"{what} cannot be split over {replicas} replicas, got shape {shape} at"
+                f" {path}: give rows first, a multiple of {replicas} above 0, and the"
+                f" rest by keyword (nnx objects to gravac.nnx_data_parallel)."
+            )
+
+
+def other_state(results: Any, state: Sequence[Any]) -> None:
+    """Refuse a step that does not return the state that it was given."""
+    received = [jax.tree.structure(x) for x in results[: len(state)]]
+    if received != [jax.tree.structure(x) for x in state]:
+        raise ValueError(
+            f"the step must return its {len(state)} state arguments first, in a tuple,"
+            f" got {len(results)} results, {_arrays.brief(received)}: for nnx objects"
+            f" take gravac.nnx_data_parallel."
+        )
+
+
+def other_carry(results: Any, own: Any) -> None:
+    """Refuse a step that returns a carry of other shapes or dtypes."""
+    before, after = _arrays.named_leaves(own), jax.tree.leaves(results)
+    for (path, old), new in zip(before, after, strict=True):
+        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+            raise ValueError(
+                f"the step must return {path}, which it carries, as it came:"
+                f" {jax.typeof(old).str_short()}, got {jax.typeof(new).str_short()}."
+            )
+
+
+def differs(path: str, names: Sequence[str]) -> None:
+    """Refuse state that is returned different on devices on which it was the same."""
+    raise ValueError(
+        f"the leaf at {path} of the returned state differs along {tuple(names)}, and"
+        f" came in the same on all: put gravac.transform first in the chain, the batch"
+        f" in one argument such as (x, y), and jax.lax.pmean or jax.lax.psum around"
+        f" what else varies (metrics of Flax take gravac.nnx_data_parallel)."
+    )
+
+
+_NOTES = {
+    "argument 'measured_step'": """
+gravac: the times of gravac.StepClock come by name: write the step as
+train_step(params, opt_state, batch, **times), and tx.update(..., **times) in it.
+""",
+    "manual ax": """
+gravac: "V:" marks what may differ between replicas: accumulate gradients by
+gravac.value_and_grad(loss, micro_batches=...), tell an optimizer
+value=jax.lax.pmean(loss, axis_name), and begin other loops with jax.lax.pcast.
+""",
+    "vmap spmd_axis_name": """
+gravac: sharding constraints, and Flax's logical rules, must not name the axis of the
+replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
+""",
+    "update_fn() missing": """
+gravac: a part of the optimizer is told more than gradients. In a step of your own write
+tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)), and
+gravac.own_params(tx, params, opt_state, value=0.0), where any value will do.
+""",
+}
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Add to errors of JAX and Optax in a step what they mean for its author."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for words, note in _NOTES.items():
+            if words in str(error):
+                error.add_note(note)
+        raise
+
+
+# What a function does. --------------------------------------------------------------
+
+
+def reached(jaxpr: Any, marks: Sequence[bool]) -> list[bool]:
+    """Return which outputs of a jaxpr may depend on the inputs that are marked.
+
+    It looks into functions under `jit`. Of loops and branches, whose choice may depend
+    on data, each output counts as made of all inputs.
+    """
+    seen = {x for x, is_marked in zip(jaxpr.invars, marks, strict=True) if is_marked}
+    is_seen = lambda x: not isinstance(x, Literal) and x in seen
+    for eqn in jaxpr.eqns:
+        given = list(map(is_seen, eqn.invars))
+        made = [any(given)] * len(eqn.outvars)
+        if eqn.primitive.name in ("jit", "pjit"):
+            made = reached(eqn.params["jaxpr"].jaxpr, given)
+        seen.update(x for x, is_made in zip(eqn.outvars, made, strict=True) if is_made)
+    return list(map(is_seen, jaxpr.outvars))
