@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._collectives import Comm
+from gravac_jax._network import Comm
 
 NO_CLIP_HINT = "to clip nothing leave `clip` out"
 

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _collectives
+from gravac_jax import _network
 from gravac_jax._buckets import Buckets
-from gravac_jax._collectives import Traffic
-from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.ladder import Ladder
+from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._network import Traffic
 
 
 class StepInfo(NamedTuple):
@@ -153,9 +153,9 @@ def tables(
       replicas: N.
       rides: whether they travel with the first bucket, as do dense leaves.
     """
-    dense_bits = 8 * _collectives.FLOAT32_BYTES * sum(buckets.sizes)
+    dense_bits = 8 * _network.FLOAT32_BYTES * sum(buckets.sizes)
     figures = buckets.part_sizes[-1] + scalars
-    apart = _collectives.mean_traffic(0 if rides else figures, replicas)
+    apart = _network.mean_traffic(0 if rides else figures, replicas)
     rows = []
     for rung in range(len(ladders[0].encodings)):
         with_first = [figures * rides] + [0] * (len(ladders) - 1)
@@ -184,7 +184,7 @@ def tables(
             f" order of their bytes, or leave one out."
         )
     rows.append((np.inf, 0, 0, 0, False))
-    dense = _collectives.mean_traffic(buckets.total_size, replicas)
+    dense = _network.mean_traffic(buckets.total_size, replicas)
     return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _refuse
-from gravac_jax._error_feedback.steps import StepsState
+from gravac_jax._memory.own_optimizer import OwnOptimizerState
 from gravac_jax._state import transform_states
 
 
@@ -36,7 +36,7 @@ def outer(
     is.
 
     Args:
-      transform: a `gravac.transform` whose memory is `gravac.Steps`, of a whole
+      transform: a `gravac.transform` whose memory is `gravac.OwnOptimizer`, of a whole
         optimizer.
       optimizer: any optimizer of Optax, such as `optax.sgd(0.7, 0.9, nesterov=True)`.
 
@@ -46,7 +46,7 @@ def outer(
     Raises:
       TypeError: if one of both is not a transformation of Optax.
       ValueError: from `init`, if `transform` is no `gravac.transform`, or its memory is
-        not `gravac.Steps`.
+        not `gravac.OwnOptimizer`.
 
     Law:
       `outer(transform, optax.sgd(1.0))` is the transform.
@@ -54,7 +54,7 @@ def outer(
     Example:
       >>> import optax
       >>> import gravac_jax as gravac
-      >>> inner = gravac.Steps(optax.adamw(1e-3))
+      >>> inner = gravac.OwnOptimizer(optax.adamw(1e-3))
       >>> tx = gravac.outer(
       ...     gravac.transform(send=gravac.Bits(2), every=30, memory=inner),
       ...     optax.sgd(0.7, momentum=0.9, nesterov=True),
@@ -112,9 +112,9 @@ def outer(
 def _holds_steps(state: Any) -> None:
     found = transform_states(state)
     memories = [x for ours in found for x in ours.local.memory]
-    if len(found) != 1 or not all(isinstance(x, StepsState) for x in memories):
+    if len(found) != 1 or not all(isinstance(x, OwnOptimizerState) for x in memories):
         raise ValueError(
             f"gravac.outer steps on what optimizers made, got {len(found)} transforms"
             f" with {sorted({type(x).__name__ for x in memories})}: give it one"
-            f" gravac.transform(memory=gravac.Steps(optax.adamw(1e-3)), ...)."
+            f" gravac.transform(memory=gravac.OwnOptimizer(optax.adamw(1e-3)), ...)."
         )

@@ -8,11 +8,11 @@ import optax
 
 from gravac_jax import _arrays, _outer, _refuse
 from gravac_jax._clipping import ClipByGlobalNorm
-from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Scheduled
 from gravac_jax._controllers.base import Controller, controller_of
 from gravac_jax._encodings import Bits, Dense, Encoding, TopK
-from gravac_jax._error_feedback import Momentum, Steps
+from gravac_jax._memory import Momentum, OwnOptimizer
+from gravac_jax._network import AxisName
 from gravac_jax._transform import transform
 
 WARM_UP = (4, 16, 64, 250)  # factors of Deep Gradient Compression's stages
@@ -126,7 +126,8 @@ def adamw(
 
     Args:
       learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. With N
-        replicas steps are shorter than AdamW's, by up to sqrt(N): see `gravac.Steps`.
+        replicas steps are shorter than AdamW's, by up to sqrt(N): see
+        `gravac.OwnOptimizer`.
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
@@ -139,8 +140,8 @@ def adamw(
         here: `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.Steps(optax.adam(learning_rate, ...)),
-      ...), optax.add_decayed_weights(-learning_rate * weight_decay, mask))`.
+      `optax.chain(gravac.transform(memory=gravac.OwnOptimizer(optax.adam(...)), ...),
+      optax.add_decayed_weights(-learning_rate * weight_decay, mask))`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -150,7 +151,7 @@ def adamw(
       With one replica that sends everything it is `optax.adamw`.
 
     Cost:
-      The costs of `gravac.Steps` and of `gravac.own_params`.
+      The costs of `gravac.OwnOptimizer` and of `gravac.own_params`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -168,7 +169,7 @@ def adamw(
     _refuse.number(b1, "b1", low=0, below=1)
     _refuse.number(b2, "b2", low=0, below=1)
     _refuse.number(eps, "eps", above=0)
-    steps = Steps(optax.adam(learning_rate, b1, b2, eps))
+    steps = OwnOptimizer(optax.adam(learning_rate, b1, b2, eps))
     return optax.chain(
         transform(axis_name, send=send, memory=steps, **others),
         optax.add_decayed_weights(_times(-weight_decay, learning_rate), mask),
@@ -201,7 +202,7 @@ def sgd(
         here, as does coupled weight decay: `weight_decay=1e-4`.
 
     Returns:
-      `gravac.transform(memory=gravac.Steps(optax.sgd(learning_rate, ...)), ...)`.
+      `gravac.transform(memory=gravac.OwnOptimizer(optax.sgd(...)), ...)`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -212,7 +213,7 @@ def sgd(
       any number of replicas.
 
     Cost:
-      The costs of `gravac.Steps` and of `gravac.own_params`.
+      The costs of `gravac.OwnOptimizer` and of `gravac.own_params`.
 
     Example:
       >>> import gravac_jax as gravac
@@ -222,7 +223,7 @@ def sgd(
     _refuse_rate(learning_rate)
     _refuse.number(momentum, "momentum", low=0, below=1)
     _refuse.instance(nesterov, bool, "nesterov", "False")
-    steps = Steps(optax.sgd(learning_rate, momentum, nesterov))
+    steps = OwnOptimizer(optax.sgd(learning_rate, momentum, nesterov))
     return transform(axis_name, send=send, memory=steps, **others)
 
 
@@ -254,8 +255,8 @@ def diloco(
       others: further arguments of `gravac.transform`, except its memory.
 
     Returns:
-      `gravac.outer(gravac.transform(memory=gravac.Steps(inner), every=every, ...),
-      outer)`.
+      `gravac.outer(gravac.transform(memory=gravac.OwnOptimizer(inner), every=every,
+      ...), outer)`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -274,7 +275,9 @@ def diloco(
     """
     _refuse_memory(others, "gravac.diloco")
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    tx = transform(axis_name, send=send, every=every, memory=Steps(inner), **others)
+    tx = transform(
+        axis_name, send=send, every=every, memory=OwnOptimizer(inner), **others
+    )
     return _outer.outer(tx, outer)
 
 

@@ -2,7 +2,7 @@
 
 Each function raises before anything is changed, and in one voice: what must be, what
 was received, the remedy. Trouble that shows in values alone becomes a counter of
-`StepInfo` instead. `_chain` refuses optimizers that are put together wrongly.
+`StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together wrongly.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def count(value: Any, name: str, what: str) -> None:
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
     """Refuse a value that is not among `allowed`."""
-    if isinstance(value, bool) or value not in allowed:
+    if isinstance(value, bool | float) or value not in allowed:  # 2.0 == 2
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
@@ -168,8 +168,9 @@ def bound_axis(axis_name: Any, caller: str) -> None:
         _ = axis_name is None or jax.lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"`{caller}` was called outside axis_name={axis_name!r}: call it under"
-            f" shard_map over an axis of the mesh, or alone with axis_name=None."
+            f"`{caller}` was called outside axis_name={axis_name!r}: call it in a"
+            f" shard_map over an axis of the mesh, not in a plain jit, where XLA has"
+            f" averaged gradients already, or alone with axis_name=None."
         ) from None
 
 

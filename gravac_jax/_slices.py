@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import core
 
 from gravac_jax import _arrays, _refuse, _state
-from gravac_jax._collectives import AxisName, Comm, axis_names, inner_axes
+from gravac_jax._network import AxisName, Comm, axis_names, inner_axes
 from gravac_jax._state import TransformState
 
 

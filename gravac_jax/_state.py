@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _refuse
-from gravac_jax._collectives import Comm
 from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._info import StepInfo
+from gravac_jax._network import Comm
 
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
 

@@ -19,13 +19,13 @@ import optax
 
 from gravac_jax import _buckets, _slices
 from gravac_jax._clipping import Clip
-from gravac_jax._collectives import AxisName
 from gravac_jax._controllers import Fastest
 from gravac_jax._controllers.base import Controller, controller_of
-from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._encodings import Encoding
-from gravac_jax._error_feedback import Residual
-from gravac_jax._error_feedback.base import Memory
+from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._memory import Residual
+from gravac_jax._memory.base import Memory
+from gravac_jax._network import AxisName
 from gravac_jax._step import Components, update
 
 
@@ -86,7 +86,7 @@ def transform(
         `gravac.own_params`, which have what is on its way; otherwise momentum SGD may
         diverge. `gravac.flush` delivers the last of it.
       memory: what happens to entries that were not sent: `gravac.Residual()`, the
-        default, `gravac.Momentum()`, or `gravac.Steps(optimizer)`.
+        default, `gravac.Momentum()`, or `gravac.OwnOptimizer(optimizer)`.
       clip: bounds each replica's own gradient before it is remembered, such as
         `ClipByGlobalNorm(1.0)`. Default: gradients are not clipped.
       weight_decay: share of the shared params that is added to each replica's gradient

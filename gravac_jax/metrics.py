@@ -45,10 +45,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _chain
+from gravac_jax import _arrays
 from gravac_jax._controllers.base import Controller, Predictions, controller_of
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._info import StepInfo
+from gravac_jax._loop import chain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -233,7 +234,7 @@ def _predictions(opt_state: Any, send: Any) -> Predictions | None:
     controller = controller_of(send)
     if isinstance(send, Encoding):
         return None
-    state = _chain.the_transform(opt_state, "gravac_jax.metrics")
+    state = chain.the_transform(opt_state, "gravac_jax.metrics")
     return controller.predictions(state.controller)
 
 

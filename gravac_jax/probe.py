@@ -47,10 +47,10 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 
 import gravac_jax as gravac
-from gravac_jax import _collectives
-from gravac_jax._collectives import Traffic
+from gravac_jax import _network
 from gravac_jax._encodings import ENCODINGS, Bits, Dense, Encoding, LowRank, TopK
 from gravac_jax._encodings.ladder import Ladder
+from gravac_jax._network import Traffic
 
 __all__ = ["main", "read"]
 
@@ -260,7 +260,7 @@ def measure(
         "no exchange": compile(dense_mean(fast)),
         "dense": compile(dense_mean(mesh.axis_names)),
     }
-    sent = {"dense": _collectives.mean_traffic(entries, replicas)}
+    sent = {"dense": _network.mean_traffic(entries, replicas)}
     for x in send:
         runs[repr(x)], sent[repr(x)] = compressed(x, mesh, params, compile)
     meet = program(mesh, lambda x: jax.lax.pmean(x, mesh.axis_names), entries=1)
@@ -301,7 +301,7 @@ def compressed(
     replicas, figures = mesh.shape[axis], 0 if fast else 1
     sent = Ladder((encoding,), bucket).traffic(0, figures, replicas)
     if fast:  # the figures have an all-reduce of their own
-        sent = sent.plus(_collectives.mean_traffic(1, replicas))
+        sent = sent.plus(_network.mean_traffic(1, replicas))
     return run, sent._replace(wire_bytes=float(info.wire_bytes))
 
 

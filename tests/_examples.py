@@ -59,7 +59,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         for select, factor in (("threshold", 7), ("sampled", 8), ("exact", 9.5))
         for widths in ({}, WIDE)
     ],
-    gravac.Steps: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
+    gravac.OwnOptimizer: [{"optimizer": x} for x in _oracles.OPTIMIZERS],
     # Halves are exact.
     gravac.Momentum: [
         {"decay": 0.5, "nesterov": nesterov, "masking": masking}

@@ -90,7 +90,7 @@ def covering(rows, things, together):
 
 
 # Without checks and under pmap what is traced is nearly the same: that all ways agree
-# is for test_error_feedback.py and test_transform.py to show.
+# is for test_memory.py and test_transform.py to show.
 in_both_ways = pytest.mark.parametrize("how", ["shard_map", "vmap"])
 on_every_mesh = pytest.mark.parametrize(
     "axis_type", choices(AXIS_TYPES, lambda x: x == AXIS_TYPES[0])

@@ -380,7 +380,7 @@ class RunsOptimizer(Rememberer):
 MEMORIES: dict[type, type[Rememberer]] = {
     gravac.Momentum: Masks,
     gravac.Residual: Rememberer,
-    gravac.Steps: RunsOptimizer,
+    gravac.OwnOptimizer: RunsOptimizer,
 }
 
 

@@ -35,7 +35,7 @@ def mean_of_own_steps(gradients):
     [("vmap", 1), pytest.param("shard_map", 0, marks=pytest.mark.slow)],
 )
 def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
-    memory = gravac.Steps(MUON, by_leaf=True)
+    memory = gravac.OwnOptimizer(MUON, by_leaf=True)
     tx = gravac.transform(compress=COMPRESS, memory=memory, send=ROWS, delay=delay)
     zeros = jax.tree.map(np.zeros_like, GRADIENTS)
     run = _harness.trajectory(tx, PARAMS, how)
@@ -52,7 +52,7 @@ def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
 
 
 def test_alone_and_whole_it_is_the_optimizer():
-    memory = gravac.Steps(optax.lamb(RATE), by_leaf=True)
+    memory = gravac.OwnOptimizer(optax.lamb(RATE), by_leaf=True)
     tx = gravac.transform(None, compress=COMPRESS, memory=memory, send=gravac.Dense())
     params = {"w": np.ones((8, 8), np.float32), "b": np.ones(5, np.float32)}
     ours, state, update = dict(params), tx.init(params), jax.jit(tx.update)
@@ -77,7 +77,7 @@ def test_the_optimizer_sees_paths_and_shapes():
 
     spy = optax.GradientTransformation(lambda params: optax.EmptyState(), look)
     params = {"hidden": {"kernel": jnp.ones((4, 6))}, "bias": jnp.ones(6)}
-    memory, compress = gravac.Steps(spy, by_leaf=True), gravac.matrices(1)
+    memory, compress = gravac.OwnOptimizer(spy, by_leaf=True), gravac.matrices(1)
     tx = gravac.transform(None, compress=compress, memory=memory, send=gravac.Dense())
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     kernel, bias = {"['hidden']['kernel']": (4, 6)}, {"['bias']": (6,)}
@@ -91,7 +91,7 @@ LABELS = {"['b']": "adam", "['w']": "sgd"}
 def test_parts_without_leaves_are_not_shown_to_the_optimizer():
     optimizers = {"adam": optax.adam(RATE), "sgd": optax.sgd(RATE)}
     label = lambda leaves: {path: LABELS[path] for path in leaves}
-    memory = gravac.Steps(optax.partition(optimizers, label), by_leaf=True)
+    memory = gravac.OwnOptimizer(optax.partition(optimizers, label), by_leaf=True)
     gradient = jax.tree.map(lambda g: g[0, 0], GRADIENTS)
     for compress in (True, False):  # nothing goes dense, nothing is compressed
         chosen = {"compress": compress, "send": gravac.Dense()}
@@ -119,7 +119,7 @@ def test_adam_by_leaf_is_adam(way):
     batches = np.float32(np.random.default_rng(0).normal(size=(4, 4 * N, 8)))
     batches[2, 5] = np.nan
     for by_leaf in (False, True):
-        memory = gravac.Steps(optax.adam(RATE), by_leaf=by_leaf)
+        memory = gravac.OwnOptimizer(optax.adam(RATE), by_leaf=by_leaf)
         usual = {"compress": COMPRESS, "send": ROWS}
         tx = gravac.transform(memory=memory, **usual | WAYS[way])
         loss = lambda params, x: (
@@ -137,14 +137,14 @@ def test_adam_by_leaf_is_adam(way):
 
 def test_a_leaf_that_is_cut_is_refused(monkeypatch):
     monkeypatch.setattr(_buckets, "MAX_ENTRIES", 100)
-    memory = gravac.Steps(MUON, by_leaf=True)
+    memory = gravac.OwnOptimizer(MUON, by_leaf=True)
     tx = gravac.transform(compress=True, memory=memory)
     with pytest.raises(ValueError, match="whole leaves, and a leaf lies in two of 2"):
         tx.init({"u": jnp.ones((10, 9)), "w": jnp.ones((10, 10))})
 
 
 def test_slices_are_refused():
-    memory = gravac.Steps(MUON, by_leaf=True)
+    memory = gravac.OwnOptimizer(MUON, by_leaf=True)
     mesh = gravac.make_mesh(("dcn", "ici"), hosts=1)
     lies = jax.NamedSharding(mesh, jax.P("ici"))
     with pytest.raises(ValueError, match="each device has slices of them"):
@@ -155,6 +155,6 @@ def test_an_optimizer_of_leaves_is_named_where_it_is_not_asked_for():
     for mask in ({"w": True}, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)):
         for optimizer in (MUON, optax.adamw(RATE, mask=mask)):
             with pytest.raises(ValueError, match=r"For Muon .*\(..., by_leaf="):
-                gravac.Steps(optimizer)
+                gravac.OwnOptimizer(optimizer)
     with pytest.raises(TypeError, match="`by_leaf`"):
-        gravac.Steps(MUON, by_leaf="yes")  # type: ignore[arg-type]
+        gravac.OwnOptimizer(MUON, by_leaf="yes")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from flax import nnx
 import gravac_jax as gravac
 from gravac_jax import _buckets, _state, checkpoint
 from gravac_jax._controllers import CONTROLLERS
-from gravac_jax._error_feedback import MEMORIES
+from gravac_jax._memory import MEMORIES
 from gravac_jax.checkpoint import _layout
 
 N, STEPS, ROWS = 4, 5, 24
@@ -30,7 +30,7 @@ ENTRIES = sum(x.size for x in PARAMS.values())
 DENSE, FEW = gravac.Dense(), gravac.TopK(4)  # which has a state
 TWO_BITS = gravac.Bits(2, row_entries=32)  # which compiles fast
 BITS = {"send": TWO_BITS}
-ADAM = {"memory": gravac.Steps(optax.scale_by_adam())}
+ADAM = {"memory": gravac.OwnOptimizer(optax.scale_by_adam())}
 CHOOSES = {**ADAM, "send": gravac.Fastest((DENSE, TWO_BITS))}
 IN_TURN = gravac.Bits(2, turns=4, row_entries=32)
 PADDED = {**ADAM, "compress": True, "send": IN_TURN}
@@ -50,7 +50,7 @@ RECIPES = {
     "several padded buckets": PADDED,
     "Steps": CHOOSES,
     "by leaf, padded": PADDED
-    | {"memory": gravac.Steps(optax.contrib.muon(0.1), by_leaf=True)},
+    | {"memory": gravac.OwnOptimizer(optax.contrib.muon(0.1), by_leaf=True)},
 }
 # Each memory and controller once: their states are kept apart.
 FAMILIES = {"memory": MEMORIES, "send": CONTROLLERS}
@@ -373,7 +373,7 @@ def test_a_leaf_without_entries_is_restored(tmp_path, compress):
 
 @pytest.mark.slow
 def test_what_an_optimizer_keeps_by_leaf_moves_with_its_leaf(tmp_path):
-    memory = gravac.Steps(optax.lamb(0.1), by_leaf=True)
+    memory = gravac.OwnOptimizer(optax.lamb(0.1), by_leaf=True)
     only_w = {"b": False, "u": False, "w": True}
     some, every = (Run(memory=memory, compress=x, **BITS) for x in (only_w, True))
     state = some.train(some.begin(), 0, 3)

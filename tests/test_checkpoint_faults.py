@@ -93,7 +93,7 @@ OTHERS = {
         r"1/0/memory/velocity/w is \(24, 16\) for each replica in the checkpoint",
     ),
     "Adam": (
-        {"memory": gravac.Steps(optax.scale_by_adam())},
+        {"memory": gravac.OwnOptimizer(optax.scale_by_adam())},
         "memory/optimizer/count.*gravac.flush",
     ),
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax import _step_clock
+from gravac_jax._loop import step_clock
 
 
 class Output:
@@ -31,7 +31,7 @@ class Wall:
 
     def __init__(self, monkeypatch):
         self.now, self.was_read = 100.0, threading.Event()
-        monkeypatch.setattr(_step_clock.time, "perf_counter", self.read)
+        monkeypatch.setattr(step_clock.time, "perf_counter", self.read)
 
     def read(self):
         now = self.now
@@ -87,13 +87,13 @@ def test_a_pause_between_steps_does_not_count(wall):
 
 def test_without_a_finished_step_the_time_is_nan_of_the_same_type(wall):
     clock = gravac.StepClock()
-    begun = [begin(clock) for _ in range(_step_clock.AHEAD)]
+    begun = [begin(clock) for _ in range(step_clock.AHEAD)]
     assert all(np.isnan(times["step_seconds"]) for _, times in begun)
     for output, _ in begun:
         wall.finish(output)
     clock.wait()
     known, unknown = clock.times(), clock.times()
-    assert known["measured_step"] == _step_clock.AHEAD - 1
+    assert known["measured_step"] == step_clock.AHEAD - 1
     assert np.isnan(unknown["step_seconds"])
     for times in (known, unknown):  # another type would compile the step again
         types = {name: type(x) for name, x in times.items()}
@@ -102,7 +102,7 @@ def test_without_a_finished_step_the_time_is_nan_of_the_same_type(wall):
 
 def test_the_host_runs_four_steps_ahead_and_no_more(wall):
     clock = gravac.StepClock()
-    outputs = [begin(clock)[0] for _ in range(_step_clock.AHEAD)]
+    outputs = [begin(clock)[0] for _ in range(step_clock.AHEAD)]
     asking = threading.Thread(target=clock.times)
     asking.start()
     asking.join(0.2)

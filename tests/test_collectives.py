@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gravac_jax import Comm, _arrays, _collectives
-from gravac_jax._collectives import Carrier
+from gravac_jax import Comm, _arrays, _network
+from gravac_jax._network import Carrier
 
 N = 4
 TREE = {
@@ -160,12 +160,12 @@ def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(
     replicas,
 ):
     others = replicas - 1
-    reduced = _collectives.mean_traffic(250, replicas)
+    reduced = _network.mean_traffic(250, replicas)
     wire_bytes, messages = 2 * others * 1000 / replicas, 2 * others
     assert reduced == (8000, 1000, wire_bytes, messages, "mean")
-    gathered = _collectives.all_gather_traffic(1000, replicas)
+    gathered = _network.all_gather_traffic(1000, replicas)
     assert gathered == (8000, 1000, others * 1000, others, "gather")
-    short = _collectives.bfloat16_mean_traffic(1001, replicas)
+    short = _network.bfloat16_mean_traffic(1001, replicas)
     assert short.wire_bytes == 2 * others * 2 * -(-1001 // replicas)
 
 

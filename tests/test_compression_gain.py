@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gravac_jax._controllers import compression_gain
+from gravac_jax._evidence import compression_gain
 
 
 @jax.jit

@@ -96,13 +96,13 @@ MISTAKES = {
         "shard_map_after",
         GRADS,
         GRADS + '        grads = jax.lax.pmean(grads, "data")\n',
-        "Remove any jax.lax.pmean of gradients",
+        "remove any jax.lax.pmean",
     ),
     "a plain jit": (
         "fsdp_before",
         "tx = optax.chain(",
         "import gravac_jax; tx = optax.chain(gravac_jax.transform(), ",
-        "Under a plain jit.*averaged the gradients already",
+        "not in a plain jit, where XLA has averaged",
     ),
 }
 
@@ -133,5 +133,5 @@ def test_what_pmap_does_not_see_a_trace_on_a_mesh_does(sends):
 
     text = source("pmap_after")
     assert trace(text)[1]["loss"].shape == ()
-    with pytest.raises(ValueError, match=r"Remove any jax.lax.pmean of gradients"):
+    with pytest.raises(ValueError, match=r"remove any jax.lax.pmean"):
         trace(text.replace(grads, grads + pmean))

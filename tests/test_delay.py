@@ -12,7 +12,7 @@ import pytest
 from _harness import COMPRESS, PARAMS, ROWS, N, assert_same, at
 
 import gravac_jax as gravac
-from gravac_jax._error_feedback import MEMORIES
+from gravac_jax._memory import MEMORIES
 
 STEPS = 6
 GRADIENTS = _harness.gaussian_gradients(STEPS)
@@ -39,7 +39,7 @@ def assert_one_step_later(**others):
 
 
 # A delay hands on what a memory makes and what an exchange sends, whatever they are.
-QUICK = gravac.Residual, gravac.Steps
+QUICK = gravac.Residual, gravac.OwnOptimizer
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_delay_is_0_or_1():
 def test_training_at_own_params_converges_where_shared_ones_diverge():
     """Each replica is drawn to its own target, by momentum at a high rate."""
     targets = np.random.default_rng(0).standard_normal((N, 8)).astype(np.float32)
-    memory = gravac.Steps(optax.sgd(1.0, momentum=0.5))
+    memory = gravac.OwnOptimizer(optax.sgd(1.0, momentum=0.5))
     tx = gravac.transform(memory=memory, delay=1, send=gravac.Dense())
 
     def distance(at):
@@ -159,7 +159,7 @@ def own_params_of(tx, steps):
 )
 def test_what_decays_are_own_params_however_late_an_exchange_is(delay, every):
     adamw = optax.adamw(0.05, weight_decay=0.3)
-    late = {"memory": gravac.Steps(adamw), "delay": delay, "every": every}
+    late = {"memory": gravac.OwnOptimizer(adamw), "delay": delay, "every": every}
     tx = gravac.transform(send=gravac.Dense(), **late)
     expected = jnp.linspace(2, 3, 64)
     state = adamw.init(expected)

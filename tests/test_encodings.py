@@ -173,7 +173,7 @@ def trained(send, replicas=N, **recipe):
 def test_a_ladder_whose_bytes_rise_is_refused_with_its_table():
     ladder = gravac.Dense(), gravac.TopK(100), gravac.Bits(8, row_entries=32)
     message = (
-        r"each of 4 replicas sends in a step of 1,024 entries:"
+        r"must fall, got for 4 replicas and a step of 1,024 entries:"
         r"\n  Dense\(\) +6,144\n  TopK\(100\) +132\n"
         r"  Bits\(8, row_entries=32\) +1,920\n"
     )

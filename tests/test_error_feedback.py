@@ -14,9 +14,9 @@ import pytest
 from _harness import COMPRESS, PARAMS, N, assert_same, at
 
 import gravac_jax as gravac
-from gravac_jax._error_feedback import MEMORIES
+from gravac_jax._memory import MEMORIES
 
-ADAM = gravac.Steps(optax.scale_by_adam())
+ADAM = gravac.OwnOptimizer(optax.scale_by_adam())
 
 # What is sent of an arbitrary run is off by at most this share of all that was
 # selected from: a rounding in the addition of each step, and one in the sum.
@@ -56,7 +56,7 @@ def test_one_huge_gradient_does_not_end_adam():
         (gravac.Residual(), 1, "4 bytes of state per parameter"),
         (gravac.Momentum(), 2, "8 bytes of state per parameter"),
         (ADAM, 3, "12 for Adam"),
-        (gravac.Steps(optax.trace(0.9)), 2, "8 bytes of state in"),
+        (gravac.OwnOptimizer(optax.trace(0.9)), 2, "8 bytes of state in"),
     ],
     ids=repr,
 )
@@ -177,12 +177,12 @@ def test_adam_alone_and_dense_is_that_of_optax():
 def test_an_optimizer_that_remembers_its_first_params_is_refused(by_leaf):
     for begun in (optax.contrib.schedule_free_sgd(0.1), optax.contrib.prodigy()):
         with pytest.raises(ValueError, match="remembers the params that it began"):
-            gravac.Steps(begun, by_leaf=by_leaf)
+            gravac.OwnOptimizer(begun, by_leaf=by_leaf)
     injected = optax.inject_hyperparams(optax.adam)
-    gravac.Steps(injected(learning_rate=0.1), by_leaf=by_leaf)
-    gravac.Steps(optax.noisy_sgd(0.1, key=1), by_leaf=by_leaf)
-    gravac.Steps(begun_with(jnp.nan), by_leaf=by_leaf)
-    gravac.Steps(begun_with(0), by_leaf=by_leaf)
+    gravac.OwnOptimizer(injected(learning_rate=0.1), by_leaf=by_leaf)
+    gravac.OwnOptimizer(optax.noisy_sgd(0.1, key=1), by_leaf=by_leaf)
+    gravac.OwnOptimizer(begun_with(jnp.nan), by_leaf=by_leaf)
+    gravac.OwnOptimizer(begun_with(0), by_leaf=by_leaf)
 
 
 def begun_with(number):
@@ -209,7 +209,7 @@ assert len(jax.devices()) == 3
 
 @pytest.mark.parametrize("where", [_harness.make_mesh(), N], ids=["mesh", "simulated"])
 def test_keys_of_an_optimizer_are_those_of_each_replica(where):
-    noisy = gravac.Steps(optax.noisy_sgd(0.1, key=jax.random.key(1)))
+    noisy = gravac.OwnOptimizer(optax.noisy_sgd(0.1, key=jax.random.key(1)))
     tx = gravac.transform(memory=noisy, send=gravac.Bits(2))
     state = gravac.place(tx.init({"w": jnp.zeros(64)}), where)
     (key, *_) = [

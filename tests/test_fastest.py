@@ -16,7 +16,7 @@ from _harness import trajectory
 import gravac_jax as gravac
 from gravac_jax import metrics
 from gravac_jax._controllers import fastest
-from gravac_jax._controllers.progress import WAITING_COST, progress, waiting_steps
+from gravac_jax._evidence.progress import WAITING_COST, progress, waiting_steps
 
 CONTROLLER = gravac.Fastest(gravac.TopK.geometric(10, 1000))
 RUNGS = len(CONTROLLER.ladder)

@@ -11,7 +11,7 @@ import pytest
 from _harness import ROWS, covering
 
 import gravac_jax as gravac
-from gravac_jax import _collectives, _info
+from gravac_jax import _info, _network
 from gravac_jax._encodings.ladder import Ladder
 
 N, LADDER = 4, (gravac.Dense(), gravac.TopK(4), gravac.TopK(1000))
@@ -112,7 +112,7 @@ KNOWN = [
 def test_every_byte_of_a_step_of_one_encoding_is_reported(
     send, copied_entries, replicas, monkeypatch
 ):
-    monkeypatch.setattr(_collectives, "COPIED_ENTRIES", copied_entries)
+    monkeypatch.setattr(_network, "COPIED_ENTRIES", copied_entries)
     jaxpr, table = traced(send, LARGE, IS_MATRIX, replicas)
     sent = _laws.put_in(jaxpr, 0, 1, replicas)
     assert (table.payload_bytes[0], table.messages[0]) == sent

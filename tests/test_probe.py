@@ -13,8 +13,8 @@ from _harness import choices, make_mesh
 import gravac_jax as gravac
 from gravac_jax import __main__ as tools
 from gravac_jax import _buckets, _info, probe
-from gravac_jax._collectives import Traffic
 from gravac_jax._encodings.ladder import Ladder
+from gravac_jax._network import Traffic
 from gravac_jax.probe import Range
 
 BESIDE = "launch", "small all-reduce", "large all-reduce", "no exchange"

@@ -92,7 +92,7 @@ CASES = {
         "float32",
         4,
         bits(2),
-        of(memory=gravac.Steps(optax.scale_by_adam())),
+        of(memory=gravac.OwnOptimizer(optax.scale_by_adam())),
         is_exact=False,
     ),
     "low rank": Case("float32", 4, (gravac.Dense(), gravac.LowRank(1)), is_exact=False),
@@ -292,10 +292,10 @@ def test_a_batch_may_have_a_leaf_without_entries():
     holds("mixed dtypes", 1, "moderate", [batch])
 
 
-SIZES = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
+LEAF_SIZES = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
 
 
-@hypothesis.given(sizes=SIZES, replicas=st.integers(2, 300))
+@hypothesis.given(sizes=LEAF_SIZES, replicas=st.integers(2, 300))
 @hypothesis.example(sizes=[52] * 9 + [60], replicas=3)
 @hypothesis.example(sizes=[32, 32, 128, 4, 64, 1024], replicas=5)
 def test_the_default_ladder_never_sends_more_on_a_later_rung(sizes, replicas):

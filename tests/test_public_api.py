@@ -10,13 +10,13 @@ import gravac_jax as gravac
 
 # A name that comes or goes is a decision, and belongs in the changelog.
 COMPONENTS = """
-    Accordion Bits ClipByGlobalNorm Dense Fastest GraVAC LowRank Momentum Residual
-    Scheduled StepClock Steps TopK WireCost
+    Accordion Bits ClipByGlobalNorm Dense Fastest GraVAC LowRank Momentum OwnOptimizer
+    Residual Scheduled StepClock TopK WireCost
 """
 BASES = "Clip Comm Controller Encoding Memory StepInfo "
 RECORDS = "Bucket Evidence Sent Traffic "
 FUNCTIONS = """
-    adamw checksum data_parallel dgc diloco flush guard init make_mesh matrices
+    adamw checksum data_parallel dgc diloco flush guard make_mesh matrices
     nnx_data_parallel nnx_flush nnx_value_and_grad outer own_params place resync sgd
     simulate state_specs train_step transform value_and_grad
 """

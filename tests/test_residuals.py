@@ -143,7 +143,7 @@ TRAININGS = {
     ),
     # With a small eps all first steps would have one size.
     "adamw": (
-        gravac.Steps(_oracles.SLOW_ADAM),
+        gravac.OwnOptimizer(_oracles.SLOW_ADAM),
         gravac.adamw(0.1, b1=0.8, b2=0.9, eps=1.0, weight_decay=0.0, **SPARSE_TOP),
     ),
 }

@@ -78,7 +78,7 @@ def test_so_it_is_on_a_mesh():
     ("memory", "delay"),
     [
         (gravac.Residual(), 0),
-        (gravac.Steps(_oracles.SLOW_ADAM), 1),
+        (gravac.OwnOptimizer(_oracles.SLOW_ADAM), 1),
         pytest.param(gravac.Momentum(0.5), 1, marks=pytest.mark.slow),
     ],
     ids=repr,
@@ -262,13 +262,13 @@ def test_a_train_step_counts_the_steps_of_a_round_but_not_one_that_fails():
 
 def test_the_local_program_of_a_train_step_has_no_collective(monkeypatch):
     programs = []
-    make = gravac._train_step._parallel.data_parallel
+    make = gravac._loop.train_step.parallel.data_parallel
 
     def kept(*args, **kwargs):
         programs.append(make(*args, **kwargs))
         return programs[-1]
 
-    monkeypatch.setattr(gravac._train_step._parallel, "data_parallel", kept)
+    monkeypatch.setattr(gravac._loop.train_step.parallel, "data_parallel", kept)
     step = gravac.train_step(loss_of, gravac.sgd(RATE, every=H), make_mesh())
     state = step.init({"w": jnp.ones((DIMENSION, 8))})
     for i in range(H):
@@ -307,7 +307,7 @@ def test_momentum_after_rounds_of_whole_gradients_is_warned_of_once(warns, tx):
             *state, _ = step(*state, batch(i))
     told = [str(x.message) for x in found if "momentum comes after" in str(x.message)]
     assert len(told) == warns
-    assert all("gravac.sgd" in x and "gravac.Steps" in x for x in told)
+    assert all("gravac.sgd" in x and "gravac.OwnOptimizer" in x for x in told)
 
 
 @pytest.mark.parametrize("where", [make_mesh(), N], ids=["mesh", "simulated"])

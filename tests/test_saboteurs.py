@@ -14,7 +14,7 @@ import pytest
 import gravac_jax as gravac
 from gravac_jax._controllers import CONTROLLERS
 from gravac_jax._encodings import ENCODINGS
-from gravac_jax._error_feedback import MEMORIES
+from gravac_jax._memory import MEMORIES
 
 # What the laws of each family are tried on, for an honest component.
 EVIDENCE = _examples.evidence(4, seed=5, measured_from=90)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gravac_jax._controllers import step_time_filter
+from gravac_jax._evidence import step_time_filter
 
 RUNGS = 6
 # Compute, selection, messages and bytes of a guess, at each rung.

@@ -335,7 +335,7 @@ def test_all_replicas_take_the_rung_of_the_first():
         pytest.param("fastest", 0, 3, "shard_map", marks=pytest.mark.slow),
     ],
 )
-def test_each_rung_runs_its_own_collectives(recipe, of_bucket, of_gradient, how):
+def test_each_rung_runs_its_own_network(recipe, of_bucket, of_gradient, how):
     found, _ = collectives(program(how, recipe))
     # The energies of what is sent and of everything, and of each rung if the controller
     # looks at the bucket.
@@ -616,7 +616,7 @@ GRADIENTS = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), FLOATS)
 
 
 @pytest.mark.parametrize(
-    "memory", [gravac.Momentum(), gravac.Steps(optax.sgd(0.1)), None], ids=repr
+    "memory", [gravac.Momentum(), gravac.OwnOptimizer(optax.sgd(0.1)), None], ids=repr
 )
 def test_fastest_chooses_unless_something_is_given(memory):
     given = gravac.transform(memory=memory, send=gravac.Fastest())

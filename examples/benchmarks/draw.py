@@ -94,7 +94,7 @@ def time_to_quality() -> None:
             r, _ = speed_ups(found, "dense")
             axis.plot(r, np.add(1, r), "k:", label="the limit, 1 + r")
             for send, (color, style) in lines.items():
-                method = f"transform(send={send}, memory=Steps({steps}))"
+                method = f"transform(send={send}, memory=OwnOptimizer({steps}))"
                 method = send if send.startswith("dense") else method
                 axis.plot(*speed_ups(found, method), style, color=color, label=send)
             axis.axhline(1, color=INK, linewidth=1, label="dense float32")

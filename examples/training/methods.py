@@ -86,7 +86,7 @@ def _sgd(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
 def _muon(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
     scale = optax.scale_by_learning_rate(rate)
-    steps = gravac.Steps(optax.chain(OPTIMIZERS["muon"], scale), by_leaf=True)
+    steps = gravac.OwnOptimizer(optax.chain(OPTIMIZERS["muon"], scale), by_leaf=True)
     return gravac.transform(axis_name, send=send, memory=steps, clip=CLIP, **how)
 
 

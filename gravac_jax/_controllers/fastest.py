@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._controllers import base, compression_gain, step_time_filter
+from gravac_jax._controllers import base
 from gravac_jax._controllers.base import Controller, Evidence, Predictions
-from gravac_jax._controllers.progress import WAITING_COST, WAITING_COST_AT_SHARED
-from gravac_jax._controllers.progress import progress as progress_of
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.bits import Bits
 from gravac_jax._encodings.dense import Dense
+from gravac_jax._evidence import compression_gain, step_time_filter
+from gravac_jax._evidence.progress import WAITING_COST, WAITING_COST_AT_SHARED
+from gravac_jax._evidence.progress import progress as progress_of
 
 # All of these are arbitrary; simulations showed that they trade well. Steps at a rung
 # are steps that exchange.
@@ -98,8 +99,8 @@ class Fastest(Controller):
     At the shared params, gradients ask again for what waits. There, one bit and parts
     in turn are not taken, and on a ladder that has them a step is worth
     1 / (1 + 1.2 sqrt(waiting)). `gravac.train_step` tells where gradients are taken, as
-    `update(..., at="own")` does. The steps of `gravac.Steps` are always taken at own
-    params.
+    `update(..., at="own")` does. The steps of `gravac.OwnOptimizer` are always taken at
+    own params.
 
     It is fastest in time, not in steps: on a slow network it takes many cheap steps
     that are worth less each. If your number of steps is fixed, say what each must be
@@ -324,7 +325,8 @@ class Fastest(Controller):
         """Return a choice, or the last rung of its rounds that may be taken."""
         rung = choice % len(self.ladder)
         may_take = self._may_wait(at_own_params)[: len(self.ladder)]
-        last = jnp.max(jnp.where(may_take, jnp.arange(may_take.size), 0))
+        rungs = jnp.arange(may_take.size, dtype=jnp.int32)
+        last = jnp.max(jnp.where(may_take, rungs, 0))
         return choice - rung + jnp.where(may_take[rung], rung, last)
 
 

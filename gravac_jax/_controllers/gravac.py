@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._controllers import base, compression_gain
+from gravac_jax._controllers import base
 from gravac_jax._controllers.base import Controller, Evidence
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.top_k import TopK
+from gravac_jax._evidence import compression_gain
 
 
 class GraVACState(NamedTuple):

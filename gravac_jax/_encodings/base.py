@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from gravac_jax import _arrays
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax._network import Comm, Traffic
 
 
 class Bucket(NamedTuple):

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _collectives, _refuse, _xla
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax import _arrays, _network, _refuse, _xla
 from gravac_jax._encodings import levels
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.levels import WIDTHS, WORD_BITS, Rounded
+from gravac_jax._network import Comm, Traffic
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
@@ -261,7 +261,7 @@ class Bits(Encoding):
         fitting = bisect.bisect_right(spared, most, key=size)
         chosen = sent(spared[fitting - 1]) if fitting else plain
         # Else a few leaves would make the step a dense one.
-        dense = _collectives.mean_traffic(n, replicas).wire_bytes
+        dense = _network.mean_traffic(n, replicas).wire_bytes
         return chosen if traffic(chosen).wire_bytes <= dense else plain
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
@@ -289,9 +289,9 @@ class Bits(Encoding):
         owners = self._owners(replicas)
         there = sum(x.size(x.bits, owners) for x in sent.sections)
         if owners == 1:
-            return _collectives.all_gather_traffic(there, replicas)
+            return _network.all_gather_traffic(there, replicas)
         back = sum(x.size(x.bits_back, owners) for x in sent.sections)
-        return _collectives.two_stage_traffic(there, back, replicas)
+        return _network.two_stage_traffic(there, back, replicas)
 
     # The exchange. ------------------------------------------------------------------
 

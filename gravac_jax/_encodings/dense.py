@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _collectives, _refuse
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
+from gravac_jax._network import Comm, Traffic
 
 VALUES = ("float32", "bfloat16")
 
@@ -63,8 +63,8 @@ class Dense(Encoding):
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry, or 2."""
         if self._is_short:
-            return _collectives.bfloat16_mean_traffic(bucket.n, replicas)
-        return _collectives.mean_traffic(bucket.n, replicas)
+            return _network.bfloat16_mean_traffic(bucket.n, replicas)
+        return _network.mean_traffic(bucket.n, replicas)
 
     def exchange(
         self,

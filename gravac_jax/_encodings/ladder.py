@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays, _collectives, _xla
-from gravac_jax._collectives import Carrier, Comm, Traffic
+from gravac_jax import _arrays, _network, _xla
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.dense import Dense
+from gravac_jax._network import Carrier, Comm, Traffic
 
 
 class Exchanged(NamedTuple):
@@ -79,7 +79,7 @@ class Ladder:
             together, apart = energies, figures
         beside = own.figures(together, replicas)
         if apart:
-            beside = beside.plus(_collectives.mean_traffic(apart, replicas))
+            beside = beside.plus(_network.mean_traffic(apart, replicas))
         return own.plus(beside)._replace(bits=own.bits)
 
     def shares(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _xla
-from gravac_jax._collectives import FLOAT32_BYTES
+from gravac_jax._network import FLOAT32_BYTES
 
 WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _collectives, _refuse
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._encodings import power_iteration, top_k
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.power_iteration import Collective, PowerState
+from gravac_jax._network import Comm, Traffic
 
 VALUES = ("float32", "bfloat16")
 
@@ -131,9 +131,9 @@ class LowRank(Encoding):
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry of the thin matrices, or 2."""
-        cost = _collectives.mean_traffic
+        cost = _network.mean_traffic
         if self.values == "bfloat16":
-            cost = _collectives.bfloat16_mean_traffic
+            cost = _network.bfloat16_mean_traffic
         left, right = self._sent(bucket)
         first = cost(left, replicas)
         return first.plus(cost(right, replicas)) if right else first

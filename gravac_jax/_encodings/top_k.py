@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _collectives, _refuse, _xla
-from gravac_jax._collectives import Comm, Traffic
+from gravac_jax import _arrays, _network, _refuse, _xla
 from gravac_jax._encodings import payload, selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.selection import Bracket, Marks
+from gravac_jax._network import Comm, Traffic
 
 SELECT = ("threshold", "sampled", "exact")
 AIM = 0.97  # of the slots, so that few steps mark more entries than there are slots
@@ -71,8 +71,8 @@ class TopK(Encoding):
     when they will have grown: never those of at least twice the threshold, and of the
     others a run that begins at a random one and wraps around.
 
-    Payloads go to all replicas, so that bytes grow with N. Where a dense step sends no
-    more, `gravac.transform` takes one instead.
+    Payloads go to all replicas, so that bytes grow with N. Where a dense step sends
+    less, `gravac.transform` takes one instead.
 
     Law:
       At most k = max(1, floor(n / factor)) entries are sent, none twice and no zeros,
@@ -172,7 +172,7 @@ class TopK(Encoding):
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of gathering all payloads."""
         payload_bytes = self._wire(bucket.n).payload_bytes(self.slots(bucket.n))
-        return _collectives.all_gather_traffic(payload_bytes, replicas)
+        return _network.all_gather_traffic(payload_bytes, replicas)
 
     def init(self, bucket: Bucket) -> TopKState:
         """Return the state before the first step."""

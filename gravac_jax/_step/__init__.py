@@ -16,7 +16,7 @@ which because all count alike.
 Two more things may happen to a step, and they are separate. A *bad* gradient is not
 finite: its replica leaves it out, sends from what it holds back, and tells the others,
 who go on. So no exchange waits to hear whether all gradients are good. A *delivery* is
-no step at all: it asks for what is held back (`_residuals.py`).
+no step at all: it asks for what is held back (`_loop/delivery.py`).
 
 GraVAC's Algorithm 1 decides before it exchanges. Here a step decides a rung, the next
 one agrees on it, and the second one after that takes it. So a decision costs no

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _buckets, _info, _refuse, _state
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import Clip
-from gravac_jax._collectives import AxisName
 from gravac_jax._controllers.base import Controller, check_ladder
-from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._encodings.base import Bucket
 from gravac_jax._encodings.ladder import Ladder
-from gravac_jax._error_feedback.base import Memory
+from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._memory.base import Memory
+from gravac_jax._network import AxisName
 from gravac_jax._slices import Slices
 from gravac_jax._state import LocalState, TransformState
 
@@ -45,7 +45,7 @@ class Components:
     def __post_init__(self) -> None:
         _refuse.two_axes(self.axis_name, self.dense_axis_name)
         _refuse.number(self.weight_decay, "weight_decay", low=0, high=1)
-        memories = "gravac.Residual() or gravac.Steps(optax.adam(1e-3))"
+        memories = "gravac.Residual() or gravac.OwnOptimizer(optax.adam(1e-3))"
         _refuse.instance(self.memory, Memory, "memory", memories)
         if self.clip is not None:
             _refuse.instance(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
@@ -79,7 +79,7 @@ class Components:
             raise ValueError(
                 "`memory` runs an optimizer on whole leaves, and with `shardings` each"
                 " device has slices of them: use one that works entry by entry,"
-                " memory=gravac.Steps(optax.adam(1e-3))."
+                " memory=gravac.OwnOptimizer(optax.adam(1e-3))."
             )
 
     @property
@@ -180,7 +180,7 @@ class Components:
             raise ValueError(
                 f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
                 f" {len(buckets.sizes)} buckets: use one that works entry by entry,"
-                f" memory=gravac.Steps(optax.adam(1e-3))."
+                f" memory=gravac.OwnOptimizer(optax.adam(1e-3))."
             )
         return [self.memory.of_leaves(x) for x in buckets.named_shapes]
 

@@ -19,24 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import (
-    _arrays,
-    _collectives,
-    _consistency,
-    _info,
-    _refuse,
-    _state,
-    _xla,
-)
+from gravac_jax import _arrays, _info, _network, _refuse, _state, _xla
 from gravac_jax._buckets import Buckets
 from gravac_jax._clipping import global_norm
-from gravac_jax._collectives import Axes, Comm
-from gravac_jax._controllers import compression_gain
 from gravac_jax._controllers.base import Evidence
-from gravac_jax._controllers.cost_model import WireCost
 from gravac_jax._encodings.ladder import Exchanged
-from gravac_jax._error_feedback.base import Memory
-from gravac_jax._residuals import Delivery
+from gravac_jax._evidence import compression_gain
+from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._loop import consistency
+from gravac_jax._loop.delivery import Delivery
+from gravac_jax._memory.base import Memory
+from gravac_jax._network import Axes, Comm
 from gravac_jax._state import LocalState, Told, TransformState
 from gravac_jax._step.components import Components
 from gravac_jax._step.values import (
@@ -97,8 +90,8 @@ def _update(
     """Take one step with what a device owns."""
     del ignored
     if rung is not None:
-        rungs = tuple(range(len(components.controller.ladder)))
-        _refuse.one_of(rung, "rung", rungs)
+        top = len(components.controller.ladder) - 1
+        _refuse.number(rung, "rung", is_whole=True, low=0, high=top)
     _refuse.one_of(at, "at", ("own", "shared"))
     is_asked = deliver is not None
     axes, local = enter(components, buckets, updates, state, params, is_asked)
@@ -144,7 +137,7 @@ def _take_held(local: LocalState, setting: Setting) -> Taken:
     nothing = _nothing(jax.eval_shape(exchange).arrived, local, setting)
     if is_due is False:
         return nothing
-    return _collectives.exchange_if(is_due, exchange, nothing)
+    return _network.exchange_if(is_due, exchange, nothing)
 
 
 def _nothing(like: Any, local: LocalState, setting: Setting) -> Taken:
@@ -288,7 +281,7 @@ def _delivered(
       delivery: "mean" sends what is held back to all replicas and empties the memory.
         "own" returns this replica's part and "nothing" returns zeros; both leave the
         state as it is. ("probe" never comes here: `update` hands on what it is given,
-        so that `_chain` sees what stands around the transform.)
+        so that `_loop/chain.py` sees what stands around the transform.)
       local: this replica's state, in its local form.
       buckets: the leaves that it belongs to.
       axes: the other replicas.
@@ -470,7 +463,7 @@ def figures(told: Told, dense: jax.Array, setting: Setting) -> Agreed:
         round_steps = axes.both.of_first(steps)[None]
     if components.check_every:
         unseen = state.info.local_steps + 1
-        apart = _consistency.is_apart(
+        apart = consistency.is_apart(
             setting.params, state.steps, unseen, components.check_every, axes.alike
         )
     return Agreed(

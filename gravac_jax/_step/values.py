@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from gravac_jax._buckets import Buckets
-from gravac_jax._collectives import Axes
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._info import Tables
+from gravac_jax._network import Axes
 from gravac_jax._state import LocalState, Told, TransformState
 from gravac_jax._step.components import Components
 

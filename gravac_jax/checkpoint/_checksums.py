@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _consistency
+from gravac_jax._loop import consistency
 from gravac_jax.checkpoint._layout import Named, Path
 
-_on_device = jax.jit(_consistency.leaf_checksum)
+_on_device = jax.jit(consistency.leaf_checksum)
 
 
 def label(named: Named, data: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _checksum(path: Path, x: Any) -> int:
             # with collectives at once can deadlock on devices that share a processor.
             return int(_on_device(x))
         if hasattr(x, "dtype") or type(x) in (int, float):
-            return int(_consistency.host_checksum(x))
+            return int(consistency.host_checksum(x))
     raise TypeError(
         f"`tree` holds a {getattr(x, 'dtype', type(x).__name__)} at {'/'.join(path)},"
         f" which cannot be saved: make it an array of real numbers, or leave it out."

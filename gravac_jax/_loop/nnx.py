@@ -13,16 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import (
-    _arrays,
-    _collectives,
-    _gradients,
-    _parallel,
-    _placement,
-    _refuse,
-    _residuals,
-)
-from gravac_jax._collectives import AxisName, Comm
+from gravac_jax import _arrays, _network, _refuse
+from gravac_jax._loop import delivery, gradients, parallel, placement
+from gravac_jax._network import AxisName, Comm
 
 Objects = tuple[Any, ...]
 
@@ -134,7 +127,7 @@ def nnx_value_and_grad(
             loss, aux = _refuse.loss(out, has_aux)
             return loss, (aux, changed)
 
-        value_and_grad = _gradients.value_and_grad(of_params, axis_name, has_aux=True)
+        value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
         (loss, (aux, changed)), grads = value_and_grad(params)
         _write_back(_objects_in(given), changed, comm)
         return ((loss, aux) if has_aux else loss), grads[0]
@@ -216,7 +209,7 @@ def nnx_data_parallel(
       (0.0, 2)
     """
     nnx = _flax("nnx_data_parallel")
-    comm = Comm(_collectives.join(axis_name, dense_axis_name))
+    comm = Comm(_network.join(axis_name, dense_axis_name))
 
     def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
         *state, batch = args
@@ -236,7 +229,7 @@ def nnx_data_parallel(
             )
         return (at, *objects, metrics)
 
-    run = _parallel.data_parallel(
+    run = parallel.data_parallel(
         on_one_replica, mesh, axis_name, dense_axis_name, donate=donate
     )
 
@@ -298,10 +291,10 @@ def nnx_flush(
     """
     _flax("nnx_flush")
     _refuse_optimizer(optimizer)
-    axes = _collectives.join(axis_name, dense_axis_name)
+    axes = _network.join(axis_name, dense_axis_name)
     _refuse.mesh(mesh, axis_name, dense_axis_name)
     deliver = _delivery(mesh, axis_name, dense_axis_name)
-    replicas = _placement.count_replicas(mesh, axes)
+    replicas = placement.count_replicas(mesh, axes)
     deliver(model, optimizer, np.zeros(replicas, np.float32))
 
 
@@ -314,7 +307,7 @@ def _delivery(mesh: Any, axis_name: Any, dense_axis_name: Any) -> Callable[..., 
         del batch
         shared = nnx.as_pure(nnx.state(model, optimizer.wrt))
         opt_state = nnx.as_pure(optimizer.opt_state)
-        params, opt_state = _residuals.flush(optimizer.tx, shared, opt_state)
+        params, opt_state = delivery.flush(optimizer.tx, shared, opt_state)
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
@@ -437,7 +430,7 @@ def _own_params(params: Any, optimizer: Any) -> Any:
     from flax import nnx
 
     shared, opt_state = nnx.as_pure(params[0]), nnx.as_pure(optimizer.opt_state)
-    own = _residuals.own_params(optimizer.tx, shared, opt_state)
+    own = delivery.own_params(optimizer.tx, shared, opt_state)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(own))
 
 

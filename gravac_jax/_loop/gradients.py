@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _refuse
-from gravac_jax._collectives import AxisName, Comm
+from gravac_jax._network import AxisName, Comm
 
 
 def value_and_grad(

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._error_feedback import own_optimizer
-from gravac_jax._error_feedback.base import Leaves
-from gravac_jax._error_feedback.residual import ErrorFeedback
+from gravac_jax._memory import suitable
+from gravac_jax._memory.base import Leaves
+from gravac_jax._memory.residual import ErrorFeedback
 
 LARGEST = 1e18  # a gradient entry counts for at most this, so that squares are finite
 
 
-class StepsState(NamedTuple):
-    """The state of `Steps` on one replica.
+class OwnOptimizerState(NamedTuple):
+    """The state of `OwnOptimizer` on one replica.
 
     Attributes:
       optimizer: the state of the optimizer, for a flat vector `[n]` of params, or for
@@ -30,7 +30,7 @@ class StepsState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps(ErrorFeedback):
+class OwnOptimizer(ErrorFeedback):
     """Lets each replica run an optimizer of its own, and exchanges its steps.
 
     After an exchange that sends little, an optimizer sees gradients that are sparse,
@@ -86,7 +86,7 @@ class Steps(ErrorFeedback):
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
-      >>> memory = gravac.Steps(optax.scale_by_adam())
+      >>> memory = gravac.OwnOptimizer(optax.scale_by_adam())
       >>> gradient = jnp.array([3.0, -0.1])
       >>> compensated, state = memory.compensate(gradient, memory.init(2))
       >>> [round(x, 3) for x in compensated.tolist()]
@@ -106,9 +106,9 @@ class Steps(ErrorFeedback):
         _refuse.instance(self.optimizer, kind, "optimizer", "optax.sgd(0.1)")
         _refuse.instance(self.by_leaf, bool, "by_leaf", "False")
         if not self.by_leaf:
-            own_optimizer.refuse_masks(self.optimizer)
+            suitable.refuse_masks(self.optimizer)
             self._try(needs_params=self.needs_params)
-        own_optimizer.refuse_start(self.optimizer, self.by_leaf)
+        suitable.refuse_start(self.optimizer, self.by_leaf)
 
     @property
     def is_at_own_params(self) -> bool:
@@ -134,9 +134,9 @@ class Steps(ErrorFeedback):
             jax.eval_shape(self.compensate, one, state, *params)
         except ValueError as error:
             raise ValueError(
-                f"gravac.Steps cannot run this optimizer on a flat vector: {error} Use"
+                f"gravac.OwnOptimizer cannot run this optimizer on a flat vector: take"
                 f" one that works entry by entry, such as optax.adamw(1e-3), or"
-                f" gravac.Steps(..., by_leaf=True)."
+                f" gravac.OwnOptimizer(..., by_leaf=True). It said: {error}"
             ) from error
 
     @property
@@ -144,7 +144,7 @@ class Steps(ErrorFeedback):
         """Whether the optimizer sees whole leaves."""
         return self.by_leaf
 
-    def of_leaves(self, leaves: Leaves) -> "Steps":
+    def of_leaves(self, leaves: Leaves) -> "OwnOptimizer":
         """Return the memory of a bucket that holds these leaves, in this order."""
         if not self.by_leaf:
             return self
@@ -155,16 +155,19 @@ class Steps(ErrorFeedback):
         object.__setattr__(memory, "_leaves", leaves)
         return memory
 
-    def init(self, n: int) -> StepsState:
+    def init(self, n: int) -> OwnOptimizerState:
         """Return the optimizer's first state and an empty residual."""
         optimizer = ()
         if not self._is_empty:
             optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
-        return StepsState(optimizer, jnp.zeros(n, jnp.float32))
+        return OwnOptimizerState(optimizer, jnp.zeros(n, jnp.float32))
 
     def compensate(
-        self, gradient: jax.Array, state: StepsState, params: jax.Array | None = None
-    ) -> tuple[jax.Array, StepsState]:
+        self,
+        gradient: jax.Array,
+        state: OwnOptimizerState,
+        params: jax.Array | None = None,
+    ) -> tuple[jax.Array, OwnOptimizerState]:
         """Return the residual plus this replica's own step."""
         if self._is_empty:
             return state.residual, state
@@ -199,6 +202,8 @@ class Steps(ErrorFeedback):
             return jnp.asarray(seen)
         return _arrays.ravel([seen[path] for path, _ in self._leaves], n)
 
-    def keep(self, compensated: jax.Array, state: StepsState) -> StepsState:
+    def keep(
+        self, compensated: jax.Array, state: OwnOptimizerState
+    ) -> OwnOptimizerState:
         """Return the state in which all of `compensated` waits."""
         return state._replace(residual=compensated)

@@ -9,19 +9,11 @@ import numpy as np
 import optax
 from jax import core
 
-from gravac_jax import (
-    _ahead,
-    _chain,
-    _collectives,
-    _gradients,
-    _parallel,
-    _placement,
-    _refuse,
-    _residuals,
-)
-from gravac_jax._ahead import Ahead, Kind
-from gravac_jax._collectives import AxisName
-from gravac_jax._step_clock import StepClock
+from gravac_jax import _network, _refuse
+from gravac_jax._loop import ahead, chain, delivery, gradients, parallel, placement
+from gravac_jax._loop.ahead import Ahead, Kind
+from gravac_jax._loop.step_clock import StepClock
+from gravac_jax._network import AxisName
 
 
 def train_step(
@@ -100,12 +92,12 @@ def train_step(
     call = "gravac.train_step(loss_fn, tx, mesh)"
     _refuse.function(loss_fn, "loss_fn", call)
     _refuse.optimizer(tx, call)
-    tx = _chain.checked(tx, "gravac.train_step")
+    tx = chain.checked(tx, "gravac.train_step")
     if at is not None:
         _refuse.one_of(at, "at", ("own", "shared"))
-    axes = _collectives.join(axis_name, dense_axis_name)
+    axes = _network.join(axis_name, dense_axis_name)
     _refuse.mesh(mesh, axis_name, dense_axis_name)
-    loss_and_grad = _gradients.value_and_grad(
+    loss_and_grad = gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
 
@@ -113,7 +105,7 @@ def train_step(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
         where = at or _where(tx, params, opt_state)
-        own = _residuals.own_params if where == "own" else lambda tx, params, _: params
+        own = delivery.own_params if where == "own" else lambda tx, params, _: params
         value, grads = loss_and_grad(own(tx, params, opt_state), batch)
         known = {name: x for name, x in kind._asdict().items() if x is not None}
         updates, opt_state = tx.update(
@@ -123,17 +115,17 @@ def train_step(
         metrics = value if has_aux else (value,)
         if kind.looks_ahead:
             # The state is donated, so that the host cannot read in it.
-            ours = _chain.the_transform(opt_state, call)
-            metrics = *metrics, _ahead.what_follows(ours)
+            ours = chain.the_transform(opt_state, call)
+            metrics = *metrics, ahead.what_follows(ours)
         return params, opt_state, *metrics
 
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
         del batch
-        return _residuals.flush(tx, params, opt_state)
+        return delivery.flush(tx, params, opt_state)
 
     has_branches = _has_branches(branches, mesh)
     run = functools.partial(
-        _parallel.data_parallel,
+        parallel.data_parallel,
         mesh=mesh,
         axis_name=axis_name,
         dense_axis_name=dense_axis_name,
@@ -145,8 +137,8 @@ def train_step(
         return run(body, average_metrics=kind.is_due is None)
 
     is_timed = isinstance(mesh, jax.sharding.Mesh)
-    replicas = _placement.count_replicas(mesh, axes)
-    init = lambda params: _placement.place((params, tx.init(params)), mesh, axis_name)
+    replicas = placement.count_replicas(mesh, axes)
+    init = lambda params: placement.place((params, tx.init(params)), mesh, axis_name)
     deliver_all = run(deliver)
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
@@ -154,7 +146,7 @@ def train_step(
 def _where(tx: Any, params: Any, opt_state: Any) -> str:
     """Return where gradients are best taken."""
     # What waits needs own params, and says so where they cannot be.
-    is_own = _chain.waits(opt_state) or _chain.is_linear(tx, params, opt_state)
+    is_own = chain.waits(opt_state) or chain.is_linear(tx, params, opt_state)
     return "own" if is_own else "shared"
 
 
@@ -217,14 +209,14 @@ class TrainStep:
     def _begin(self, params: Any, opt_state: Any) -> None:
         """Read from the state where the run stands."""
         _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
-        state = _chain.the_transform(opt_state, "gravac.train_step")
+        state = chain.the_transform(opt_state, "gravac.train_step")
         if isinstance(state.steps, core.Tracer):
             raise TypeError(
                 "a step of gravac.train_step is compiled already, got a traced state:"
                 " call it outside of jax.jit and jax.lax.scan, or write the step for"
                 " gravac.data_parallel."
             )
-        _chain.warn_of_late_momentum(opt_state)
+        chain.warn_of_late_momentum(opt_state)
         self._ahead = Ahead(state, self._has_branches)
         self._clock = StepClock(int(state.steps)) if self._is_timed else None
 
@@ -240,4 +232,4 @@ class TrainStep:
 
 def _steps(opt_state: Any) -> jax.Array:
     """Return a state's count of steps; no two states share this array."""
-    return _chain.the_transform(opt_state, "gravac.train_step").steps
+    return chain.the_transform(opt_state, "gravac.train_step").steps

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gravac_jax import _arrays, _chain, _refuse, _state
-from gravac_jax._collectives import AxisName, Comm
+from gravac_jax import _arrays, _refuse, _state
+from gravac_jax._loop import chain
+from gravac_jax._network import AxisName, Comm
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -223,11 +224,11 @@ def guard(
       1
     """
     _refuse.optimizer(tx, "gravac.guard(tx)")
-    tx = _chain.checked(tx, "gravac.guard")
+    tx = chain.checked(tx, "gravac.guard")
 
     def init(params: Any) -> Any:
         state = tx.init(params)
-        if _chain.waits(state):
+        if chain.waits(state):
             warnings.warn(
                 "gravac.guard does nothing with a delay or with rounds, where replicas"
                 " hear too late of a gradient that is not finite: leave out the guard,"
@@ -239,9 +240,9 @@ def guard(
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        _chain.the_transform(state, "gravac.guard")
+        chain.the_transform(state, "gravac.guard")
         updates, after = tx.update(updates, state, params, **extra)
-        is_finite = _chain.the_transform(after, "gravac.guard").info.is_finite
+        is_finite = chain.the_transform(after, "gravac.guard").info.is_finite
 
         def restored(new: Any, old: Any) -> Any:
             return _state.restored(new, old) if _state.is_transform_state(new) else old

@@ -22,10 +22,10 @@ def refuse_masks(optimizer: optax.GradientTransformation) -> None:
         has_mask = True
     if has_mask:
         raise ValueError(
-            "gravac.Steps runs its optimizer on flat vectors of many leaves, got one"
-            " that looks at the tree of the params: For Muon and others of its kind"
-            " write gravac.Steps(..., by_leaf=True), or put what is masked after the"
-            " transform."
+            "gravac.OwnOptimizer runs its optimizer on flat vectors of many leaves, got"
+            " one that looks at the tree of the params: For Muon and others of its kind"
+            " write gravac.OwnOptimizer(..., by_leaf=True), or put what is masked after"
+            " the transform."
         )
 
 
@@ -44,7 +44,7 @@ def refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None
         return
     if remembers:
         raise ValueError(
-            "gravac.Steps needs an optimizer of gradients alone, got one that"
+            "gravac.OwnOptimizer needs an optimizer of gradients alone, got one that"
             " remembers the params that it began with: let it come after the exchange,"
             " optax.chain(gravac.transform(), optimizer), with gradients at the shared"
             " params."

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._error_feedback.base import Memory
+from gravac_jax._memory.base import Memory
 
 
 class ErrorFeedback(Memory):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gravac_jax import _chain, _collectives, _refuse, _state
-from gravac_jax._collectives import AxisName
+from gravac_jax import _network, _refuse, _state
+from gravac_jax._loop import chain
+from gravac_jax._network import AxisName
 
 
 def place(
@@ -61,10 +62,10 @@ def place(
         replicas, devices, inner, owners = mesh, mesh, (), axis_name
     else:
         replicas, devices = count_replicas(mesh, axis_name), mesh.size
-        inner = _collectives.inner_axes(mesh, axis_name)
-        owners = _collectives.join(axis_name, inner or None)
+        inner = _network.inner_axes(mesh, axis_name)
+        owners = _network.join(axis_name, inner or None)
     on_mesh = functools.partial(_sharding_on, mesh)
-    _chain.check_chains(tree)
+    chain.check_chains(tree)
 
     def place_local(state: Any) -> Any:
         placed = _state.placed_replicas(state)
@@ -99,9 +100,7 @@ def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     """Return N, the devices along the axes of the transform, or those simulated."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return mesh
-    return int(
-        np.prod([mesh.shape[name] for name in _collectives.axis_names(axis_name)])
-    )
+    return int(np.prod([mesh.shape[name] for name in _network.axis_names(axis_name)]))
 
 
 def check_placed(tree: Any, *replicas: int) -> None:
@@ -178,7 +177,7 @@ def has_slices(
     if specs is None:
         placed = {_state.placed_replicas(x) for x in _state.locals_of(tree)}
         return mesh.size in placed - {count_replicas(mesh, axis_name)}
-    inner = set(_collectives.inner_axes(mesh, axis_name))
+    inner = set(_network.inner_axes(mesh, axis_name))
     return any(_names_in(spec) & inner for spec in specs)
 
 
@@ -205,7 +204,7 @@ def shardings(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> A
 
 
 def _names_in(spec: jax.P) -> set[str]:
-    return {name for part in spec for name in _collectives.axis_names(part)}
+    return {name for part in spec for name in _network.axis_names(part)}
 
 
 def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:

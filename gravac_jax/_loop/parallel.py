@@ -10,14 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gravac_jax import (
-    _arrays,
-    _collectives,
-    _placement,
-    _refuse,
-    _state,
-)
-from gravac_jax._collectives import AxisName, Comm
+from gravac_jax import _arrays, _network, _refuse, _state
+from gravac_jax._loop import placement
+from gravac_jax._network import AxisName, Comm
 
 Step = Callable[..., Any]
 
@@ -89,7 +84,7 @@ def data_parallel(
     Example:
       See `gravac.transform`.
     """
-    axes = _collectives.join(axis_name, dense_axis_name)
+    axes = _network.join(axis_name, dense_axis_name)
     call = "gravac.data_parallel(train_step, mesh)"
     _refuse.function(train_step, "train_step", call)
     _refuse.mesh(mesh, axis_name, dense_axis_name)
@@ -104,7 +99,7 @@ def data_parallel(
         )
     _count_carried(carried)
     everywhere = jax.NamedSharding(mesh, jax.P())
-    replicas, devices = (_placement.count_replicas(mesh, x) for x in (axis_name, axes))
+    replicas, devices = (placement.count_replicas(mesh, x) for x in (axis_name, axes))
     _refuse.instance(average_metrics, bool, "average_metrics", "False")
     body = _on_one_replica(train_step, axes, check_vma, average_metrics)
     body_of_vmap = _on_one_replica(train_step, axes, True, average_metrics)
@@ -115,19 +110,19 @@ def data_parallel(
         replicas=max(1, devices // jax.process_count()),
         is_donated=donate,
     )
-    has_others = bool(_collectives.inner_axes(mesh, axis_name))
+    has_others = bool(_network.inner_axes(mesh, axis_name))
 
     def run(
         state: Any, own: Any, batch: Any, shared: Any, specs: Any, has_slices: bool
     ) -> Any:
         if has_slices:
             _refuse.by_hand(mesh, axis_name)
-            _placement.check_has_slices(state, mesh.size)
+            placement.check_has_slices(state, mesh.size)
             of_all = _by_vmap(body_of_vmap, replicas, axis_name, average_metrics, mesh)
             state, own, metrics = of_all(state, own, batch, shared)
-            return _placement.constrained(state, specs, mesh), own, metrics
-        _placement.check_placed(state, replicas)
-        of_state = _placement.state_specs(state, axis_name)
+            return placement.constrained(state, specs, mesh), own, metrics
+        placement.check_placed(state, replicas)
+        of_state = placement.state_specs(state, axis_name)
         return jax.shard_map(
             body,
             mesh=mesh,
@@ -146,8 +141,8 @@ def data_parallel(
         specs, has_slices = None, False
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
-            specs = _placement.specs_if_known(state)
-            has_slices = dense_axis_name is None and _placement.has_slices(
+            specs = placement.specs_if_known(state)
+            has_slices = dense_axis_name is None and placement.has_slices(
                 state, specs, mesh, axis_name
             )
         put = functools.partial(_put, mesh, axes, has_slices)
@@ -156,7 +151,7 @@ def data_parallel(
         state, own, metrics = jitted(state, own, batch, shared, specs, has_slices)
         if specs and 1 in mesh.shape.values():
             # XLA drops the names of axes that are one device long.
-            state = jax.device_put(state, _placement.shardings(state, specs, mesh))
+            state = jax.device_put(state, placement.shardings(state, specs, mesh))
         return (*state, *own, *metrics)
 
     return step
@@ -174,8 +169,8 @@ def split_arguments(
     Refuse a state that is not placed or holds an array twice, and a batch that does not
     divide.
     """
-    replicas = _placement.count_replicas(mesh, axis_name)
-    _placement.check_placed(state, replicas)
+    replicas = placement.count_replicas(mesh, axis_name)
+    placement.check_placed(state, replicas)
     here = max(1, replicas // jax.process_count())
     _refuse.divided((*state, batch), 0, here, True, shared)
     everywhere = jax.NamedSharding(mesh, jax.P())
@@ -272,7 +267,7 @@ def simulate(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
     def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
-        _placement.check_placed(state, replicas)
+        placement.check_placed(state, replicas)
         return of_all(state, own, batch, shared)
 
     @functools.wraps(train_step)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _refuse
-from gravac_jax._error_feedback.residual import ErrorFeedback
+from gravac_jax._memory.residual import ErrorFeedback
 
 
 class MomentumState(NamedTuple):

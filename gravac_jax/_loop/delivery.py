@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _chain, _refuse, _xla
+from gravac_jax import _refuse, _xla
+from gravac_jax._loop import chain
 
 Delivery = Literal["mean", "own", "nothing", "probe"]
 
@@ -63,7 +64,7 @@ def flush(
       [-4.0, -3.0, -2.0, -1.0]
     """
     _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
-    _chain.the_transform(opt_state, "gravac.flush")
+    chain.the_transform(opt_state, "gravac.flush")
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
     return optax.apply_updates(params, updates), opt_state
@@ -131,9 +132,9 @@ def own_params(
       locally.
     """
     _refuse.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
-    _chain.the_transform(opt_state, "gravac.own_params")
+    chain.the_transform(opt_state, "gravac.own_params")
     tx = optax.with_extra_args_support(tx)
-    if not _chain.is_linear(tx, params, opt_state, **extra):
+    if not chain.is_linear(tx, params, opt_state, **extra):
         raise ValueError(
             "gravac.own_params needs an optimizer that is linear in the updates, got"
             " one that is not, such as Adam or a clip: take gravac.adamw(1e-3) and"
