@@ -120,30 +120,30 @@ def axis(axis_name: Any) -> None:
         )
 
 
-def two_axes(axis_name: Any, dense_axis_name: Any) -> None:
+def two_axes(axis_name: Any, fast_axis_name: Any) -> None:
     """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
     axis(axis_name)
-    axis(dense_axis_name)
-    slow, fast = _names(axis_name), _names(dense_axis_name)
+    axis(fast_axis_name)
+    slow, fast = _names(axis_name), _names(fast_axis_name)
     if fast and (not slow or set(slow) & set(fast)):
         raise ValueError(
-            f"`dense_axis_name` must be another axis beside `axis_name`, the slow one,"
-            f" got {dense_axis_name!r} beside {axis_name!r}."
+            f"`fast_axis_name` must be another axis beside `axis_name`, the slow one,"
+            f" got {fast_axis_name!r} beside {axis_name!r}."
         )
 
 
-def mesh(mesh: Any, axis_name: Any, dense_axis_name: Any = None) -> None:
+def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
     """Refuse what is neither a mesh with the axes nor a number of replicas."""
     if not isinstance(mesh, jax.sharding.Mesh):
-        if dense_axis_name is not None:
+        if fast_axis_name is not None:
             raise TypeError(
                 f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}:"
-                f" simulated replicas have no fast axis, leave `dense_axis_name` out."
+                f" simulated replicas have no fast axis, leave `fast_axis_name` out."
             )
         return count(mesh, "mesh", "replicas to simulate, where it is no mesh")
     axis(axis_name)
-    axis(dense_axis_name)
-    for name in (*_names(axis_name), *_names(dense_axis_name)) or (None,):
+    axis(fast_axis_name)
+    for name in (*_names(axis_name), *_names(fast_axis_name)) or (None,):
         if name not in mesh.axis_names:
             raise ValueError(
                 f"axis_name={name!r} is not an axis of the mesh, which has"
@@ -202,7 +202,7 @@ def not_whole(path: str, axis_name: Any) -> None:
     """Refuse a slice of params in a step that is mapped over a fast axis."""
     raise ValueError(
         f"the leaf at {path} is a slice along the fast axis {axis_name!r}: write"
-        f" gravac.transform(shardings=params) in place of `dense_axis_name`."
+        f" gravac.transform(shardings=params) in place of `fast_axis_name`."
     )
 
 

@@ -145,7 +145,7 @@ class Slices:
             raise ValueError(
                 f"gravac.transform(shardings=params) leaves the model to the compiler,"
                 f" got a step that shard_map or pmap maps over {self.axis_name!r}: run"
-                f" it by gravac.data_parallel without a `dense_axis_name`."
+                f" it by gravac.data_parallel without a `fast_axis_name`."
             )
         _state.check_sliced(state, self.inner_devices)
         alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
@@ -259,21 +259,21 @@ def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
 
 
 def said(
-    shardings: Any, axis_name: AxisName, dense_axis_name: AxisName
+    shardings: Any, axis_name: AxisName, fast_axis_name: AxisName
 ) -> dict[str, Any]:
     """Return what `shardings` says of the axes of `gravac.transform`."""
     if not jax.tree.leaves(shardings):
-        return {"dense_axis_name": dense_axis_name, "slices": None}
+        return {"fast_axis_name": fast_axis_name, "slices": None}
     slices = slices_of(shardings, axis_name)
-    if dense_axis_name is not None:
+    if fast_axis_name is not None:
         raise TypeError(
-            f"give `dense_axis_name` or `shardings`, not both, got {dense_axis_name!r}"
+            f"give `fast_axis_name` or `shardings`, not both, got {fast_axis_name!r}"
             f" and {slices.mesh}: `shardings` tells the other axes."
         )
     # Without other axes nothing is cut.
     is_cut = bool(slices.axes)
     return {
-        "dense_axis_name": slices.axes or None,
+        "fast_axis_name": slices.axes or None,
         "slices": slices if is_cut else None,
     }
 

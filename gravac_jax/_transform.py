@@ -39,7 +39,7 @@ def transform(
     clip: Clip | None = None,
     weight_decay: float = 0.0,
     compress: bool | _buckets.Predicate | Any = None,
-    dense_axis_name: AxisName = None,
+    fast_axis_name: AxisName = None,
     shardings: Any = None,
     network: WireCost | None = None,
     check_every: int = 0,
@@ -97,7 +97,7 @@ def transform(
         function of (path, leaf), or a pytree of bools. Default: all leaves in few bits;
         if a ladder has `TopK` or `LowRank`, matrices of at least 16,384 entries, or of
         a thousandth of all entries if that is less.
-      dense_axis_name: a second, fast axis, over which gradients are averaged whole
+      fast_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are encoded: the devices of a host or a slice. All of them take the
         same rung.
       shardings: the params as they lie on a mesh, or their `jax.NamedSharding`s, if the
@@ -117,7 +117,7 @@ def transform(
       float32 and differs per replica: see `gravac.place`.
 
     Raises:
-      TypeError: if an argument is of the wrong kind; if both `dense_axis_name` and
+      TypeError: if an argument is of the wrong kind; if both `fast_axis_name` and
         `shardings` are given. From `init` and `update`: for leaves that are not real
         floating-point arrays, and for `optax.MaskedNode`.
       ValueError: if the two axes are the same, or the arrays of `shardings` do not lie
@@ -167,7 +167,7 @@ def transform(
     """
     components = Components(
         axis_name=axis_name,
-        **_slices.said(shardings, axis_name, dense_axis_name),
+        **_slices.said(shardings, axis_name, fast_axis_name),
         compress=compress,
         clip=clip,
         weight_decay=weight_decay,

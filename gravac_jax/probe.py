@@ -288,7 +288,7 @@ def compressed(
       ValueError: If the gradient is not finite: the transform leaves it out.
     """
     axis, *fast = mesh.axis_names
-    tx = gravac.transform(axis, send=encoding, dense_axis_name=tuple(fast) or None)
+    tx = gravac.transform(axis, send=encoding, fast_axis_name=tuple(fast) or None)
     run = compile(tx)
     info = optax.tree.get(run(), "StepInfo")
     if not info.is_finite:

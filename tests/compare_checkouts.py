@@ -11,6 +11,7 @@ The exit status is 1 if a recipe differs, or fails in the new checkout.
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -223,7 +224,9 @@ def train(g: Any, recipe: Recipe) -> list[str]:
     axes = tuple(sizes)
     given = recipe.arguments(g)
     if recipe.run == "two axes":
-        given |= {"axis_name": "dcn", "dense_axis_name": "ici"}
+        is_new = "fast_axis_name" in inspect.signature(g.transform).parameters
+        fast = "fast_axis_name" if is_new else "dense_axis_name"
+        given |= {"axis_name": "dcn", fast: "ici"}
     tx, rng = recipe.make(g, **given), np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {"a": 0.1 * draw(96, 128), "b": draw(128), "c": 0.1 * draw(128, 96)}

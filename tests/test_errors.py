@@ -45,6 +45,7 @@ ARGUMENTS = [
     (V, gravac.TopK.exponential, {"minimum": 100, "maximum": 10}, "below"),
     (V, partial(GEOMETRIC, 100), {"multiplier": 1}, "at least 1.01"),
     (V, gravac.Bits, {"bits": 3}, "8 or 4 or 2 or 1"),
+    (V, gravac.Bits, {"bits": 2.0}, "8 or 4 or 2 or 1"),
     (V, BITS, {"mean_bits": 16}, "8 or 4 or 2 or 1"),
     (V, BITS, {"turns": 0}, "at least 1"),
     (V, BITS, {"row_entries": 100}, "multiple of 32"),
@@ -87,8 +88,8 @@ ARGUMENTS = [
     (T, transform, {"axis_name": TWO}, "send=gravac.Bits(2)"),
     (T, transform, {"axis_name": ()}, "None"),
     (T, transform, {"axis_name": ("data", None)}, "None"),
-    (V, transform, {"dense_axis_name": "data"}, "another axis"),
-    (V, partial(transform, None), {"dense_axis_name": "x"}, "another axis"),
+    (V, transform, {"fast_axis_name": "data"}, "another axis"),
+    (V, partial(transform, None), {"fast_axis_name": "x"}, "another axis"),
     (T, transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
     (V, transform, {"every": 0}, "a function of the step"),
     (V, transform, {"delay": "1"}, "0 or 1"),
@@ -442,7 +443,7 @@ TYPES = {
     "argument 0…uint32…['x']…float params": (GRADS, {"x": INTEGERS}),
     "(0,)…0 positional…by position": partial(GRADS, a=jnp.ones(3)),
     "['z']…complex…real and imaginary": (gravac.checksum, {"z": COMPLEX}, None),
-    "Mesh, got 4…`dense_axis_name` out": partial(MESHED, 4, dense_axis_name="x"),
+    "Mesh, got 4…`fast_axis_name` out": partial(MESHED, 4, fast_axis_name="x"),
     "0 arguments…batch": called,
     **{
         f"params…{dtype}…['x']…float params": (init, leaf)

@@ -550,7 +550,7 @@ def test_two_axes_average_statistics_and_metrics_over_both():
         metrics.update(loss=loss, logits=logits, labels=batch["label"])
         optimizer.update(model, grads)
 
-    exchange = gravac.transform("dcn", dense_axis_name="ici", **CHEAP)
+    exchange = gravac.transform("dcn", fast_axis_name="ici", **CHEAP)
     model = MLP(nnx.Rngs(0))
     tx = optax.chain(exchange, optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -564,7 +564,7 @@ def test_a_mistake_is_answered_with_what_to_do(mistake):
 def test_a_fast_axis_beside_the_compilers_is_refused():
     params = put({"up": PARAMS["up"]}, three_axes(), {"up": SPECS["up"]})
     with pytest.raises(TypeError, match=r"not both"):
-        gravac.transform("dcn", dense_axis_name="fsdp", shardings=params)
+        gravac.transform("dcn", fast_axis_name="fsdp", shardings=params)
 
 
 def test_a_constraint_over_the_slow_axis_is_explained():

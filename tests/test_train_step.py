@@ -188,7 +188,7 @@ def test_a_batch_without_rows_is_refused():
 def test_init_copies_what_it_is_given():
     mesh = make_mesh((2, N // 2), ("dcn", "ici"))
     params = gravac.place(PARAMS, mesh, "dcn")
-    tx = gravac.sgd(0.05, "dcn", dense_axis_name="ici", **ONE_BIT)
+    tx = gravac.sgd(0.05, "dcn", fast_axis_name="ici", **ONE_BIT)
     step = gravac.train_step(loss_fn, tx, mesh, "dcn", "ici")
     step(*step.init(params), BATCHES[0])
     assert_same(params, PARAMS)

@@ -45,7 +45,7 @@ on_meshes = pytest.mark.parametrize(
 )
 
 
-AXES = {"axis_name": "dcn", "dense_axis_name": "ici"}
+AXES = {"axis_name": "dcn", "fast_axis_name": "ici"}
 
 
 def two_axes(axis_type=AUTO):

@@ -139,7 +139,7 @@ def nnx_data_parallel(
     train_step: Callable[..., Any],
     mesh: jax.sharding.Mesh | int,
     axis_name: Any = "data",
-    dense_axis_name: AxisName = None,
+    fast_axis_name: AxisName = None,
     *,
     donate: bool = True,
 ) -> Callable[..., Any]:
@@ -163,7 +163,7 @@ def nnx_data_parallel(
       mesh: the mesh; or a number of replicas, to simulate them on one device
         (`gravac.simulate`).
       axis_name: as for `gravac.data_parallel`.
-      dense_axis_name: as for `gravac.data_parallel`.
+      fast_axis_name: as for `gravac.data_parallel`.
       donate: whether the memory of the objects' old values is reused for the new ones.
         Values that share it, such as those of an `nnx.clone`, are then gone: copy them
         before, or pass False. A step that fails while it is traced leaves its objects
@@ -209,7 +209,7 @@ def nnx_data_parallel(
       (0.0, 2)
     """
     nnx = _flax("nnx_data_parallel")
-    comm = Comm(_network.join(axis_name, dense_axis_name))
+    comm = Comm(_network.join(axis_name, fast_axis_name))
 
     def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
         *state, batch = args
@@ -230,7 +230,7 @@ def nnx_data_parallel(
         return (at, *objects, metrics)
 
     run = parallel.data_parallel(
-        on_one_replica, mesh, axis_name, dense_axis_name, donate=donate
+        on_one_replica, mesh, axis_name, fast_axis_name, donate=donate
     )
 
     @functools.wraps(train_step)
@@ -250,7 +250,7 @@ def nnx_flush(
     optimizer: Any,
     mesh: jax.sharding.Mesh | int,
     axis_name: Any = "data",
-    dense_axis_name: AxisName = None,
+    fast_axis_name: AxisName = None,
 ) -> None:
     """Deliver what all replicas hold back, into a model and its optimizer.
 
@@ -263,7 +263,7 @@ def nnx_flush(
         It changes in place, but for its count of steps.
       mesh: the mesh, or the number of simulated replicas.
       axis_name: as for `gravac.nnx_data_parallel`.
-      dense_axis_name: as for `gravac.nnx_data_parallel`.
+      fast_axis_name: as for `gravac.nnx_data_parallel`.
 
     Returns:
       None: the objects have changed.
@@ -291,15 +291,15 @@ def nnx_flush(
     """
     _flax("nnx_flush")
     _refuse_optimizer(optimizer)
-    axes = _network.join(axis_name, dense_axis_name)
-    _refuse.mesh(mesh, axis_name, dense_axis_name)
-    deliver = _delivery(mesh, axis_name, dense_axis_name)
+    axes = _network.join(axis_name, fast_axis_name)
+    _refuse.mesh(mesh, axis_name, fast_axis_name)
+    deliver = _delivery(mesh, axis_name, fast_axis_name)
     replicas = placement.count_replicas(mesh, axes)
     deliver(model, optimizer, np.zeros(replicas, np.float32))
 
 
 @functools.cache  # or each call would compile
-def _delivery(mesh: Any, axis_name: Any, dense_axis_name: Any) -> Callable[..., Any]:
+def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., Any]:
     """Return what delivers into a model and an optimizer of all replicas."""
     nnx = _flax("nnx_flush")
 
@@ -311,7 +311,7 @@ def _delivery(mesh: Any, axis_name: Any, dense_axis_name: Any) -> Callable[..., 
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
-    return nnx_data_parallel(deliver, mesh, axis_name, dense_axis_name)
+    return nnx_data_parallel(deliver, mesh, axis_name, fast_axis_name)
 
 
 def _flax(name: str) -> Any:

@@ -21,7 +21,7 @@ def data_parallel(
     train_step: Step,
     mesh: jax.sharding.Mesh | int,
     axis_name: AxisName = "data",
-    dense_axis_name: AxisName = None,
+    fast_axis_name: AxisName = None,
     *,
     carried: int = 0,
     donate: bool = True,
@@ -54,7 +54,7 @@ def data_parallel(
         Or a number of replicas, which `gravac.simulate` runs on one device, along one
         axis.
       axis_name: the axis, or axes, of the transform.
-      dense_axis_name: the transform's fast axis, if it has one. The batch is split over
+      fast_axis_name: the transform's fast axis, if it has one. The batch is split over
         both axes, and every device holds all of the params.
       carried: the number of arguments, just before the batch, that are each replica's
         own, such as the states of a recurrent network that continue from batch to
@@ -71,7 +71,7 @@ def data_parallel(
       The step, jitted, with the same arguments.
 
     Raises:
-      TypeError: if there is a `dense_axis_name` and no mesh. When called: for too few
+      TypeError: if there is a `fast_axis_name` and no mesh. When called: for too few
         arguments; for a metric without a mean that is not known to be the same on all
         replicas.
       ValueError: if `mesh` is neither a mesh nor a positive number, the mesh does not
@@ -84,10 +84,10 @@ def data_parallel(
     Example:
       See `gravac.transform`.
     """
-    axes = _network.join(axis_name, dense_axis_name)
+    axes = _network.join(axis_name, fast_axis_name)
     call = "gravac.data_parallel(train_step, mesh)"
     _refuse.function(train_step, "train_step", call)
-    _refuse.mesh(mesh, axis_name, dense_axis_name)
+    _refuse.mesh(mesh, axis_name, fast_axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
         return simulate(
             train_step,
@@ -142,7 +142,7 @@ def data_parallel(
         if has_others:
             state = jax.tree.map(lambda x: _place(x, everywhere), state)
             specs = placement.specs_if_known(state)
-            has_slices = dense_axis_name is None and placement.has_slices(
+            has_slices = fast_axis_name is None and placement.has_slices(
                 state, specs, mesh, axis_name
             )
         put = functools.partial(_put, mesh, axes, has_slices)

@@ -21,7 +21,7 @@ def train_step(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh | int,
     axis_name: Any = "data",
-    dense_axis_name: AxisName = None,
+    fast_axis_name: AxisName = None,
     *,
     has_aux: bool = False,
     micro_batches: int = 1,
@@ -43,7 +43,7 @@ def train_step(
       mesh: the mesh; or a number of replicas, to simulate them on one device without
         times.
       axis_name: the axis, or axes, of the transform.
-      dense_axis_name: the transform's fast axis, if it has one. Params that are sharded
+      fast_axis_name: the transform's fast axis, if it has one. Params that are sharded
         over other axes of the mesh stay so, and the compiler shards the model; see
         `gravac.data_parallel`.
       has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
@@ -69,7 +69,7 @@ def train_step(
       step. A process of several reads its own: `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if there is a `dense_axis_name` and no mesh, or `branches` is no
+      TypeError: if there is a `fast_axis_name` and no mesh, or `branches` is no
         bool.
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
         the axis, or `at` is neither of the two. From `init`: as `gravac.place`, and if
@@ -95,8 +95,8 @@ def train_step(
     tx = chain.checked(tx, "gravac.train_step")
     if at is not None:
         _refuse.one_of(at, "at", ("own", "shared"))
-    axes = _network.join(axis_name, dense_axis_name)
-    _refuse.mesh(mesh, axis_name, dense_axis_name)
+    axes = _network.join(axis_name, fast_axis_name)
+    _refuse.mesh(mesh, axis_name, fast_axis_name)
     loss_and_grad = gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
@@ -128,7 +128,7 @@ def train_step(
         parallel.data_parallel,
         mesh=mesh,
         axis_name=axis_name,
-        dense_axis_name=dense_axis_name,
+        fast_axis_name=fast_axis_name,
     )
 
     @functools.cache

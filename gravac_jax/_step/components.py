@@ -30,7 +30,7 @@ class Components:
     """
 
     axis_name: AxisName
-    dense_axis_name: AxisName
+    fast_axis_name: AxisName
     slices: Slices | None
     clip: Clip | None
     weight_decay: float
@@ -43,7 +43,7 @@ class Components:
     check_every: int
 
     def __post_init__(self) -> None:
-        _refuse.two_axes(self.axis_name, self.dense_axis_name)
+        _refuse.two_axes(self.axis_name, self.fast_axis_name)
         _refuse.number(self.weight_decay, "weight_decay", low=0, high=1)
         memories = "gravac.Residual() or gravac.OwnOptimizer(optax.adam(1e-3))"
         _refuse.instance(self.memory, Memory, "memory", memories)

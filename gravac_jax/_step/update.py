@@ -174,7 +174,7 @@ def enter(
 
     `is_asked` says that there is no gradient: something is delivered.
     """
-    slow, fast = Comm(components.axis_name), Comm(components.dense_axis_name)
+    slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
     _refuse.bound_axis(axes.both.axis_name, "update")
     if not is_asked:
