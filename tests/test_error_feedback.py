@@ -269,6 +269,13 @@ def test_one_momentum_is_allowed(memory, other):
     gravac.place(optimizer(memory, other).init(PARAMS), MESH)
 
 
+def test_what_wraps_the_whole_optimizer_has_no_momentum_of_its_own():
+    make = optax.inject_hyperparams(lambda learning_rate: gravac.adamw(learning_rate))
+    tx = make(learning_rate=0.1)
+    gravac.train_step(lambda params, batch: 0.0, tx, MESH).init(PARAMS)
+    gravac.place(tx.init(PARAMS), MESH)
+
+
 def test_another_optimizer_in_the_tree_may_have_momentum():
     one, other = optimizer(gravac.Momentum(), optax.sgd(0.1)), optax.sgd(0.1, 0.9)
     gravac.place((one.init(PARAMS), other.init(PARAMS)), MESH)

@@ -28,7 +28,8 @@ def traced(send, params=WEIGHTS, compress=True, replicas=N):
     with pytest.MonkeyPatch.context() as patch:
         keep = lambda *args: found.append(tables(*args)) or found[-1]
         patch.setattr(_info, "tables", keep)
-        jaxpr = jax.make_jaxpr(tx.update, axis_env=axis_env)(params, state).jaxpr
+        update = functools.partial(tx.update, at="own")  # where all rungs are taken
+        jaxpr = jax.make_jaxpr(update, axis_env=axis_env)(params, state).jaxpr
     return jaxpr, found[-1]
 
 

@@ -205,7 +205,8 @@ def _remembering(tree: Any, axes: int = 0) -> list[Any]:
     is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
     is_array = lambda x: jnp.ndim(x) > axes and is_float(x)
     of_optax = lambda x: type(x).__module__.startswith("optax.")
-    states = _found(tree, of_optax)
+    # What wraps a transform, such as optax.inject_hyperparams, holds its arrays, too.
+    states = _found(tree, lambda x: of_optax(x) and not transform_states(x))
     return [x for x in states if any(map(is_array, jax.tree.leaves(x)))]
 
 
