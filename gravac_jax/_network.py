@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse, _xla
+from gravac_jax._refuse import axis_names
 
 AxisName = str | tuple[str, ...] | None
-
-
-def axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Return the axes that `axis_name` names; none for None."""
-    if axis_name is None:
-        return ()
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def inner_axes(mesh: Any, axis_name: AxisName) -> tuple[str, ...]:

@@ -105,14 +105,16 @@ def optimizer(tx: Any, call: str) -> None:
 # Axes, meshes, and where a state lies. ----------------------------------------------
 
 
-def _names(axis_name: Any) -> tuple[Any, ...]:
-    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return () if axis_name is None else named
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """Return the axes that `axis_name` names; none for None."""
+    if axis_name is None:
+        return ()
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def axis(axis_name: Any) -> None:
     """Refuse a value that cannot name a mapped axis."""
-    names = _names(axis_name)
+    names = axis_names(axis_name)
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
             f"`axis_name` must be an axis, axes in a tuple, or None to run alone, got"
@@ -124,7 +126,7 @@ def two_axes(axis_name: Any, fast_axis_name: Any) -> None:
     """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
     axis(axis_name)
     axis(fast_axis_name)
-    slow, fast = _names(axis_name), _names(fast_axis_name)
+    slow, fast = axis_names(axis_name), axis_names(fast_axis_name)
     if fast and (not slow or set(slow) & set(fast)):
         raise ValueError(
             f"`fast_axis_name` must be another axis beside `axis_name`, the slow one,"
@@ -143,7 +145,7 @@ def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
         return count(mesh, "mesh", "replicas to simulate, where it is no mesh")
     axis(axis_name)
     axis(fast_axis_name)
-    for name in (*_names(axis_name), *_names(fast_axis_name)) or (None,):
+    for name in (*axis_names(axis_name), *axis_names(fast_axis_name)) or (None,):
         if name not in mesh.axis_names:
             raise ValueError(
                 f"axis_name={name!r} is not an axis of the mesh, which has"

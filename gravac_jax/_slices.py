@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import core
 
 from gravac_jax import _arrays, _refuse, _state
-from gravac_jax._network import AxisName, Comm, axis_names, inner_axes
+from gravac_jax._network import AxisName, Comm, inner_axes
+from gravac_jax._refuse import axis_names
 from gravac_jax._state import TransformState
 
 

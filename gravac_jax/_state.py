@@ -137,12 +137,6 @@ def transform_states(tree: Any) -> list[TransformState]:
     return list(filter(is_transform_state, found))
 
 
-def replaced(tree: Any, ours: Any) -> Any:
-    """Return `tree` with `ours` in place of every transform state."""
-    replace = lambda x: ours if is_transform_state(x) else x
-    return jax.tree.map(replace, tree, is_leaf=is_transform_state)
-
-
 def restored(new: TransformState, old: TransformState) -> TransformState:
     """Return the state before a step, with the step counted."""
     local = old.local._replace(replica=new.local.replica)

@@ -140,6 +140,11 @@ def own_params(
             " one that is not, such as Adam or a clip: take gravac.adamw(1e-3) and"
             " gravac.transform(clip=...), or gradients at the shared params."
         )
+    return of_linear(tx, params, opt_state, **extra)
+
+
+def of_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> Any:
+    """Return own params, with an optimizer that is known to be linear."""
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange.
     params, opt_state = jax.tree.map(_xla.once, (params, opt_state))

@@ -157,30 +157,6 @@ def data_parallel(
     return step
 
 
-def split_arguments(
-    state: tuple[Any, ...],
-    batch: Any,
-    shared: Any,
-    mesh: jax.sharding.Mesh,
-    axis_name: AxisName,
-) -> tuple[Any, Any]:
-    """Return `batch` split over the replicas, and `shared` whole on each of them.
-
-    Refuse a state that is not placed or holds an array twice, and a batch that does not
-    divide.
-    """
-    replicas = placement.count_replicas(mesh, axis_name)
-    placement.check_placed(state, replicas)
-    here = max(1, replicas // jax.process_count())
-    _refuse.divided((*state, batch), 0, here, True, shared)
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    split = jax.NamedSharding(mesh, jax.P(axis_name))
-    return (
-        jax.tree.map(lambda x: _shard(x, split), batch),
-        jax.tree.map(lambda x: _share(x, everywhere), shared),
-    )
-
-
 def _place(x: Any, sharding: jax.NamedSharding) -> Any:
     # A linen TrainState begins with the Python number 0 for its step.
     return x if isinstance(x, jax.Array) else _share(np.asarray(x), sharding)

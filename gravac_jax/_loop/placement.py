@@ -100,18 +100,13 @@ def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     """Return N, the devices along the axes of the transform, or those simulated."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return mesh
-    return int(np.prod([mesh.shape[name] for name in _network.axis_names(axis_name)]))
+    return int(np.prod([mesh.shape[name] for name in _refuse.axis_names(axis_name)]))
 
 
-def check_placed(tree: Any, *replicas: int) -> None:
-    """Raise unless `tree` is placed on one of these numbers of replicas."""
-
-    def check(state: Any) -> None:
-        placed = _state.placed_replicas(state)
-        if placed not in replicas:
-            _refuse.placed(placed, replicas[0])
-
-    _state.map_local(tree, check, lambda _: None)
+def check_placed(tree: Any, replicas: int) -> None:
+    """Raise unless `tree` is placed on this many replicas."""
+    for local in _state.locals_of(tree):
+        _refuse.placed(_state.placed_replicas(local), replicas)
 
 
 def _copy(x: Any, sharding: Any) -> jax.Array:
@@ -204,7 +199,7 @@ def shardings(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> A
 
 
 def _names_in(spec: jax.P) -> set[str]:
-    return {name for part in spec for name in _network.axis_names(part)}
+    return {name for part in spec for name in _refuse.axis_names(part)}
 
 
 def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:

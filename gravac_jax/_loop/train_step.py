@@ -104,9 +104,8 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where = at or _where(tx, params, opt_state)
-        own = delivery.own_params if where == "own" else lambda tx, params, _: params
-        value, grads = loss_and_grad(own(tx, params, opt_state), batch)
+        where, own = _own(at, tx, params, opt_state)
+        value, grads = loss_and_grad(own, batch)
         known = {name: x for name, x in kind._asdict().items() if x is not None}
         updates, opt_state = tx.update(
             grads, opt_state, params, at=where, **known, **times
@@ -143,11 +142,16 @@ def train_step(
     return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
 
 
-def _where(tx: Any, params: Any, opt_state: Any) -> str:
-    """Return where gradients are best taken."""
+def _own(at: str | None, tx: Any, params: Any, opt_state: Any) -> tuple[str, Any]:
+    """Return where gradients are taken, by default where they are best, and at what."""
     # What waits needs own params, and says so where they cannot be.
-    is_own = chain.waits(opt_state) or chain.is_linear(tx, params, opt_state)
-    return "own" if is_own else "shared"
+    if at is None and not chain.waits(opt_state):
+        if chain.is_linear(tx, params, opt_state):
+            return "own", delivery.of_linear(tx, params, opt_state)
+        at = "shared"
+    if at == "shared":
+        return at, params
+    return "own", delivery.own_params(tx, params, opt_state)
 
 
 def _has_branches(branches: bool | None, mesh: Any) -> bool:

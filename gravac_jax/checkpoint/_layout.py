@@ -17,7 +17,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from orbax.checkpoint.tree import to_flat_dict
 
-from gravac_jax import _network, _slices
+from gravac_jax import _refuse, _slices
 from gravac_jax._buckets import NO_LEAF
 from gravac_jax._loop import placement
 from gravac_jax._state import TransformState
@@ -170,7 +170,7 @@ def _axes(sharding: Any, sharing: int) -> tuple[Any, tuple[str, ...], tuple[str,
     """
     if isinstance(sharding, jax.NamedSharding):
         devices, names = np.asarray(sharding.mesh.devices), sharding.mesh.axis_names
-        axes = _network.axis_names(next(iter(sharding.spec), None))
+        axes = _refuse.axis_names(next(iter(sharding.spec), None))
     else:
         devices, names, axes = np.array(list(sharding.device_set)), ("devices",), ()
     mesh = jax.sharding.Mesh(devices, names, (jax.sharding.AxisType.Auto,) * len(names))
@@ -187,7 +187,7 @@ def _leaf(
     cut = _slices.cut(x.shape, spec, mesh, inner)
     shape = jax.NamedSharding(mesh, cut.spec).shard_shape(x.shape)
     # An axis of one device may be in either.
-    sliced = {name for part in cut.spec for name in _network.axis_names(part)}
+    sliced = {name for part in cut.spec for name in _refuse.axis_names(part)}
     slow = tuple(name for name in slow if name not in sliced)
     return Leaf(path, shape, jax.P(slow, *cut.spec), cut.copies)
 

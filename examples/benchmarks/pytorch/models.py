@@ -147,14 +147,6 @@ def random_batch(task: str, rows: int) -> Any:
     return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
 
 
-def as_tensors(batch: Any) -> Any:
-    """Return what a model takes of a batch of `tasks.pipeline`."""
-    if "tokens" in batch:
-        return torch.from_numpy(batch["tokens"]).long()
-    images = torch.from_numpy(batch["image"]).permute(0, 3, 1, 2).float() / 127.5 - 1
-    return images, torch.from_numpy(batch["label"]).long()
-
-
 BUILDERS = {
     "lstm-bytes": functools.partial(lstm, "lstm-bytes"),
     "lstm-ptb": functools.partial(lstm, "lstm-ptb"),
