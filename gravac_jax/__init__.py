@@ -7,10 +7,6 @@ the rest. A controller decides how few while training runs::
     tx = optax.chain(gravac.transform(), optax.sgd(0.1))
 """
 
-from gravac_jax._buckets import matrices as matrices
-from gravac_jax._clipping import Clip as Clip
-from gravac_jax._clipping import ClipByGlobalNorm as ClipByGlobalNorm
-from gravac_jax._controllers import Accordion as Accordion
 from gravac_jax._controllers import Fastest as Fastest
 from gravac_jax._controllers import GraVAC as GraVAC
 from gravac_jax._controllers import Scheduled as Scheduled
@@ -24,19 +20,16 @@ from gravac_jax._encodings import TopK as TopK
 from gravac_jax._encodings.base import Bucket as Bucket
 from gravac_jax._encodings.base import Sent as Sent
 from gravac_jax._evidence.cost_model import WireCost as WireCost
-from gravac_jax._info import StepInfo as StepInfo
-from gravac_jax._loop.consistency import checksum as checksum
-from gravac_jax._loop.consistency import guard as guard
-from gravac_jax._loop.consistency import resync as resync
 from gravac_jax._loop.delivery import flush as flush
 from gravac_jax._loop.delivery import own_params as own_params
 from gravac_jax._loop.gradients import value_and_grad as value_and_grad
-from gravac_jax._loop.mesh import make_mesh as make_mesh
+from gravac_jax._loop.guard import guard as guard
 from gravac_jax._loop.nnx import nnx_data_parallel as nnx_data_parallel
 from gravac_jax._loop.nnx import nnx_flush as nnx_flush
 from gravac_jax._loop.nnx import nnx_value_and_grad as nnx_value_and_grad
 from gravac_jax._loop.parallel import data_parallel as data_parallel
 from gravac_jax._loop.parallel import simulate as simulate
+from gravac_jax._loop.placement import make_mesh as make_mesh
 from gravac_jax._loop.placement import place as place
 from gravac_jax._loop.placement import state_specs as state_specs
 from gravac_jax._loop.step_clock import StepClock as StepClock
@@ -52,6 +45,12 @@ from gravac_jax._recipes import adamw as adamw
 from gravac_jax._recipes import dgc as dgc
 from gravac_jax._recipes import diloco as diloco
 from gravac_jax._recipes import sgd as sgd
+from gravac_jax._step.bucketing import matrices as matrices
+from gravac_jax._step.clipping import Clip as Clip
+from gravac_jax._step.clipping import ClipByGlobalNorm as ClipByGlobalNorm
+from gravac_jax._step.consistency import checksum as checksum
+from gravac_jax._step.consistency import resync as resync
+from gravac_jax._step.step_info import StepInfo as StepInfo
 from gravac_jax._transform import transform as transform
 
 __version__ = "0.1.0"

@@ -23,7 +23,6 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="python -m gravac_jax",
-        usage="%(prog)s TOOL [arguments of the tool]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -34,8 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         tool = importlib.import_module(f"gravac_jax.{options.tool}")
     except ImportError as error:
-        why = f"{error}: pip install '.[tools]' in the clone"
-        raise SystemExit(f"gravac_jax {options.tool}: {why}") from error
+        parser.error(f"{error}: pip install '.[tools]' in the clone")
     tool.main(options.arguments)
 
 

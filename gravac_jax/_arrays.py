@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -136,45 +135,12 @@ def energy(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def largest_magnitude(parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest magnitude in `parts`, `[]` float32, at most 2**100.
-
-    The cap makes it safe to divide by: XLA may flush a smaller reciprocal to zero.
-    """
-    tops = [jnp.max(jnp.abs(x), initial=0) for x in parts]
-    return jnp.minimum(functools.reduce(jnp.maximum, tops), 2.0**100)
-
-
-def norm(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return the norm of all `parts` as one vector: a unit times a length.
-
-    Both are `[]` float32. The unit is 1, or the largest entry if squares overflow.
-    """
-
-    def scaled(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        top = largest_magnitude(parts)
-        return top, jnp.sqrt(total(energy(x / top) for x in parts))
-
-    def scaled_if_infinite(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        length = jnp.sqrt(total(map(energy, parts)))
-        unit = jnp.ones_like(length)
-        return _xla.only_if(jnp.isinf(length), lambda _: scaled(parts), (unit, length))
-
-    def chosen(parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        length = jnp.sqrt(total(map(energy, parts)))
-        direct = jnp.ones_like(length), length
-        return where(jnp.isfinite(length), direct, scaled(parts))
-
-    # A loop saves a pass over memory; a GPU's host would have to read its condition.
-    return jax.lax.platform_dependent(parts, cpu=scaled_if_infinite, default=chosen)
-
-
 def total(parts: Iterable[jax.Array]) -> jax.Array:
     """Return the sum of one or more arrays."""
     return functools.reduce(operator.add, parts)
 
 
-def is_bad(parts: Sequence[jax.Array], limit: float = math.inf) -> jax.Array:
+def is_bad(parts: Sequence[jax.Array], limit: float) -> jax.Array:
     """Return 1 if some entry of `parts` is NaN or reaches `limit`, else 0.
 
     The result is `[]` float32.

@@ -6,6 +6,7 @@ replica is alone: the same code runs and nothing is exchanged.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ AxisName = str | tuple[str, ...] | None
 
 
 def inner_axes(mesh: Any, axis_name: AxisName) -> tuple[str, ...]:
-    """Return the axes of a mesh along which devices share a replica."""
-    slow = axis_names(axis_name)
-    return tuple(name for name in mesh.axis_names if name not in slow)
+    """Return the axes of a mesh, if it is one, along which devices share a replica."""
+    names = mesh.axis_names if isinstance(mesh, jax.sharding.Mesh) else ()
+    return tuple(name for name in names if name not in axis_names(axis_name))
 
 
 def join(*axes: AxisName) -> AxisName:
@@ -171,6 +172,7 @@ class Comm:
         if self.axis_name is None:
             return tree
         leaves, structure = jax.tree.flatten(tree)
+        leaves = [x.astype(jnp.int32) if x.dtype == bool else x for x in leaves]
         parts = [_arrays.exact_parts(x) for x in leaves]
         flat, split = jax.tree.flatten(parts)
         total = jax.lax.psum(self.cast(_arrays.ravel(flat)), self.axis_name)
@@ -403,8 +405,8 @@ class Axes:
         return self.slow if self.is_sliced else self.both
 
     @property
-    def slices(self) -> Comm:
-        """Those who hold the other slices of a leaf; alone if none is cut."""
+    def slice_holders(self) -> Comm:
+        """Those who hold the slices of a leaf; alone if none is cut."""
         return self.fast if self.is_sliced else Comm(None)
 
 
@@ -432,13 +434,8 @@ class Traffic(NamedTuple):
 
     def plus(self, other: "Traffic") -> "Traffic":
         """Return the cost of both; figures travel with the other one."""
-        return Traffic(
-            bits=self.bits + other.bits,
-            payload_bytes=self.payload_bytes + other.payload_bytes,
-            wire_bytes=self.wire_bytes + other.wire_bytes,
-            messages=self.messages + other.messages,
-            carries=other.carries,
-        )
+        sums = map(operator.add, self[:4], other[:4])
+        return Traffic._make([*sums, other.carries])
 
     def figures(self, count: int, replicas: int) -> "Traffic":
         """Return the cost of averaging so many float32 figures beside it."""

@@ -8,7 +8,7 @@ import optax
 
 from gravac_jax import _refuse
 from gravac_jax._memory.own_optimizer import OwnOptimizerState
-from gravac_jax._state import transform_states
+from gravac_jax._step.states import transform_states
 
 
 class OuterState(NamedTuple):

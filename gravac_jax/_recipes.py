@@ -7,12 +7,12 @@ from typing import Any
 import optax
 
 from gravac_jax import _arrays, _outer, _refuse
-from gravac_jax._clipping import ClipByGlobalNorm
-from gravac_jax._controllers import Scheduled
-from gravac_jax._controllers.base import Controller, controller_of
+from gravac_jax._controllers import Scheduled, controller_of
+from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings import Bits, Dense, Encoding, TopK
 from gravac_jax._memory import Momentum, OwnOptimizer
 from gravac_jax._network import AxisName
+from gravac_jax._step.clipping import ClipByGlobalNorm
 from gravac_jax._transform import transform
 
 WARM_UP = (4, 16, 64, 250)  # factors of Deep Gradient Compression's stages
@@ -164,11 +164,11 @@ def adamw(
       >>> float(loss)
       65536.0
     """
-    _refuse_memory(others, "gravac.adamw")
     _refuse_rate(learning_rate)
     _refuse.number(b1, "b1", low=0, below=1)
     _refuse.number(b2, "b2", low=0, below=1)
     _refuse.number(eps, "eps", above=0)
+    _refuse.number(weight_decay, "weight_decay", low=0)
     steps = OwnOptimizer(optax.adam(learning_rate, b1, b2, eps))
     return optax.chain(
         transform(axis_name, send=send, memory=steps, **others),
@@ -219,7 +219,6 @@ def sgd(
       >>> import gravac_jax as gravac
       >>> tx = gravac.sgd(0.1, momentum=0.9, nesterov=True)
     """
-    _refuse_memory(others, "gravac.sgd")
     _refuse_rate(learning_rate)
     _refuse.number(momentum, "momentum", low=0, below=1)
     _refuse.instance(nesterov, bool, "nesterov", "False")
@@ -273,21 +272,11 @@ def diloco(
     References:
       Douillard et al., DiLoCo, arXiv 2311.08105, Algorithm 1.
     """
-    _refuse_memory(others, "gravac.diloco")
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
     tx = transform(
         axis_name, send=send, every=every, memory=OwnOptimizer(inner), **others
     )
     return _outer.outer(tx, outer)
-
-
-def _refuse_memory(others: dict[str, Any], recipe: str) -> None:
-    if "memory" in others:
-        raise TypeError(
-            f"{recipe} has a memory that runs its optimizer, got"
-            f" memory={others['memory']!r} beside: for another one write"
-            f" gravac.transform(memory=...)."
-        )
 
 
 def _refuse_rate(rate: Any) -> None:

@@ -6,11 +6,10 @@ was received, the remedy. Trouble that shows in values alone becomes a counter o
 """
 
 import contextlib
-import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +47,7 @@ def number(
     fits = lambda: all(_BOUNDS[end][1](value, x) for end, x in bounds.items())
     if not is_number(value, is_whole) or not fits():
         limits = " and ".join(f"{_BOUNDS[end][0]} {x:g}" for end, x in bounds.items())
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.Array) and not is_whole:
             hint = "optax.inject_hyperparams(lambda learning_rate: ...) injects one"
         raise ValueError(
             f"`{name}` must be a {'whole ' * is_whole}number {limits}, got"
@@ -176,28 +175,17 @@ def bound_axis(axis_name: Any, caller: str) -> None:
         ) from None
 
 
-def placed(leading: int | None, replicas: int) -> None:
-    """Refuse a state that was not placed on this many replicas."""
-    if leading is None:
-        raise ValueError(
-            f"the state is not placed on {replicas} replicas: call gravac.place, and in"
-            f" a shard_map of your own gravac.state_specs."
-        )
-    if leading != replicas:
-        raise ValueError(
-            f"the state is placed on {leading} replicas, and the step runs on"
-            f" {replicas}: give gravac.place the mesh of the step."
-        )
-
-
-def sliced(leading: int | None, devices: int) -> None:
-    """Refuse a state that was made without knowing how the params are sharded."""
-    parts = 1 if leading is None else leading
-    if parts != devices:
-        raise ValueError(
-            f"the state has {parts} parts for {devices} devices: make it with"
-            f" gravac.transform(shardings=params), and place it by gravac.place."
-        )
+def placed(leading: int | None, parts: int, is_sliced: bool = False) -> None:
+    """Refuse a state that was not placed on this many replicas, or slices of them."""
+    if (1 if is_sliced and leading is None else leading) == parts:
+        return
+    where = "not placed" if leading is None else f"placed on {leading} replicas, not"
+    made = "gravac.transform(shardings=params)" if is_sliced else "gravac.place"
+    raise ValueError(
+        f"the state is {where} on {parts} as the step runs: make it by {made} with the"
+        f" mesh of the step, by gravac.place, and in a shard_map of your own"
+        f" gravac.state_specs."
+    )
 
 
 def not_whole(path: str, axis_name: Any) -> None:
@@ -209,38 +197,6 @@ def not_whole(path: str, axis_name: Any) -> None:
 
 
 # The function that is differentiated. -----------------------------------------------
-
-
-def loss(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Return the loss and the aux, or None; refuse a loss that is not one number."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(
-            f"with has_aux=True the function must return (loss, aux), got"
-            f" {_arrays.brief(out)}."
-        )
-    value: Any
-    value, aux = out if has_aux else (out, None)
-    is_array = jax.tree_util.all_leaves([value])
-    if not is_array or jnp.shape(value) != ():
-        got = f"shape {jnp.shape(value)}" if is_array else f"a {type(value).__name__}"
-        raise TypeError(
-            f"the loss must be one number, got {got}: return its mean, or (loss, aux)"
-            f" with has_aux=True."
-        )
-    return value, aux
-
-
-def micro_batches(arguments: dict[Any, Any], parts: int) -> None:
-    """Refuse a batch that does not divide into micro-batches."""
-    for name, argument in arguments.items():
-        for path, leaf in _arrays.named_leaves(argument):
-            shape = jnp.shape(leaf)
-            if not shape or shape[0] % parts:
-                raise ValueError(
-                    f"micro_batches={parts} does not divide argument {name!r} ({path}),"
-                    f" of shape {shape}: choose a divisor, or close over what has no"
-                    f" rows."
-                )
 
 
 def changed_arguments(before: Any, after: Any) -> None:
@@ -334,19 +290,6 @@ def scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
     return array.astype(dtype)
 
 
-def not_path_and_leaf(compress: Callable[..., Any]) -> None:
-    """Refuse a function that does not take a path and a leaf."""
-    with contextlib.suppress(ValueError):  # a builtin has no signature
-        signature = inspect.signature(compress)
-        try:
-            signature.bind("['w']", None)
-        except TypeError:
-            raise TypeError(
-                f"`compress` must be a function such as lambda path, leaf: leaf.ndim =="
-                f" 2, got one of {signature}."
-            ) from None
-
-
 def mask(compress: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
     is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(compress))
@@ -355,13 +298,6 @@ def mask(compress: Any, tree: Any) -> None:
             f"`compress` must be a bool, a function, or a pytree of bools like the"
             f" params, got {_arrays.brief(compress)} for {jax.tree.structure(tree)}."
         )
-
-
-def complex_leaves(tree: Any) -> None:
-    """Refuse leaves whose bits cannot be compared or sent."""
-    for path, leaf in _arrays.named_leaves(tree):
-        if jnp.iscomplexobj(leaf):
-            raise TypeError(f"{path} is complex: pass its real and imaginary parts.")
 
 
 # What a step is called with, and what it returns. -----------------------------------

@@ -17,16 +17,15 @@ from typing import Any
 
 import optax
 
-from gravac_jax import _buckets, _slices
-from gravac_jax._clipping import Clip
-from gravac_jax._controllers import Fastest
-from gravac_jax._controllers.base import Controller, controller_of
+from gravac_jax._controllers import Fastest, controller_of
+from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings import Encoding
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory import Residual
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
-from gravac_jax._step import Components, update
+from gravac_jax._step import Components, bucketing, slicing, update
+from gravac_jax._step.clipping import Clip
 
 
 def transform(
@@ -38,7 +37,7 @@ def transform(
     memory: Memory | None = None,
     clip: Clip | None = None,
     weight_decay: float = 0.0,
-    compress: bool | _buckets.Predicate | Any = None,
+    compress: bool | bucketing.Predicate | Any = None,
     fast_axis_name: AxisName = None,
     shardings: Any = None,
     network: WireCost | None = None,
@@ -134,7 +133,7 @@ def transform(
       momentum come before: the law holds for what they make of the gradient. Without
       them the update of `send=Dense()` is `jax.lax.pmean` of the gradients. What all
       replicas made in a round is what was sent plus what is held back. A replica whose
-      gradient is not finite, or without a clip has an entry of 2**50 or more, leaves
+      gradient is not finite, or has an entry of 2**50 or more, leaves
       that gradient out: its memory learns nothing from it, and it sends from what it
       holds back, as if it had made no step. The mean is still over all replicas. The
       others go on, and all count the step; with a delay or rounds at the next exchange.
@@ -167,7 +166,7 @@ def transform(
     """
     components = Components(
         axis_name=axis_name,
-        **_slices.said(shardings, axis_name, fast_axis_name),
+        **slicing.said(shardings, axis_name, fast_axis_name),
         compress=compress,
         clip=clip,
         weight_decay=weight_decay,

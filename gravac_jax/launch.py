@@ -6,12 +6,12 @@ On one machine, start four processes that form one `jax.distributed` job::
 
 If a process dies, the launcher ends the others and names the process that died. The
 launcher passes SIGTERM on to all processes. If all of them then exit with status 0
-within `--grace` seconds, for example because they saved a checkpoint, the launcher
+within `--grace` seconds (5), for example because they saved a checkpoint, the launcher
 exits with status 0 too.
 
-A process whose script has ended waits in JAX for the others. If they go on for more
-than five seconds, a message says who waits for whom: a process with fewer steps than
-the others, because its data were fewer, stops all of them.
+A process whose script has ended waits in JAX for the others, and says so after five
+seconds: a process with fewer steps than the others, because its data were fewer, stops
+all of them.
 
 On a cluster, every process of the job runs the launcher, without `-n`::
 
@@ -29,19 +29,17 @@ must first check `jax.distributed.is_initialized()`.
 
 import argparse
 import contextlib
-import functools
 import io
 import os
 import runpy
 import signal
 import socket
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from threading import Thread, Timer
 from typing import IO, Any
 
 import jax
@@ -49,11 +47,6 @@ import jax
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
 _PROGRAM = "gravac_jax.launch"
-
-# In the environment of the processes of `-n`: the folder where each notes that its
-# script has ended, so that one of them can name the others. A cluster has none.
-_ENDED = "GRAVAC_LAUNCH_ENDED"
-_UNEVEN_SECONDS = 5.0  # scripts that end together end within seconds
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -65,87 +58,61 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
       SystemExit: If the arguments are wrong or the job fails, with the reason.
     """
-    options = _parse(arguments)
-    run = _run_process if options.n is None else _run_job
-    run(options)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m {_PROGRAM}",
-        usage="%(prog)s [options] script [arguments of the script]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", type=_positive, help="start a job of N processes on this machine")
-    grace = "with -n: seconds from SIGTERM to SIGKILL, by default 5"
-    add("--grace", type=_positive, default=5, help=grace)
-    add("--devices", type=_positive, help="number of CPU devices of each process")
-    cluster = [
-        add("--coordinator", help="HOST:PORT where process 0 listens"),
-        add("--processes", type=_positive, help="number of processes of the job"),
-        add("--process", type=int, help="index of this process, from 0"),
-        add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate"),
-        add("--local-devices", type=_indices, help="GPUs of this process, such as 0,1"),
-    ]
+    add("-n", type=int, help="start a job of N processes on this machine")
+    add("--grace", type=float, default=5, help="seconds from SIGTERM to SIGKILL")
+    add("--devices", type=int, help="number of CPU devices of each process")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    add("--processes", type=int, help="number of processes of the job")
+    add("--process", type=int, help="index of this process, from 0")
+    add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate")
+    add("--local-devices", type=indices, help="GPUs of this process, such as 0,1")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
     add("script", help="Python file, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
-    process, processes = options.process, options.processes
-    given = [x for x in cluster if getattr(options, x.dest) is not None]
-    if options.n is not None and given:
-        names = ", ".join(x.option_strings[0] for x in given)
-        parser.error(f"-n starts a job of its own: leave out {names}, or -n")
-    if ":" not in (options.coordinator or ":"):
-        parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
-    if process is not None and not 0 <= process < (processes or process + 1):
-        parser.error(f"--process must count from 0 to --processes - 1, got {process}")
-    if not options.is_module and not Path(options.script).is_file():
-        parser.error(f"there is no script {options.script}")
-    return options
+    place = options.coordinator, options.processes, options.process
+    options.place = *place, options.local_devices, options.detect
+    if options.n is not None and options.n < 1:
+        parser.error(f"-n must be at least 1, got {options.n}")
+    if options.n and any(x is not None for x in options.place):
+        parser.error("-n starts a job of its own: leave out --coordinator and the like")
+    (_run_process if options.n is None else _run_job)(options)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
-    return int(text)
-
-
-def _indices(text: str) -> list[int]:
-    if not all(index.isdecimal() for index in text.split(",")):
-        raise argparse.ArgumentTypeError(f"must be indices such as 0,1, got {text}")
+def indices(text: str) -> list[int]:
+    """Parse indices such as 0,1; argparse shows this function's name in its error."""
     return [int(index) for index in text.split(",")]
 
 
 def _run_job(options: argparse.Namespace) -> None:
     """Start all processes on this machine, and end them together."""
     coordinator = local_coordinator()
-    launch = [sys.executable, "-m", _PROGRAM, "--coordinator", coordinator]
-    launch += ["--processes", str(options.n)]
-    launch += ["--devices", str(options.devices)] if options.devices else []
+    launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {options.n}"
+    launch += f" --devices {options.devices}" if options.devices else ""
+    own = lambda i: f"{launch} --process {i} --local-devices {i}".split()
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
-    own = lambda i: ["--process", str(i), "--local-devices", str(i)]
-    commands = [[*launch, *own(i), *script] for i in range(options.n)]
+    commands = [[sys.executable, *own(i), *script] for i in range(options.n)]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory() as ended:
-        env = local_environment(coordinator) | {_ENDED: ended}
-        with Job(commands, env=env, grace_seconds=options.grace) as job:
-            try:
-                job.wait()
-            except ProcessDiedError as died:
-                raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
-            except SystemExit as stop:
-                job.end()
-                name = signal.Signals(stop.args[0] - 128).name
-                sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
-                if any(job.statuses):
-                    raise
+    job = Job(commands, options.grace, env=local_environment(coordinator))
+    try:
+        job.wait()
+    except ProcessDiedError as died:
+        raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
+    except SystemExit as stop:
+        name = signal.Signals(stop.args[0] - 128).name
+        sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
+        if any(job.statuses):
+            raise
 
 
 def local_coordinator() -> str:
@@ -189,28 +156,25 @@ def _run_process(options: argparse.Namespace) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     if not status:
-        return _note_end()
+        return _tell_if_others_go_on()
     if not isinstance(status, int):  # sys.exit("the reason")
         sys.stderr.write(f"{status}\n")
-        status = 1
     # A normal exit would wait for the other processes, which wait for this one.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(status)
+    os._exit(status if isinstance(status, int) else 1)
 
 
 def _join_job(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_num_cpu_devices", options.devices)
     try:
-        place = options.coordinator, options.processes, options.process
-        jax.distributed.initialize(*place, options.local_devices, options.detect)
+        jax.distributed.initialize(*options.place)
         devices = jax.devices()
     except Exception as error:
         raise SystemExit(
-            f"{_PROGRAM}: could not join a job: {error} (give --coordinator,"
-            " --processes and --process; to start a job on this machine, give -n N"
-            " before the script)"
+            f"{_PROGRAM}: could not join a job: {error} (to start a job on this machine"
+            " give -n N; to join one, --coordinator HOST:PORT, --processes, --process)"
         ) from error
     if jax.process_index() == 0:
         size = f"{jax.process_count()} processes, {len(devices)} {devices[0].platform}"
@@ -225,41 +189,18 @@ def _run_script(options: argparse.Namespace) -> None:
     if options.is_module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        if not sys.flags.safe_path:
-            sys.path[0] = str(Path(options.script).resolve().parent)
+        sys.path[0] = str(Path(options.script).resolve().parent)
         runpy.run_path(options.script, run_name="__main__")
 
 
-def _note_end() -> None:
-    """Note that this script has ended; if JAX waits long for others, say for whom."""
-    index, count = jax.process_index(), jax.process_count()
-    folder = os.environ.get(_ENDED)
-    if folder:
-        with contextlib.suppress(OSError):
-            Path(folder, str(index)).touch()
-
-    def report() -> None:
-        ended, others = [index], "waits for others that did not"
-        if folder:
-            ended = [i for i in range(count) if Path(folder, str(i)).exists()]
-            rest = [i for i in range(count) if i not in ended]
-            others = f"{_names(rest)} did not"
-        if len(ended) < count and index in ended[:1]:  # one speaks for all
-            sys.stderr.write(
-                f"{_PROGRAM}: {_names(ended)} of {count} reached the end of the script,"
-                f" and {others}. If the others wait for it in a step, nothing moves"
-                " until JAX gives up, after minutes: give every process the same number"
-                " of steps.\n"
-            )
-
-    timer = threading.Timer(_UNEVEN_SECONDS, report)
+def _tell_if_others_go_on() -> None:
+    """If this process, whose script has ended, still waits for others, say so."""
+    said = f"process {jax.process_index()} of {jax.process_count()} reached the end of"
+    said += " its script and waits: all processes must take the same number of steps"
+    # Scripts that end together end within seconds.
+    timer = Timer(5, sys.stderr.write, [f"{_PROGRAM}: {said}\n"])
     timer.daemon = True  # it ends with the process
     timer.start()
-
-
-def _names(indices: list[int]) -> str:
-    kind = "process" if len(indices) == 1 else "processes"
-    return f"{kind} {', '.join(map(str, indices))}"
 
 
 # The guardian ends the processes of a launcher that died, even by SIGKILL. It is the
@@ -270,12 +211,6 @@ _GUARDIAN = (
     'trap "" INT TERM HUP PIPE; read -r _;'
     ' echo "the launcher (pid $0) is gone; its processes end" >&2; kill -KILL 0'
 )
-
-_POLL_SECONDS = 0.005
-
-# Processes that talk to one that was killed fail within milliseconds, and on a busy
-# machine may be seen to fail before it. A job looks for the killed one so much longer.
-_SETTLE_SECONDS = 0.2
 
 
 class ProcessDiedError(RuntimeError):
@@ -295,8 +230,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     Args:
       commands: One command for each process, as `subprocess.Popen` takes it.
-      env: The whole environment of every process; by default that of this process.
       grace_seconds: Time between SIGTERM and SIGKILL when the job ends, in seconds.
+      **popen: More arguments of `subprocess.Popen` for every process, such as `env`.
 
     Raises:
       OSError: If a command cannot be started; those that run are ended.
@@ -310,30 +245,24 @@ class Job(contextlib.AbstractContextManager["Job"]):
     """
 
     def __init__(
-        self,
-        commands: Sequence[Sequence[str]],
-        *,
-        env: Mapping[str, str] | None = None,
-        grace_seconds: float = 5.0,
+        self, commands: Sequence[Sequence[str]], grace_seconds: float = 5, **popen: Any
     ):
         self._grace_seconds = grace_seconds
-        self._processes: list[Popen[bytes]] = []
-        self._relays: list[threading.Thread] = []
+        self._processes: list[Popen[Any]] = []
+        self._relays: list[Thread] = []
         guardian = ["sh", "-c", _GUARDIAN, str(os.getpid())]
         self._guardian = Popen(guardian, stdin=PIPE, stdout=DEVNULL, process_group=0)
-        join = {"process_group": self._guardian.pid, "env": env, "stdin": DEVNULL}
-        start = functools.partial(Popen[bytes], **join)
+        popen |= {"process_group": self._guardian.pid, "stdin": DEVNULL}
         try:
             for index, command in enumerate(commands):
                 output = PIPE if index else None
-                process = start(command, stdout=output, stderr=output)
+                process = Popen(command, stdout=output, stderr=output, **popen)
                 self._processes.append(process)
-                for pipe, fd in ((process.stdout, 1), (process.stderr, 2)):
-                    if pipe is not None:
-                        relay = threading.Thread(target=_relay, args=(pipe, fd, index))
-                        relay.daemon = True
-                        relay.start()
-                        self._relays.append(relay)
+                pipes = ((process.stdout, 1), (process.stderr, 2)) if index else ()
+                for pipe, fd in pipes:
+                    relay = Thread(target=_relay, args=(pipe, fd, index), daemon=True)
+                    relay.start()
+                    self._relays.append(relay)
         except BaseException:
             self.end()
             raise
@@ -348,7 +277,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         """Exit statuses, in the order of the commands; None of one that runs."""
         return [process.poll() for process in self._processes]
 
-    def wait(self, timeout_seconds: float | None = None) -> None:
+    def wait(self, timeout_seconds: float = float("inf")) -> None:
         """Wait until all processes have exited with status 0.
 
         Args:
@@ -367,7 +296,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def _describe_death(self) -> str:
         index = next(i for i, status in enumerate(self.statuses) if status)
-        time.sleep(_SETTLE_SECONDS)
+        # Processes that talk to one that was killed fail within milliseconds, and on a
+        # busy machine may be seen to fail before it.
+        time.sleep(0.2)
         with contextlib.suppress(ValueError):
             index = self.statuses.index(-signal.SIGKILL)
         status = self.statuses[index] or 0
@@ -381,6 +312,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
         Ending a job again does nothing.
         """
+        if self._guardian.returncode is not None:
+            return
         try:
             self._signal(signal.SIGTERM)
         finally:
@@ -392,23 +325,22 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     def _signal(self, number: int) -> None:
         """Send a signal to the group; wait until the processes end, or for a while."""
-        if self._guardian.returncode is None:
-            # macOS raises PermissionError for a group whose members are all dead.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._guardian.pid, number)
+        # macOS raises PermissionError for a group whose members are all dead.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._guardian.pid, number)
         _poll(lambda: None not in self.statuses, self._grace_seconds)
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
-def _poll(condition: Callable[[], bool], seconds: float | None = None) -> bool:
+def _poll(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait for a condition; return whether it holds within so many seconds."""
-    end = None if seconds is None else time.monotonic() + seconds
+    end = time.monotonic() + seconds
     while not condition():
-        if end and time.monotonic() > end:
+        if time.monotonic() > end:
             return False
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.005)
     return True
 
 

@@ -17,13 +17,12 @@ while the next step runs, and gives them to writers::
             params, opt_state, loss = train_step(params, opt_state, batch(i))
             recorder.record(i, opt_state, loss=loss)
 
-A writer is any object with the three methods of `metrics.Writer`. This one sends the
+A writer is any object with the two methods of `metrics.Writer`. This one sends the
 figures to Weights & Biases; open it with `lambda: Wandb(project="one")`::
 
     class Wandb:
         def __init__(self, **options): self.run = wandb.init(**options)
         def write(self, step, scalars): self.run.log(dict(scalars), step=step)
-        def flush(self): pass
         def close(self): self.run.finish()
 
 `TensorBoardWriter` and `LiveView` need an extra: `pip install '.[tools]'` in the
@@ -34,10 +33,9 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,13 +44,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays
-from gravac_jax._controllers.base import Controller, Predictions, controller_of
+from gravac_jax._controllers import controller_of
+from gravac_jax._controllers.base import Controller, Predictions
 from gravac_jax._encodings.base import Encoding
-from gravac_jax._info import StepInfo
 from gravac_jax._loop import chain
+from gravac_jax._step.step_info import StepInfo
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 __all__ = [
     "JsonlWriter",
@@ -67,10 +66,7 @@ __all__ = [
     "scalars_of_steps",
 ]
 
-# Behind these stands the name of an encoding, or of a choice.
-GAINS = "gravac/gains/"
-SECONDS, PROGRESS = "gravac/predicted_seconds/", "gravac/predicted_progress/"
-HOME = "gravac/choice"  # the place of the choice believed to be fastest
+GAINS = "gravac/gains/"  # behind it stands the name of an encoding
 
 
 def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
@@ -110,8 +106,7 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
       >>> figures["gravac/is_finite"], figures["loss"]
       (1.0, 0.5)
     """
-    (figures,) = _copy(opt_state, others)()
-    return figures
+    return _copy(opt_state, others)()[0]
 
 
 def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
@@ -148,7 +143,7 @@ def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
 
 
 def _copy(
-    tree: Any, others: Mapping[str, Any], send: Any = None, of_many: bool = False
+    tree: Any, others: Mapping[str, Any], named: Any = (), of_many: bool = False
 ) -> Callable[[], list[dict[str, float]]]:
     """Copy figures on the device; return a function that waits for them.
 
@@ -156,41 +151,44 @@ def _copy(
     every step, by name.
     """
     info = _info_in(tree)._asdict()
-    steps, gains = _local(info["factor"]).size, _local(info.pop("gains"))
-    if steps != 1 and not of_many:
-        raise ValueError(
-            f"expected the StepInfo of one step, got one with {steps} entries in each"
-            " field. Give one of them, or call metrics.scalars_of_steps(infos)."
-        )
-    for name, x in others.items():
+    gains = _local(info.pop("gains"))
+    figures = {f"gravac/{name}": _local(x) for name, x in info.items()} | dict(others)
+    steps = figures["gravac/factor"].size if of_many else 1
+    for name, x in figures.items():
         # Of an array with an entry for each replica, this host may hold one alone.
-        sizes = [np.size(y) for y in jax.tree.leaves(x) if not isinstance(y, str)]
-        if sizes != [steps]:
+        if [np.size(y) for y in jax.tree.leaves(x)] != [steps]:
             raise ValueError(
                 f"`{name}` must be a number or an array with one entry for each step"
-                f" ({steps}), got {_arrays.brief(x)}. Give its mean; where all entries"
-                f" are the same, as from jax.pmap, {name}[0]; or leave it out."
+                f" ({steps}), got {_arrays.brief(x)}. Give its mean, or one if all are"
+                " the same; for many steps call metrics.scalars_of_steps(infos)."
             )
-    columns = {f"gravac/{name}": x for name, x in info.items()} | dict(others)
-    rungs = list(map(str, range(gains.size // max(1, steps))))
-    named = [(GAINS, rungs, gains)] if send is None else _named_by(send, tree, gains)
-    names = [*columns, *(prefix + x for prefix, ends, _ in named for x in ends)]
-    arrays = map(_local, [*columns.values(), *(x for *_, x in named)])
-    table = _table(list(arrays))
+    rungs = range(gains.size // max(1, steps))
+    _check_ladder(named or rungs, len(rungs))
+    names = [*figures, *(f"{GAINS}{rung}" for rung in named or rungs)]
+    # JAX would wrap integers of the host around.
+    narrow = lambda x: np.float32(x) if isinstance(x, np.ndarray) else x
+    table = _table([*(narrow(_local(x)) for x in figures.values()), gains])
     rows = lambda: np.asarray(table, np.float64).tolist()
     return lambda: [dict(zip(names, row, strict=True)) for row in rows()]
+
+
+def _check_ladder(named: Sequence[Any], rungs: int) -> None:
+    if len(named) != rungs:
+        raise ValueError(
+            f"`send` has the encodings {', '.join(map(str, named))}, and the state is"
+            f" of {rungs}. Give what the transform was given as `send`."
+        )
 
 
 @jax.jit
 def _table(columns: list[jax.Array]) -> jax.Array:
     """Return all figures in one array, `[steps, names]` float32: one transfer."""
-    steps = columns[0].size
-    rows = [jnp.reshape(x, (steps, -1)).astype(jnp.float32) for x in columns]
+    rows = [x.astype(jnp.float32).reshape(columns[0].size, -1) for x in columns]
     return jnp.concatenate(rows, axis=1)
 
 
 def _local(value: Any) -> Any:
-    """Return a copy of one array that this process may read by itself."""
+    """Return the part of one array that this process may read by itself."""
     (x,) = jax.tree.leaves(value)  # nnx wraps arrays in variables
     # One local copy: a program on all devices would have to run on every host.
     return x.addressable_data(0) if hasattr(x, "addressable_data") else np.asarray(x)
@@ -198,53 +196,16 @@ def _local(value: Any) -> Any:
 
 def _info_in(tree: Any) -> StepInfo:
     """Return the only `StepInfo` of a tree."""
-
-    def is_info(x: Any) -> bool:
-        # flax.nnx.split turns NamedTuples into mappings from their fields.
-        is_split = isinstance(x, Mapping) and set(StepInfo._fields) <= set(x)
-        return is_split or isinstance(x, StepInfo)
-
+    # flax.nnx.split turns NamedTuples into mappings from their fields.
+    is_split = lambda x: isinstance(x, Mapping) and set(StepInfo._fields) <= set(x)
+    is_info = lambda x: isinstance(x, StepInfo) or is_split(x)
     infos = list(filter(is_info, jax.tree.leaves(tree, is_leaf=is_info)))
     if len(infos) != 1:
         raise ValueError(
             f"expected one StepInfo, found {len(infos)} in a {type(tree).__name__}."
             " Give the state of an optimizer with one gravac.transform in it."
         )
-    return infos[0] if isinstance(infos[0], StepInfo) else StepInfo(**infos[0])
-
-
-def _named_by(send: Any, tree: Any, gains: Any) -> list[tuple[str, Any, Any]]:
-    """Return gains and predictions, each with a prefix and the names of its entries."""
-    rungs = list(map(repr, controller_of(send).ladder))
-    if len(rungs) != gains.size:
-        raise ValueError(
-            f"`send` has the encodings {', '.join(rungs)}, and the state is of"
-            f" {gains.size}. Give what the transform was given as `send`."
-        )
-    named, found = [(GAINS, rungs, gains)], _predictions(tree, send)
-    if found is not None:
-        choices, home = _choices(found), (HOME, [""], found.home)
-        both = (SECONDS, choices, found.seconds), (PROGRESS, choices, found.progress)
-        named += [*both, home]
-    return named
-
-
-def _predictions(opt_state: Any, send: Any) -> Predictions | None:
-    """Return what the last decision compared, if the controller predicts anything."""
-    controller = controller_of(send)
-    if isinstance(send, Encoding):
-        return None
-    state = chain.the_transform(opt_state, "gravac_jax.metrics")
-    return controller.predictions(state.controller)
-
-
-def _choices(found: Predictions) -> list[str]:
-    """Return what each choice is called."""
-    pairs = zip(found.names, found.steps, strict=True)
-    return [f"{name} every {x} steps" if x > 1 else name for name, x in pairs]
-
-
-_HEAD = "choice", "ms a step", "progress", "ms for a dense step's progress", ""
+    return StepInfo(**infos[0]) if is_split(infos[0]) else infos[0]
 
 
 def explain(opt_state: Any, send: Encoding | Controller) -> str:
@@ -264,7 +225,8 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
 
     Raises:
       TypeError: if `send` is not a controller that predicts, as `gravac.Fastest` does.
-      ValueError: if `opt_state` holds no `gravac.transform`, or more than one.
+      ValueError: if `opt_state` holds no `gravac.transform`, or more than one, or that
+        of another ladder.
 
     Example:
       >>> import jax
@@ -283,31 +245,27 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       Bits(2)       21.5      0.98                            21.9  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
-    found = _predictions(opt_state, send)
-    if found is None:
-        raise TypeError(
-            f"{send!r} predicts nothing, so that there is nothing to explain. Give a"
-            " controller that does, such as gravac.Fastest()."
-        )
-    arrays = [np.squeeze(_local(x)) for x in found[2:]]
-    found = Predictions(found.names, found.steps, *arrays)
-    if not np.any(found.progress):
+    state, controller = chain.the_transform(opt_state, "explain"), controller_of(send)
+    if type(controller).predictions is Controller.predictions:
+        raise TypeError(f"{send!r} predicts nothing to explain: give gravac.Fastest().")
+    _check_ladder(controller.ladder, state.ladder.size)
+    found = controller.predictions(state.controller)
+    found = jax.tree.map(lambda x: np.squeeze(_local(x)).tolist(), found)
+    if not any(found.progress):
         return "The controller has predicted nothing yet: it decides after each step."
-    names = _choices(found)
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for i, name in enumerate(names):
+    rounds = zip(found.names, found.steps, strict=True)
+    choices = [f"{name} every {x} steps" if x > 1 else name for name, x in rounds]
+    width = max(map(len, choices))
+    lines = [f"{'choice':{width}}  ms a step  progress  ms for a dense step's progress"]
+    for i, choice in enumerate(choices):
         ms, progress = 1e3 * found.seconds[i], found.progress[i]
         cost = f"{ms / progress:.1f}" if progress > 0 else "never"
-        figures = f"{ms:.1f}", f"{progress:.2f}", cost
-        rows.append((name, *figures, _verdict(found, i)))
-    first, *rest, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    row = f"{{:{first}}}{''.join(f'  {{:>{x}}}' for x in rest)}  {{}}".format
-    lines = [row(*x).rstrip() for x in rows]
+        figures = f"{choice:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
+        lines.append(f"{figures}  {_verdict(found, i)}".rstrip())
     source = "by gravac.WireCost alone, since no step time was measured"
     if found.times:
         source = f"from {found.times} measured step times"
-    lines.append(f"The milliseconds are predicted {source}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"The milliseconds are predicted {source}."])
 
 
 def _verdict(found: Predictions, choice: int) -> str:
@@ -324,35 +282,25 @@ def _verdict(found: Predictions, choice: int) -> str:
 
 
 class Writer(Protocol):
-    """The interface of writers: any object with these three methods is one."""
+    """The interface of writers: any object with these two methods is one."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a step."""
-
-    def flush(self) -> None:
-        """Return when all figures have arrived where they are written to."""
 
     def close(self) -> None:
         """Release files and connections; nothing is written afterwards."""
 
 
-class _Writers(contextlib.ExitStack):
-    """Several writers as one, and a context manager that closes all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writers: list[Writer] = []
+class _Writers(list[Writer]):
+    """Several writers as one."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        for writer in self.writers:
+        for writer in self:
             writer.write(step, scalars)
 
-    def flush(self) -> None:
-        for writer in self.writers:
-            writer.flush()
 
-
-def first_host(*makes: Callable[[], Writer]) -> _Writers:
+@contextlib.contextmanager
+def first_host(*makes: Callable[[], Writer]) -> Iterator[_Writers]:
     """Open writers on the first process of a job, and none on the others.
 
     With it, every process of a job runs the same lines.
@@ -361,12 +309,9 @@ def first_host(*makes: Callable[[], Writer]) -> _Writers:
       makes: Functions that open one writer each. Only process 0 calls them.
 
     Returns:
-      One writer that passes its figures to all of them, and a context manager that
-      closes all of them. On other processes it does nothing. If one writer cannot be
-      opened or closed, the others are closed.
-
-    Raises:
-      TypeError: If one of `makes` is no function, such as a writer that is open.
+      A context manager. Entering it opens the writers and returns one that passes its
+      figures to all of them; leaving it closes them. On other processes it does
+      nothing. If one writer cannot be opened or closed, the others are closed.
 
     Example:
       >>> import pathlib, tempfile
@@ -377,21 +322,12 @@ def first_host(*makes: Callable[[], Writer]) -> _Writers:
       >>> [line["loss"] for line in metrics.read_jsonl(path)]
       [0.5]
     """
-    for make in makes:
-        if not callable(make):
-            raise TypeError(
-                f"first_host takes functions that open a writer, such as lambda:"
-                f" metrics.JsonlWriter(path), got a {type(make).__name__}."
-            )
-    opened = _Writers()
-    try:
+    with contextlib.ExitStack() as closing:
+        opened = _Writers()
         for make in makes if jax.process_index() == 0 else ():
-            opened.writers.append(make())
-            opened.callback(opened.writers[-1].close)
-    except BaseException:
-        opened.close()
-        raise
-    return opened
+            opened.append(make())
+            closing.callback(opened[-1].close)
+        yield opened
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
@@ -408,15 +344,11 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     Args:
       writers: Where the figures go. The recorder does not close them.
       send: The transform's `send`, so that gains have the names of encodings
-        (`gravac/gains/Bits(2)`), and `metrics.LiveView` says which one was taken. If it
-        is a controller that predicts, what it predicted of each choice is written, too:
-        `gravac/predicted_seconds/Bits(2)`, `gravac/predicted_progress/Bits(2)` and so
-        on, and `gravac/choice`, the place of the one believed to be fastest; the view
-        then says why. None to number the encodings and write no predictions.
+        (`gravac/gains/Bits(2)`), and `metrics.LiveView` says which one was taken. None
+        to number the encodings.
 
     Raises:
-      TypeError: If a writer has no `write`, or `send` is neither an encoding nor a
-        controller.
+      TypeError: If `send` is neither an encoding nor a controller.
 
     Example:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
@@ -437,20 +369,13 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     """
 
     def __init__(
-        self, *writers: Writer, send: Encoding | Controller | None = None
+        self, *writers: Writer | _Writers, send: Encoding | Controller | None = None
     ) -> None:
-        self.writers: list[Writer] = []
+        self.writers = _Writers()
         for x in writers:
-            if not hasattr(x, "write"):
-                raise TypeError(
-                    f"a recorder takes writers, such as metrics.JsonlWriter(path), got"
-                    f" {_arrays.brief(x)}."
-                )
-            self.writers += x.writers if isinstance(x, _Writers) else [x]
-        if send is not None:
-            controller_of(send)  # refuses what is neither
-        self.send = send
-        self._copied: list[tuple[int, Callable[[], list[dict[str, float]]]]] = []
+            self.writers += x if isinstance(x, _Writers) else [x]
+        self._named = list(map(repr, controller_of(send).ladder)) if send else []
+        self._copied: dict[int, Callable[[], list[dict[str, float]]]] = {}
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
         """Copy the figures of a step, and write those of the step before.
@@ -466,17 +391,15 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
             encodings than the transform.
         """
         if self.writers:
-            copied = _copy(opt_state, others, self.send)
+            copied = _copy(opt_state, others, self._named)
             self.flush()
-            self._copied.append((step, copied))
+            self._copied[step] = copied
 
     def flush(self) -> None:
         """Wait for the step recorded last, and write its figures."""
         while self._copied:
-            step, fetch = self._copied.pop()
-            (figures,) = fetch()
-            for writer in self.writers:
-                writer.write(step, figures)
+            step, fetch = self._copied.popitem()
+            self.writers.write(step, *fetch())
 
     def __exit__(self, *_: Any) -> None:
         self.flush()
@@ -491,13 +414,13 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     A run that resumes writes to the same file. When it writes step k first, the lines
     from step k on, which an earlier process wrote before it was killed, are removed.
     Every line is handed to the operating system at once, so that no line is lost when
-    the process dies; `flush` waits for the disk.
+    the process dies.
 
     Args:
       path: The file; its folder is created if needed.
 
     Raises:
-      ValueError: If the file exists and its first line is not a line of this writer.
+      ValueError: If the file exists and has a line that this writer did not write.
       OSError: If the file cannot be written.
 
     Example:
@@ -512,14 +435,12 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
       [0, 1, 2, 3, 4, 5]
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            next(_lines(self.path), None)  # refuses a file of something else
-        self._file = self.path.open("ab")
-        self._opened = time.perf_counter()
-        self._has_written = False
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._old: list[Any] | None = list(_lines(path)) if path.exists() else []
+        self._file = path.open("ab")
+        self._start = time.perf_counter()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the line of a step.
@@ -529,29 +450,19 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
           scalars: Figures of the step, by name.
 
         Raises:
-          ValueError: If a figure is named `step` or `seconds`.
+          TypeError: If a figure is named `step` or `seconds`.
           OSError: If the line cannot be written, for example because the disk is full.
         """
-        if taken := {"step", "seconds"} & scalars.keys():
-            raise ValueError(
-                f"a figure cannot be named {taken.pop()!r}, which JsonlWriter writes"
-                " itself: choose another name, such as 'step_seconds'."
-            )
-        if not self._has_written:  # lines from this step on, and a last one cut off
-            kept = itertools.takewhile(lambda x: x[1]["step"] < step, _lines(self.path))
+        to_json = lambda x: x if math.isfinite(x) else json.dumps(x)
+        figures = {name: to_json(float(x)) for name, x in scalars.items()}
+        seconds = time.perf_counter() - self._start
+        line = dict(step=int(step), seconds=seconds, **figures)
+        if self._old is not None:  # lines from this step on, and a last one cut off
+            kept = itertools.takewhile(lambda x: x[1]["step"] < step, self._old)
             self._file.truncate(sum(len(text) for text, _ in kept))
-            self._has_written = True
-        seconds = time.perf_counter() - self._opened
-        line: dict[str, Any] = {"step": int(step), "seconds": seconds}
-        for name, value in scalars.items():
-            x = float(value)
-            line[name] = x if math.isfinite(x) else json.dumps(x)
+            self._old = None
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
-
-    def flush(self) -> None:
-        """Wait until all lines are on the disk."""
-        os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file; closing it again does nothing."""
@@ -561,7 +472,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
         self.close()
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+def read_jsonl(path: str | Path) -> list[dict[str, float]]:
     """Read a file of `JsonlWriter`, also while it is being written.
 
     Args:
@@ -587,9 +498,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     for number, text in enumerate(whole, 1):
         try:
             line = {name: float(x) for name, x in json.loads(text).items()}
-            if not {"step", "seconds"} <= line.keys():
-                raise ValueError
-        except (ValueError, TypeError, AttributeError):
+            _ = line["step"], line["seconds"]
+        except (ValueError, TypeError, AttributeError, KeyError):
             raise ValueError(
                 f"{path}, line {number}, is not a line of metrics.JsonlWriter:"
                 f" {text[:60]!r}. Give another file, or remove the line."
@@ -625,11 +535,10 @@ class TensorBoardWriter:
       1
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        with _from_tools("TensorBoardWriter"):
-            from tensorboardX import FileWriter
-            from tensorboardX.proto import event_pb2
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path) -> None:
+        from tensorboardX import FileWriter
+        from tensorboardX.proto import event_pb2
+
         self._file, self._protocol = FileWriter(str(directory)), event_pb2
         self._has_written = False
 
@@ -645,35 +554,17 @@ class TensorBoardWriter:
             event.summary.value.add(tag=name, simple_value=float(x))
         self._file.add_event(event, step)
 
-    def flush(self) -> None:
-        """Wait until all figures are in the file."""
-        self._file.flush()
-
     def close(self) -> None:
         """Write what is left, and close the file."""
         self._file.close()
 
 
-@contextlib.contextmanager
-def _from_tools(name: str) -> Iterator[None]:
-    """Say how to install what cannot be imported."""
-    try:
-        yield
-    except ImportError as error:
-        why = f"metrics.{name} needs {error.name}"
-        raise ImportError(f"{why}: pip install '.[tools]' in the clone") from error
-
-
-_LOSSES = 20  # steps in the mean of the loss; arbitrary
-_REFRESH_HZ = 2  # a frame takes milliseconds of a core that may have steps to run
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
-_ALIKE = "gravac/alike_steps"
 _ALARMS = {
     "gravac/bad_steps": "{:.0f} bad steps: a gradient was not finite",
     "gravac/disagreements": "replicas held other params {:.0f} times: gravac.resync",
-    _ALIKE: "all replicas had the same gradient in {:.0f} steps",
+    "gravac/alike_steps": "all replicas had the same gradient in {:.0f} steps",
 }
-_CHANCE = 0.01  # of steps may have different gradients of one norm
 
 
 class LiveView:
@@ -685,7 +576,7 @@ class LiveView:
     opened, beside those of dense steps. Figures that are not written are not shown.
 
     If `metrics.Recorder` is given the transform's `send`, the encoding that was taken
-    is named, and a line says whenever a controller changes its mind, and why.
+    is named.
 
     Args:
       total_steps: Number of steps of the run.
@@ -714,11 +605,10 @@ class LiveView:
         transient: bool = False,
         every_seconds: float = 10.0,
     ) -> None:
-        with _from_tools("LiveView"):
-            from rich import console as consoles
-            from rich import progress
-        self.title, self.total_steps = title, total_steps
-        self.every_seconds = every_seconds
+        from rich import console as consoles
+        from rich import progress
+
+        self.every_seconds, self._due = every_seconds, -math.inf  # of the next line
         self._console = console or consoles.Console()
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
@@ -728,111 +618,60 @@ class LiveView:
             progress.TimeRemainingColumn(),
             "left",
             console=self._console,
-            refresh_per_second=_REFRESH_HZ,
+            refresh_per_second=2,  # a frame takes milliseconds of a core
             transient=transient,
             expand=True,
         )
         bar = self._progress.get_renderables
         self._progress.get_renderables = lambda: [*bar(), *self._lines]
-        self._task = self._progress.add_task(title, total=total_steps, pace="")
+        self._progress.add_task(title, total=total_steps, pace="")
         self._lines: list[str] = []  # below the bar
+        self._sent: list[str] = []  # figures of the last step that sent
         self._losses: list[float] = []
-        self._known: list[str] = []  # figures of the last step that sent
-        self._sent = self._dense = 0.0  # bytes so far
-        self._printed_at, self._choice = -math.inf, None
+        self._bytes = np.zeros(2)  # so far: sent, and dense
         if self._console.is_terminal:
             self._progress.live.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Show the figures of a step."""
-        why, choice = _in_words(scalars), scalars.get(HOME)
-        if why and choice != self._choice:
-            self._choice = choice
-            self._print(f"step {step + 1}: {why}")
-        self._progress.update(self._task, completed=step + 1)
-        if speed := self._progress.tasks[0].speed:  # steps per second
-            self._progress.update(self._task, pace=f"{1e3 / speed:.0f} ms/step")
-        figures, total = self._figures(scalars), self._total(scalars)
-        counts = {name: scalars.get(name, 0) for name in _ALARMS}
-        if counts[_ALIKE] <= max(1, _CHANCE * step):
-            counts[_ALIKE] = 0
-        alarms = [_ALARMS[name].format(x) for name, x in counts.items() if x > 0]
+        (task,) = self._progress.tasks
+        self._progress.update(task.id, completed=step + 1)
+        pace = f"{1e3 / task.speed:.0f} ms/step" if task.speed else ""
+        task.fields["pace"] = pace
+        figures, total, alarms = self._shown(step, scalars)
         self._lines = ["  ".join(figures), *total, *alarms]
-        now, is_last = time.monotonic(), step + 1 == self.total_steps
-        is_time = is_last or now - self._printed_at >= self.every_seconds
-        if is_time and not self._console.is_terminal:
-            self._printed_at = now
-            place = f"step {step + 1} of {self.total_steps}"
-            pace = self._progress.tasks[0].fields["pace"]
-            words = [self.title, place, *figures, *total, pace, *alarms]
-            self._print(", ".join(filter(None, words)))
-
-    def flush(self) -> None:
-        """Show the newest figures now."""
-        if self._progress.live.is_started:
-            self._progress.refresh()
+        is_due = step + 1 == task.total or time.monotonic() >= self._due
+        if is_due and not self._console.is_terminal:
+            self._due = time.monotonic() + self.every_seconds
+            place = f"step {step + 1} of {task.total}"
+            words = [task.description, place, *figures, *total, pace, *alarms]
+            line = ", ".join(filter(None, words))
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last view in the terminal, or remove it if `transient`."""
         self._progress.live.stop()
 
-    def frame(self) -> "RenderableType":
-        """Return what the terminal shows now."""
-        return self._progress.get_renderable()
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
-
-    def _figures(self, scalars: Mapping[str, float]) -> list[str]:
-        """Return the loss, and what the last step that sent anything has sent."""
-        if math.isfinite(scalars.get("gravac/factor", math.nan)):
-            found = [x.format(scalars[k]) for k, x in _FIGURES.items() if k in scalars]
-            self._known = [*_taken(scalars), *found]
-        if "loss" not in scalars:
-            return self._known
-        self._losses = [*self._losses, scalars["loss"]][-_LOSSES:]
-        return [f"loss {np.mean(self._losses):.4f}", *self._known]
-
-    def _total(self, scalars: Mapping[str, float]) -> list[str]:
-        """Return the bytes so far."""
+    def _shown(self, step: int, scalars: Mapping[str, float]) -> tuple[list[str], ...]:
+        """Return a step's figures, the bytes so far, and what went wrong so far."""
         from rich.filesize import decimal
 
-        if "gravac/dense_wire_bytes" not in scalars:
-            return []
-        self._sent += scalars.get("gravac/wire_bytes", 0.0)
-        self._dense += scalars["gravac/dense_wire_bytes"]
-        sent, dense = decimal(int(self._sent)), decimal(int(self._dense))
-        fewer = self._dense / max(self._sent, 1.0)
-        return [f"sent {sent} (dense {dense}, {fewer:.1f}x)"]
-
-
-def _behind(prefix: str, scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures whose names begin with `prefix`, by the rest of the name."""
-    found = {k: x for k, x in scalars.items() if k.startswith(prefix)}
-    return {k.removeprefix(prefix): x for k, x in found.items()}
-
-
-def _taken(scalars: Mapping[str, float]) -> list[str]:
-    """Return the name of the encoding that a step has sent, if it is known."""
-    rung, names = scalars.get("gravac/rung"), _behind(GAINS, scalars)
-    return [x for i, x in enumerate(names) if i == rung and not x.isdecimal()]
-
-
-def _in_words(scalars: Mapping[str, float]) -> str:
-    """Return a decision in words, if its predictions are among the figures.
-
-    It has the choice believed to be fastest, the first one, and the next best.
-    """
-    progress, seconds = _behind(PROGRESS, scalars), _behind(SECONDS, scalars)
-    if not any(progress.values()):
-        return ""
-    names = list(progress)
-    home = names[int(scalars[HOME])]
-    cost = lambda name: seconds[name] / max(progress[name], 1e-6)
-    next_best = min((x for x in names if x != home), key=cost, default=home)
-    words = []
-    for name in (x for x in names if x in (names[0], home, next_best)):
-        worth = f" at {progress[name]:.2f} of the progress" * (progress[name] != 1)
-        taken = ": taken" * (name == home)
-        words.append(f"{name} {1e3 * seconds[name]:.0f} ms{worth}{taken}")
-    return ", ".join(words)
+        if "loss" in scalars:
+            self._losses = [*self._losses, scalars["loss"]][-20:]
+        loss = [f"loss {np.mean(self._losses):.4f}"] if self._losses else []
+        if math.isfinite(scalars.get("gravac/factor", math.nan)):  # not a local step
+            names = [x.removeprefix(GAINS) for x in scalars if x.startswith(GAINS)]
+            rung = scalars.get("gravac/rung")
+            taken = [x for i, x in enumerate(names) if i == rung and not x.isdecimal()]
+            shown = [x.format(scalars[k]) for k, x in _FIGURES.items() if k in scalars]
+            self._sent = [*taken, *shown]
+        self._bytes += [scalars.get(f"gravac/{x}wire_bytes", 0) for x in ("", "dense_")]
+        sent, dense = map(int, self._bytes)
+        fewer = f"(dense {decimal(dense)}, {dense / max(sent, 1):.1f}x)"
+        total = [f"sent {decimal(sent)} {fewer}"] if dense else []
+        # By chance, one step in a hundred may have different gradients of one norm.
+        least = {"gravac/alike_steps": max(1, 0.01 * step)}
+        counts = {name: scalars.get(name, 0) for name in _ALARMS}
+        loud = {name: x for name, x in counts.items() if x > least.get(name, 0)}
+        alarms = [_ALARMS[name].format(x) for name, x in loud.items()]
+        return [*loss, *self._sent], total, alarms

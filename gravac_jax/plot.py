@@ -3,8 +3,7 @@
     python -m gravac_jax plot runs/adaptive.jsonl runs/dense.jsonl --out runs/both.png
 
 The picture has panels for the losses, the factor, the gain of every rung of each run,
-what the controller of each run predicted of its choices, the bytes sent beside those of
-dense steps, and the seconds of a step.
+the bytes sent beside those of dense steps, and the seconds of a step.
 """
 
 import argparse
@@ -21,15 +20,13 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from gravac_jax.metrics import GAINS, HOME, PROGRESS, SECONDS, read_jsonl
+from gravac_jax.metrics import GAINS, read_jsonl
 
 __all__ = ["Run", "draw", "main"]
 
 _POINTS = 100  # of losses and seconds, each a median over a hundredth of the run
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_LINESTYLES = ("-", "--", "-.", ":")
-_FACTORS = "gravac/factor", "gravac/dense_wire_bytes", "gravac/wire_bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +51,10 @@ class Run:
         return [name for name in names if re.fullmatch(pattern, name)]
 
     def seconds_per_step(self) -> np.ndarray:
-        """Return `[steps]` float64: as recorded, or the time from line to line."""
-        if self.names("step_seconds"):
-            return self.figures("step_seconds")
+        """Return `[steps]` float64: the time from line to line."""
         seconds, steps = np.diff(self.figures("seconds")), np.diff(self.figures("step"))
         # The clock of a run that resumes starts at 0 again.
         return np.append(np.nan, _or_nan(seconds) / steps)
-
-    def costs(self) -> dict[str, np.ndarray]:
-        """Return the predicted seconds for a dense step's progress, by choice.
-
-        `[steps]` float64 each, NaN where nothing was predicted yet.
-        """
-        choices = [x.removeprefix(PROGRESS) for x in self.names(PROGRESS + ".*")]
-        seconds = {x: self.figures(SECONDS + x) for x in choices}
-        return {k: x / _or_nan(self.figures(PROGRESS + k)) for k, x in seconds.items()}
 
     def bytes_so_far(self, name: str) -> np.ndarray:
         """Return `[steps]` float64: the sum of `wire` or `dense_wire` bytes."""
@@ -88,8 +74,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 
     Returns:
       A figure with a panel for each loss, the factor, the gains of each run that has
-      several rungs, the predictions of each run that has any, the bytes and the
-      seconds.
+      several rungs, the bytes and the seconds.
 
     Raises:
       ValueError: If a run has no lines.
@@ -107,21 +92,19 @@ def draw(runs: Sequence[Run]) -> Figure:
         *((_draw_medians, runs, name) for name in losses),
         (_draw_factors, runs),
         *((_draw_gains, run) for run in runs if len(run.names(GAINS + ".*")) > 1),
-        *((_draw_costs, run) for run in runs if run.costs()),
         (_draw_bytes, runs),
         (_draw_medians, runs),
     ]
     figure = Figure((8, 1 + 1.8 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), sharex=True)
     for axis, (draw_panel, *of) in zip(axes, panels, strict=True):
-        axis.set_prop_cycle(color=4 * _COLORS, linestyle=7 * _LINESTYLES)
+        axis.set_prop_cycle(color=4 * _COLORS, linestyle=7 * ("-", "--", "-.", ":"))
         draw_panel(axis, *of)
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     medians = f"losses and seconds: medians over 1/{_POINTS} of a run"
     figure.supxlabel(f"step ({medians})", size="medium")
     figure.align_ylabels()
-    dense, *sent = axes[-2].lines
-    figure.legend(handles=[*sent, dense], loc="outside upper center")
+    figure.legend(handles=axes[-2].lines, loc="outside upper center")
     return figure
 
 
@@ -136,14 +119,12 @@ def _draw_medians(axis: Axes, runs: Sequence[Run], name: str = "") -> None:
 
 
 def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
-    """Draw the factor, and thinly how many times fewer bytes than a dense step."""
+    """Draw the factor of the steps that sent anything."""
     for run in runs:
-        factors, dense, sent = map(run.figures, _FACTORS)
-        sends = np.isfinite(factors)  # a local step sends nothing
-        steps, fewer = run.figures("step")[sends], (dense / _or_nan(sent))[sends]
-        (line,) = axis.plot(steps, factors[sends])
-        axis.plot(steps, fewer, "-", color=line.get_color(), lw=0.7, alpha=0.7)
-    _set_log(axis, "factor\n(thin: times fewer bytes)")
+        steps, factors = run.figures("step"), run.figures("gravac/factor")
+        sends = np.isfinite(factors)
+        axis.plot(steps[sends], factors[sends])
+    _set_log(axis, "factor")
     axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
 
 
@@ -152,50 +133,28 @@ def _draw_gains(axis: Axes, run: Run) -> None:
     every = -(-len(run.lines) // 300)  # 300 columns are enough for 8 inches
     names = run.names(GAINS + ".*")
     gains = np.array([run.figures(name)[::every] for name in names])
-    steps, rungs = run.figures("step")[::every], np.arange(len(gains))
+    steps, taken = run.figures("step")[::every], run.figures("gravac/rung")[::every]
     norm = PowerNorm(0.5, 0, 1)  # most gains that differ are below 0.2
+    rungs = np.arange(len(names))
     image = axis.pcolormesh(steps, rungs, _or_nan(gains), cmap="cividis", norm=norm)
     axis.figure.colorbar(image, ax=axis, label="gain", ticks=(0, 0.1, 0.5, 1))
-    taken = run.figures("gravac/rung")[::every]
-    shown = np.where(taken < len(rungs), taken, np.nan)
+    shown = np.where(taken < len(names), taken, np.nan)
     axis.plot(steps, shown, ".", color=_COLORS[2], ms=2)
     axis.set_title(f"{run.name}: last known gain of every rung", size="medium")
     axis.set_ylabel("rung\n(dots: taken)")
-    axis.set_yticks(rungs, [name.removeprefix(GAINS) for name in names], size="small")
-
-
-def _draw_costs(axis: Axes, run: Run) -> None:
-    """Draw the predicted cost of every choice, and which one was taken."""
-    steps, costs, home = run.figures("step"), run.costs(), run.figures(HOME)
-    for name, cost in costs.items():
-        axis.plot(steps, 1e3 * cost, lw=1, label=name)
-    is_home = home == np.arange(len(costs))[:, None]
-    taken = np.where(is_home, 1e3 * np.array(list(costs.values())), 0).sum(0)
-    axis.plot(
-        steps,
-        _or_nan(taken),
-        "-",
-        color="0.6",
-        lw=4,
-        alpha=0.5,
-        zorder=0,
-        label="taken",
-    )
-    axis.legend(fontsize="x-small", ncols=3)
-    axis.set_title(f"{run.name}: predicted by the controller", size="medium")
-    _set_log(axis, "ms for a dense\nstep's progress")
+    axis.set_yticks(rungs, [x.removeprefix(GAINS) for x in names], size="small")
 
 
 def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:
     """Draw the bytes of each run, and those of as many dense steps as the longest."""
-    longest = max(runs, key=lambda run: run.lines[-1]["step"])
-    steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
-    axis.plot(steps, dense, "-", color="0.75", lw=4, label="bytes of dense steps")
     for run in runs:
         dense, sent = run.bytes_so_far("dense_wire"), run.bytes_so_far("wire")
         fewer = f" ({dense[-1] / sent[-1]:.3g} times fewer bytes than dense)"
         label = run.name + fewer * bool(dense[-1] > 1.01 * sent[-1])
         axis.plot(run.figures("step"), sent, label=label)
+    longest = max(runs, key=lambda run: run.lines[-1]["step"])
+    steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
+    axis.plot(steps, dense, "-", c="0.75", lw=4, zorder=0, label="bytes of dense steps")
     _set_log(axis, "bytes sent so far", EngFormatter("B"))
 
 
@@ -215,15 +174,11 @@ def main(arguments: list[str] | None = None) -> None:
       SystemExit: If there is nothing to draw or the picture cannot be written, with the
         reason.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m gravac_jax plot",
-        description="Draw runs that gravac_jax.metrics.JsonlWriter recorded.",
-        allow_abbrev=False,
-    )
+    about = "Draw runs that gravac_jax.metrics.JsonlWriter recorded."
+    parser = argparse.ArgumentParser("python -m gravac_jax plot", description=about)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="the picture, such as FILE.png or .svg"
-    )
+    about = "the picture, such as FILE.png or .svg"
+    parser.add_argument("--out", type=Path, required=True, help=about)
     options = parser.parse_args(arguments)
     try:
         names = [f"{path.absolute().parent.name}/{path.stem}" for path in options.runs]
@@ -233,7 +188,3 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
     sys.stdout.write(f"The picture is in {options.out}\n")
-
-
-if __name__ == "__main__":
-    main()

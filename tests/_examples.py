@@ -1,39 +1,13 @@
 """What the laws are tried on: members of a registry, buckets, gradients, evidence."""
 
-import dataclasses
 import itertools
-import math
 from typing import Any
 
 import _oracles
-import jax.numpy as jnp
 import numpy as np
 
 import gravac_jax as gravac
 from gravac_jax import Evidence
-
-
-@dataclasses.dataclass(frozen=True)
-class Slope:
-    """A schedule with a name that is the same in every process."""
-
-    begin: float
-    rate: float
-
-    def __call__(self, step: Any) -> Any:
-        return self.begin * jnp.exp(jnp.float32(step) * math.log(self.rate))
-
-
-@dataclasses.dataclass(frozen=True)
-class Stairs:
-    """A schedule that drops."""
-
-    every: int
-    share: float
-
-    def __call__(self, step: Any) -> Any:
-        return jnp.float32(self.share) ** jnp.float32(step // self.every)
-
 
 FOUR = gravac.TopK.geometric(4, 64, 4)
 # One bit needs own params: the last encoding here, and one between others there.
@@ -65,16 +39,6 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"decay": 0.5, "nesterov": nesterov, "masking": masking}
         for nesterov in (False, True)
         for masking in (False, True)
-    ],
-    gravac.Accordion: [
-        {"interval": 20, "threshold": 0.04},
-        {
-            "ladder": (gravac.Bits(2), gravac.TopK(100)),
-            "interval": 7,
-            "threshold": 0.1,
-            "learning_rate": Stairs(60, 0.5),
-        },
-        {"interval": 13, "threshold": 0.05, "learning_rate": Slope(0.1, 0.98)},
     ],
     gravac.Fastest: [
         {"ladder": FOUR},
@@ -161,6 +125,8 @@ def evidence(
 ) -> Evidence:
     """Return a run in which gains rise and fall for stretches of random length.
 
+    Measured steps take eight times as long in the last third.
+
     Args:
       rungs: of the ladder.
       seed: of everything.
@@ -186,6 +152,7 @@ def evidence(
         now = np.arange(measured_from, steps, 3)
         at = rng.integers(0, rungs, now.size)
         measured[now, at] = seconds[at] * rng.lognormal(0, 0.05, now.size)
+        measured[2 * steps // 3 :] *= 8  # the network has changed
         local[now[1::2]] = 0.02 * rng.lognormal(0, 0.05, now[1::2].size)
     rounds = rng.integers(1, longest + 1, steps, np.int32)
     parts = np.stack([np.full(rungs, 0.02), *np.zeros((2, rungs)), seconds - 0.02], 1)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax._state import transform_states
+from gravac_jax._step.states import transform_states
 
 N = 4  # replicas; a power of two, so that a mean of integers is exact
 AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
@@ -64,12 +65,6 @@ def choices(every, is_quick, name=name_of):
     return [pytest.param(x, marks=marks(x), id=name(x)) for x in every]
 
 
-def beside(parameters, *values):
-    """Return parameters of a test from `choices`, with further values for each."""
-    more = lambda x: pytest.param(*x.values, *values, id=x.id, marks=x.marks)
-    return list(map(more, parameters))
-
-
 def covering(rows, things, together):
     """Return a few rows that together hold every combination of things.
 
@@ -81,16 +76,15 @@ def covering(rows, things, together):
     groups = lambda row: set(itertools.combinations(things(row), together))
     found = [(row, groups(row)) for row in rows]
     seen, taken = set(), []
-    for least in range(max(len(mine) for _, mine in found), 0, -1):  # greedily
-        for row, mine in found:
-            if len(mine - seen) >= least:
-                seen |= mine
-                taken.append(row)
+    while new := [(row, mine - seen) for row, mine in found if mine - seen]:
+        row, more = max(new, key=lambda x: len(x[1]))  # greedily
+        seen |= more
+        taken.append(row)
     return taken
 
 
 # Without checks and under pmap what is traced is nearly the same: that all ways agree
-# is for test_memory.py and test_transform.py to show.
+# is for test_transform.py to show.
 in_both_ways = pytest.mark.parametrize("how", ["shard_map", "vmap"])
 on_every_mesh = pytest.mark.parametrize(
     "axis_type", choices(AXIS_TYPES, lambda x: x == AXIS_TYPES[0])
@@ -137,7 +131,7 @@ class Trajectory:
 
     jitted: Any
     state: Any
-    sharding: jax.sharding.Sharding | None
+    sharding: jax.sharding.Sharding | None = None
 
     def __call__(self, gradients, **extra):
         """Run the steps.
@@ -153,9 +147,8 @@ class Trajectory:
         Raises:
           AssertionError: if replicas differ in what they should agree on.
         """
-        return jax.tree.map(
-            agreed, self.jitted(self.state, self._inputs(gradients, extra))
-        )
+        inputs = self._inputs(gradients, extra)
+        return jax.tree.map(agreed, self.jitted(self.state, inputs))
 
     def text(self, gradients, **extra):
         """Return the compiled program."""
@@ -205,37 +198,29 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
         return Trajectory(jax.jit(mapped), state, sharding)
     axes = {"in_axes": (choose(0, None), 1), "out_axes": (None, choose(1, None))}
     if how == "pmap":
-        return Trajectory(jax.pmap(body, axis_name, **axes), state, None)
-    return Trajectory(jax.jit(jax.vmap(body, **axes, axis_name=axis_name)), state, None)
+        return Trajectory(jax.pmap(body, axis_name, **axes), state)
+    return Trajectory(jax.jit(jax.vmap(body, **axes, axis_name=axis_name)), state)
 
 
 def agreed(x):
     """Return `x` as a NumPy array; check that replicated copies are the same."""
-    copies = [np.asarray(shard.data) for shard in x.addressable_shards]
     if x.is_fully_replicated:
-        for copy in copies[1:]:
-            assert copy.tobytes() == copies[0].tobytes(), "the replicas differ"
-        return copies[0]
+        copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
+        assert len(copies) == 1, "the replicas differ"
     return np.asarray(x)
 
 
 def assert_same(received, expected, what=""):
     """Check that two trees have the same structure, shapes, dtypes and bits."""
     assert jax.tree.structure(received) == jax.tree.structure(expected), what
-    pairs = zip(
-        jax.tree.leaves_with_path(received), jax.tree.leaves(expected), strict=True
-    )
-    for (path, a), b in pairs:
+    leaves = jax.tree.leaves_with_path(received), jax.tree.leaves(expected)
+    for (path, a), b in zip(*leaves, strict=True):
         name = f"{what} {jax.tree_util.keystr(path)}"
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         if a.tobytes() != b.tobytes():
-            where = np.argwhere((a != b) & ~((a != a) & (b != b)))
-            raise AssertionError(
-                f"{name}: {len(where)} of {a.size} entries differ, first"
-                f" {where[:1].tolist()}: {a[tuple(where[0])] if len(where) else a}"
-                f" where {b[tuple(where[0])] if len(where) else b} was expected"
-            )
+            np.testing.assert_array_equal(a, b, name)
+            raise AssertionError(f"{name}: zeros or NaNs of other bits")
 
 
 def at(tree, step):
@@ -289,16 +274,8 @@ def on_all_replicas(train, tx, *in_axes):
     return lambda *args: jax.jit(mapped)(state, *args)
 
 
-BYTES = {
-    "pred": 1,
-    "u8": 1,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-}
+BYTES = {"pred": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2}
+BYTES |= dict.fromkeys(("s32", "u32", "f32"), 4)
 
 
 def collectives(text):
@@ -329,7 +306,6 @@ def collectives(text):
 
 def _payloads(shapes, kind, branches):
     for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-        size = BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-        yield Collective(
-            kind, dtype, size // N if kind == "all-gather" else size, branches
-        )
+        entries = math.prod(int(n) for n in shape.split(",") if n)
+        own = entries // N if kind == "all-gather" else entries
+        yield Collective(kind, dtype, BYTES[dtype] * own, branches)

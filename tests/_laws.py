@@ -6,8 +6,9 @@ and on saboteurs (`_saboteurs.py`), which must break it.
 """
 
 import functools
+import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import _oracles
@@ -255,10 +256,10 @@ def estimates_what_it_sends(encoding: Any, buckets: np.ndarray) -> None:
         assert ((waits > 0) == (share < 1)).all()
 
 
-def contracts(encoding: Any, buckets: np.ndarray) -> None:
+def contracts(encoding: Any, situation: np.ndarray) -> None:
     """What is sent is orthogonal to what is held, and has its share of the energy."""
     is_short = getattr(encoding, "values", "") == "bfloat16"
-    for x, _, sent, _ in each_alone(encoding, buckets):
+    for x, _, sent, _ in each_alone(encoding, situation):
         x, held = (y[0].astype(np.float64) for y in (x, sent.residual))
         whole = x @ x
         assert abs((x - held) @ held) <= (2.0**-8 if is_short else 2.0**-16) * whole
@@ -268,47 +269,47 @@ def contracts(encoding: Any, buckets: np.ndarray) -> None:
             assert held @ held <= (1 + 2.0**-16 - entries / x.size) * whole
 
 
-def sends_something(encoding: Any, buckets: np.ndarray) -> None:
+def sends_something(encoding: Any, situation: np.ndarray) -> None:
     """A bucket whose entries are no denormals is not held back for all its turns."""
     # Scales are made of squares, unless entries go as they are.
     power = 1 if encoding.sends_whole_entries else 2
-    for own in buckets:
+    for own in situation:
         steps = each_alone(encoding, own[None])
         is_sent = any(step.sent.mean.any() for step in steps)
         assert is_sent or not (np.abs(own) ** power >= 2.0**-126).any()
 
 
-def leaves_zeros_alone(encoding: Any, buckets: np.ndarray) -> None:
+def leaves_zeros_alone(encoding: Any, situation: np.ndarray) -> None:
     """A bucket of zeros stays a bucket of zeros, and nothing becomes NaN."""
-    for step in each_alone(encoding, buckets):
+    for step in each_alone(encoding, situation):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(step))
-    for step in each_alone(encoding, np.zeros_like(buckets[:1])):
+    for step in each_alone(encoding, np.zeros_like(situation[:1])):
         assert not any(x.any() for x in step.sent)
 
 
-def commutes_with_scaling(encoding: Any, buckets: np.ndarray) -> None:
+def commutes_with_scaling(encoding: Any, situation: np.ndarray) -> None:
     """What is sent of a bucket times a power of two is scaled as well."""
     for scale in map(np.float32, (2.0**-10, 2.0**20)):
-        scaled = buckets * scale
-        if not has_squares(np.stack([buckets, scaled])):
+        scaled = situation * scale
+        if not has_squares(np.stack([situation, scaled])):
             continue
-        pairs = each_alone(encoding, buckets), each_alone(encoding, scaled)
+        pairs = each_alone(encoding, situation), each_alone(encoding, scaled)
         for (x, _, sent, _), (_, _, other, _) in zip(*pairs, strict=True):
             for a, b in zip(sent[:2], other[:2], strict=True):
                 assert_near(b / scale, a, tolerance(encoding), x)
 
 
-def is_itself_however_it_runs(encoding: Any, buckets: np.ndarray) -> None:
+def is_itself_however_it_runs(encoding: Any, situation: np.ndarray) -> None:
     """A bucket is sent alike compiled or not, and in a batch of others."""
-    first = encoding.init(bucket_of(buckets))
+    first = encoding.init(bucket_of(situation))
     alone = functools.partial(exchange, encoding, Comm(None))
-    eager, _ = alone(jnp.asarray(buckets[0]), first)
-    batch, _ = jax.jit(jax.vmap(alone))(buckets, stacked(first, len(buckets)))
-    compiled = [next(each_alone(encoding, own[None])).sent for own in buckets]
+    eager, _ = alone(jnp.asarray(situation[0]), first)
+    batch, _ = jax.jit(jax.vmap(alone))(situation, stacked(first, len(situation)))
+    compiled = [next(each_alone(encoding, own[None])).sent for own in situation]
     joined = jax.tree.map(lambda *x: np.concatenate(x), *compiled)
     for a, b, c in zip(joined[:2], batch[:2], eager[:2], strict=True):
-        assert_near(b, a, tolerance(encoding), buckets)
-        assert_near(c, a[0], tolerance(encoding), buckets)
+        assert_near(b, a, tolerance(encoding), situation)
+        assert_near(c, a[0], tolerance(encoding), situation)
 
 
 def is_like_its_oracle(encoding: Any, buckets: np.ndarray) -> None:
@@ -316,9 +317,9 @@ def is_like_its_oracle(encoding: Any, buckets: np.ndarray) -> None:
     assert_like_oracle(encoding, run(encoding, buckets))
 
 
-def is_the_same_alone(encoding: Any, buckets: np.ndarray) -> None:
+def is_the_same_alone(encoding: Any, situation: np.ndarray) -> None:
     """Without an axis it does what its oracle does with one replica."""
-    for own in filter(has_squares, buckets):
+    for own in filter(has_squares, situation):
         assert_like_oracle(encoding, each_alone(encoding, own[None]))
 
 
@@ -336,28 +337,6 @@ def assert_like_oracle(encoding: Any, steps: Iterable[Step]) -> None:
         whole = energies_of(x).max(initial=0)
         atol = expected.atol * whole
         np.testing.assert_allclose(sent.energy, expected.energies, rtol=1e-5, atol=atol)
-
-
-ENCODING_LAWS = (
-    averages_what_was_sent,
-    agrees_on_all_replicas,
-    sends_everything,
-    knows_what_it_sent,
-    keeps_the_form_of_its_state,
-    declares_its_bytes,
-    ignores_the_order_of_replicas,
-    estimates_what_it_sends,
-    is_like_its_oracle,
-)
-# These hold of one replica, whatever comes: they are tried on many buckets.
-LAWS_OF_ONE = (
-    contracts,
-    sends_something,
-    leaves_zeros_alone,
-    commutes_with_scaling,
-    is_itself_however_it_runs,
-    is_the_same_alone,
-)
 
 
 # Ladders: each law takes a ladder of two encodings, and buckets `[replicas, n]`. -----
@@ -469,15 +448,6 @@ def declares_the_bytes_of_each_rung(ladder: Any, buckets: np.ndarray) -> None:
         assert traffic.wire_bytes >= own.wire_bytes
 
 
-LADDER_LAWS = (
-    takes_each_encoding_as_if_alone,
-    leaves_other_states_alone,
-    knows_the_energies,
-    sends_alike_looking_or_not,
-    declares_the_bytes_of_each_rung,
-)
-
-
 # Memories: each law takes a memory, the gradients of a run, `[steps, n]` integers, and
 # a mask `[steps, n]` of the entries that are sent. ---------------------------------
 
@@ -487,7 +457,7 @@ def _jitted_memory_step(memory: Any) -> Any:
     def step(gradient: Any, is_sent: Any, state: Any) -> Any:
         compensated, state = memory.compensate(gradient, state)
         residual = jnp.where(is_sent, 0, compensated)
-        state = memory.retain(residual, compensated, state)
+        state = memory.hold(residual, compensated, state)
         return compensated, residual, state
 
     return jax.jit(step)
@@ -504,18 +474,21 @@ def remembered(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> Any:
     return compensated, residuals, states
 
 
-def _as_kept_by(oracle: Any, compensated: Any, residual: Any) -> np.ndarray:
-    """Return the residual, with the oracle's own bits where nothing was sent."""
-    return np.where(residual == compensated, oracle.compensated, residual)
+def beside_oracle(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> Any:
+    """Return an oracle after a run, what it expected, and what `remembered` does."""
+    oracle = _oracles.look_up(_oracles.MEMORIES, memory)(memory, gradients.shape[1])
+    found, expected = remembered(memory, gradients, is_sent), []
+    for gradient, x, residual in zip(gradients, *found[:2], strict=True):
+        expected.append(oracle.feed(gradient))
+        # The oracle keeps its own bits where nothing was sent.
+        oracle.keep(np.where(residual == x, oracle.compensated, residual))
+    return oracle, expected, *found
 
 
 def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
     """What was sent plus what is held is what it made of gradients."""
-    oracle = _oracles.look_up(_oracles.MEMORIES, memory)(memory, gradients.shape[1])
-    compensated, residuals, states = remembered(memory, gradients, is_sent)
-    for gradient, x, residual in zip(gradients, compensated, residuals, strict=True):
-        oracle.feed(gradient)
-        oracle.keep(_as_kept_by(oracle, x, residual))
+    found = beside_oracle(memory, gradients, is_sent)
+    oracle, _, compensated, residuals, states = found
     add = lambda parts: np.sum(np.asarray(parts, np.float64), 0)
     held = np.asarray(memory.held(states[-1], gradients.shape[1]))
     total = add(compensated) - add(residuals) + held
@@ -528,11 +501,11 @@ def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
 def sleeps_through_a_skipped_step(
     memory: Any, gradients: np.ndarray, is_sent: np.ndarray
 ) -> None:
-    """`retain` of all that is held, with nothing sent, leaves the state as it was."""
+    """`hold` of all that is held, with nothing sent, leaves the state as it was."""
     *_, states = remembered(memory, gradients, is_sent)
     for state in states:
         held = memory.held(state, gradients.shape[1])
-        assert_same(memory.retain(held, held, state), state)
+        assert_same(memory.hold(held, held, state), state)
 
 
 def keeps_its_form(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
@@ -546,20 +519,8 @@ def remembers_like_its_oracle(
     memory: Any, gradients: np.ndarray, is_sent: np.ndarray
 ) -> None:
     """Each compensated gradient is the oracle's."""
-    oracle = _oracles.look_up(_oracles.MEMORIES, memory)(memory, gradients.shape[1])
-    compensated, residuals, _ = remembered(memory, gradients, is_sent)
-    for gradient, x, residual in zip(gradients, compensated, residuals, strict=True):
-        expected = oracle.feed(gradient)
-        np.testing.assert_allclose(x, expected, rtol=oracle.rtol, atol=oracle.rtol)
-        oracle.keep(_as_kept_by(oracle, x, residual))
-
-
-MEMORY_LAWS = (
-    telescopes,
-    sleeps_through_a_skipped_step,
-    keeps_its_form,
-    remembers_like_its_oracle,
-)
+    oracle, expected, compensated, *_ = beside_oracle(memory, gradients, is_sent)
+    np.testing.assert_allclose(compensated, expected, oracle.rtol, oracle.rtol)
 
 
 # Controllers: each law takes a controller and the evidence of a run, whose arrays are
@@ -586,18 +547,20 @@ def decided(controller: Any, evidence: Evidence, jitted_run: Any = _jitted_run) 
     return jax.tree.map(np.asarray, run(evidence._replace(replicas=None)))
 
 
-def steps_of(evidence: Evidence) -> list[Evidence]:
-    """Return the evidence step by step."""
-    arrays, replicas = evidence._replace(replicas=None), evidence.replicas
-    at = lambda i: jax.tree.map(lambda x: x[i], arrays)._replace(replicas=replicas)
-    return [at(i) for i in range(len(evidence.step))]
+def each(change: Any, evidence: Any) -> Any:
+    """Return evidence, or a state, with a change to all of its arrays."""
+    return jax.tree.map(lambda x: change(x) if np.ndim(x) else x, evidence)
+
+
+def steps_of(evidence: Any, steps: int) -> list[Any]:
+    """Return evidence, or the states of a run, step by step."""
+    return [each(lambda x: x[i], evidence) for i in range(steps)]  # noqa: B023
 
 
 def steady(evidence: Evidence) -> Evidence:
     """Return the evidence of the first step, repeated."""
-    repeat = lambda x: np.repeat(x[:1], len(x), axis=0)
-    first = jax.tree.map(repeat, evidence._replace(replicas=None))
-    return first._replace(step=evidence.step, replicas=evidence.replicas)
+    first = each(lambda x: np.repeat(x[:1], len(x), axis=0), evidence)
+    return first._replace(step=evidence.step)
 
 
 def stays_on_the_ladder(controller: Any, evidence: Evidence) -> None:
@@ -622,7 +585,7 @@ def compiles_once(controller: Any, evidence: Evidence) -> None:
     first, state = controller.init()
     assert form(first) == ((), "int32", False)
     assert 0 <= first < len(controller.ladder)
-    for e in steps_of(evidence)[:3]:
+    for e in steps_of(evidence, 3):
         rung, after = decide(e._replace(replicas=None), state)
         assert form(rung) == ((), "int32", False)
         assert form(after) == form(state)
@@ -641,8 +604,7 @@ def survives_overflow(controller: Any, evidence: Evidence) -> None:
     calm = steady(evidence)
     rungs, _ = decided(controller, calm)
     for energy in (np.inf, np.nan):
-        copies = jax.tree.map(np.copy, calm._replace(replicas=None))
-        bad = copies._replace(replicas=evidence.replicas)
+        bad = each(np.copy, calm)
         bad.energies[BAD_STEP] = bad.energy[BAD_STEP] = energy
         bad_rungs, states = decided(controller, bad)
         assert_same(np.delete(bad_rungs, BAD_STEP), np.delete(rungs, BAD_STEP))
@@ -678,7 +640,8 @@ def decides_like_its_oracle(controller: Any, evidence: Evidence) -> None:
     """Every decision is the oracle's, and no comparison of it is close to a tie."""
     oracle = _oracles.look_up(_oracles.CONTROLLERS, controller)
     rungs, states = decided(controller, evidence)
-    expected = list(oracle.decisions(controller, steps_of(evidence)))
+    by_step = (steps_of(x, len(rungs)) for x in (evidence, states))
+    expected = list(oracle.decisions(controller, *by_step))
     assert min(x.margin for x in expected) > MARGIN, "choose another seed"
     assert rungs.tolist() == [x.rung for x in expected]
     in_state = [x.tolist() for x in oracle.rungs_of_state(states)]
@@ -686,12 +649,18 @@ def decides_like_its_oracle(controller: Any, evidence: Evidence) -> None:
     assert in_state == [list(x) for x in by_step]
 
 
-CONTROLLER_LAWS = (
-    stays_on_the_ladder,
-    compiles_once,
-    decides_alike,
-    survives_overflow,
-    believes_only_looks,
-    waits_only_at_own_params,
-    decides_like_its_oracle,
-)
+def laws_of(component: str, tried_on: str) -> tuple[Callable[..., None], ...]:
+    """Return the laws of this file that take parameters of these names."""
+    functions = filter(inspect.isfunction, list(globals().values()))
+    takes = lambda law: [*inspect.signature(law).parameters][:2]
+    returns = lambda law: law.__annotations__.get("return", ...)
+    is_law = lambda x: takes(x) == [component, tried_on] and returns(x) is None
+    return tuple(filter(is_law, functions))
+
+
+ENCODING_LAWS = laws_of("encoding", "buckets")
+# These hold of one replica, whatever comes: they are tried on many situations.
+LAWS_OF_ONE = laws_of("encoding", "situation")
+LADDER_LAWS = laws_of("ladder", "buckets")
+MEMORY_LAWS = laws_of("memory", "gradients")
+CONTROLLER_LAWS = laws_of("controller", "evidence")

@@ -35,8 +35,7 @@ def caught_by(*laws: Callable[..., None]) -> Callable[[type], type]:
 class _Alters(gravac.TopK):
     """Top-k with a change to what comes out."""
 
-    def change(self, sent: gravac.Sent, x: Any, comm: gravac.Comm) -> gravac.Sent:
-        raise NotImplementedError
+    change: Callable[..., gravac.Sent]  # of sent, the bucket and the network
 
     def exchange(self, x, state, *, comm, **others):
         sent, state = super().exchange(x, state, comm=comm, **others)
@@ -93,8 +92,7 @@ class NormalizesOnTheWay(_Alters):
 class _SelectsBy(gravac.TopK):
     """Top-k of another score."""
 
-    def score(self, x: jax.Array) -> jax.Array:
-        raise NotImplementedError
+    score: Callable[..., jax.Array]
 
     def _choose(self, x, state, k, key):
         return super()._choose(self.score(x), state, k, key)
@@ -104,12 +102,6 @@ class _SelectsBy(gravac.TopK):
 class SendsTheSmallest(_SelectsBy):
     def score(self, x):
         return 1 / (1 + jnp.abs(x))
-
-
-@caught_by(_laws.is_like_its_oracle)
-class ForgetsTheAbsoluteValue(_SelectsBy):
-    def score(self, x):
-        return jnp.maximum(x, 0)
 
 
 @caught_by(_laws.commutes_with_scaling, _laws.is_like_its_oracle)
@@ -128,12 +120,6 @@ class HasMoods(_SelectsBy):
 class AimsTooHigh(_SelectsBy):
     def score(self, x):
         return jnp.where(jnp.abs(x) > jnp.max(jnp.abs(x)), x, 0)
-
-
-@caught_by(_laws.declares_its_bytes)
-class TalksBeforehand(gravac.TopK):
-    def exchange(self, x, state, **others):
-        return super().exchange(jax.lax.pmean(x, "data"), state, **others)
 
 
 @caught_by(_laws.declares_its_bytes)
@@ -222,15 +208,8 @@ class CountsNoFigures(Ladder):
 
 @caught_by(_laws.telescopes, _laws.remembers_like_its_oracle)
 class ForgetsToClear(gravac.Residual):
-    def retain(self, residual, compensated, state):
+    def hold(self, residual, compensated, state):
         return state._replace(residual=compensated)
-
-
-@caught_by(_laws.telescopes, _laws.remembers_like_its_oracle)
-class IsStaleAfterDenseSteps(gravac.Residual):
-    def retain(self, residual, compensated, state):
-        kept = jnp.where(jnp.any(residual != 0), residual, state.residual)
-        return state._replace(residual=kept)
 
 
 @caught_by(_laws.sleeps_through_a_skipped_step, _laws.telescopes)
@@ -241,7 +220,7 @@ class ForgetsInItsSleep(gravac.Residual):
 
 @caught_by(_laws.keeps_its_form)
 class RemembersInHalfPrecision(gravac.Residual):
-    def retain(self, residual, compensated, state):
+    def hold(self, residual, compensated, state):
         return state._replace(residual=residual.astype(jnp.bfloat16))
 
     def compensate(self, gradient, state):
@@ -250,7 +229,7 @@ class RemembersInHalfPrecision(gravac.Residual):
 
 @caught_by(_laws.remembers_like_its_oracle, _laws.sleeps_through_a_skipped_step)
 class MasksWhatItKept(gravac.Momentum):
-    def retain(self, residual, compensated, state):
+    def hold(self, residual, compensated, state):
         kept = jnp.where(residual == compensated, 0, state.velocity)
         return state._replace(velocity=kept, residual=residual)
 
@@ -261,8 +240,7 @@ class MasksWhatItKept(gravac.Momentum):
 class _Decides(gravac.GraVAC):
     """GraVAC with a change to its decision."""
 
-    def change(self, rung, state) -> Any:
-        raise NotImplementedError
+    change: Callable[..., Any]
 
     def decide(self, evidence, state):
         return self.change(*super().decide(evidence, state))
@@ -272,12 +250,6 @@ class _Decides(gravac.GraVAC):
 class StepsOffTheLadder(_Decides):
     def change(self, rung, state):
         return rung + 1, state
-
-
-@caught_by(_laws.stays_on_the_ladder)
-class SearchesOffTheLadder(_Decides):
-    def change(self, rung, state):
-        return rung, state._replace(candidate=state.candidate + 1)
 
 
 @caught_by(_laws.compiles_once)
@@ -297,15 +269,6 @@ class GatesOnTheWrongSide(gravac.GraVAC):
     def _gate(self, state, gains):
         is_good = gains[state.candidate] < self.epsilon
         return jnp.where(is_good, state.candidate, state.minimum)
-
-
-@caught_by(_laws.decides_like_its_oracle)
-class SettlesOnTheHigherRung(gravac.GraVAC):
-    def _move(self, state, gains):
-        moved = super()._move(state, gains)
-        higher = jnp.minimum(moved.candidate + 1, len(self.ladder) - 1)
-        candidate = jnp.where(moved.is_settled, higher, moved.candidate)
-        return moved._replace(candidate=candidate)
 
 
 @caught_by(_laws.survives_overflow)

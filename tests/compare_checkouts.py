@@ -11,7 +11,6 @@ The exit status is 1 if a recipe differs, or fails in the new checkout.
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
 import subprocess
@@ -22,12 +21,7 @@ from typing import Any, NamedTuple
 STEPS, LOOKS, REPLICAS = 100, (1, 10, 100), 4
 BAD_STEP = 7  # one replica's gradient is not finite
 
-Arguments = Callable[[Any], dict[str, Any]]  # of `gravac.transform`, for a package
-
-
-def spelled(new: Arguments, old: Arguments) -> Arguments:
-    """Return arguments as a checkout spells them: with encodings, or before them."""
-    return lambda g: new(g) if hasattr(g, "Encoding") else old(g)
+Arguments = dict[str, Any]  # of `gravac.transform`
 
 
 class Recipe(NamedTuple):
@@ -36,7 +30,7 @@ class Recipe(NamedTuple):
     Attributes:
       make: takes the package and arguments of `gravac.transform`, and returns an
         optimizer.
-      arguments: returns these arguments.
+      arguments: these arguments.
       run: "data_parallel", "simulate", "two axes", or "own params" for gradients at
         each replica's own params.
     """
@@ -46,146 +40,62 @@ class Recipe(NamedTuple):
     run: str = "data_parallel"
 
 
-def at_factor(factor: float, **exchange: Any) -> Arguments:
-    """Return arguments as they were before encodings: a factor, and an exchange."""
-
-    def arguments(g: Any) -> dict[str, Any]:
-        made = {name: make(g) for name, make in exchange.items()}
-        return {"controller": g.Fixed(factor), **made}
-
-    return arguments
-
-
-def encodings() -> Iterator[tuple[str, Arguments]]:
-    """Yield arguments that send one encoding in every step."""
-    few = lambda g: g.QuantizedAllReduce()
-    one = lambda g: g.QuantizedAllReduce(least_bits=1)
-    back = lambda g: g.QuantizedAllReduce(mean_bits=4)
-    both = lambda g: True
-    ranked = 2 * 96 * 128 / (2 * (96 + 128))  # entries over those that a rank sends
-    options = {"select": "exact", "values": "float32", "indices": "int32"}
-
-    def gathered(name: str, **wide: str) -> Callable[[Any], Any]:
-        return lambda g: g.AllGather(getattr(g, name)(), **wide)
-
-    send = lambda make: lambda g: {"send": make(g)}
-    wide = {"values": "float32", "indices": "int32"}
-    yield "8 bits", spelled(send(lambda g: g.Bits(8)), at_factor(4))
-    yield "4 bits", spelled(send(lambda g: g.Bits(4)), at_factor(8))
-    yield "2 bits", spelled(send(lambda g: g.Bits(2)), at_factor(16))
-    yield "1 bit", spelled(send(lambda g: g.Bits(1)), at_factor(32, exchange=one))
-    yield (
-        "2 bits, 3 turns",
-        spelled(send(lambda g: g.Bits(2, turns=3)), at_factor(48, exchange=few)),
-    )
-    yield (
-        "1 bit, 4 turns",
-        spelled(send(lambda g: g.Bits(1, turns=4)), at_factor(128, exchange=one)),
-    )
-    yield (
-        "2 bits, 4 bits back",
-        spelled(send(lambda g: g.Bits(2, mean_bits=4)), at_factor(16, exchange=back)),
-    )
-    for factor in (10, 100, 1000):
-        top_k = lambda g, factor=factor: g.TopK(factor)
-        before = at_factor(factor, exchange=gathered("Threshold"))
-        yield f"top-k, {factor}", spelled(send(top_k), before)
-    yield (
-        "top-k, exact and wide",
-        spelled(
-            send(lambda g: g.TopK(50, **options)),
-            at_factor(50, exchange=gathered("TopK", **wide)),
-        ),
-    )
-    yield (
-        "top-k, sampled",
-        spelled(
-            send(lambda g: g.TopK(50, select="sampled")),
-            at_factor(50, exchange=gathered("SampledTopK")),
-        ),
-    )
-    yield (
-        "low rank",
-        spelled(
-            send(lambda g: g.LowRank(4)),
-            at_factor(ranked / 4, exchange=lambda g: g.LowRank()),
-        ),
-    )
-    yield (
-        "low rank, bfloat16",
-        spelled(
-            send(lambda g: g.LowRank(2, values="bfloat16")),
-            at_factor(ranked / 2, exchange=lambda g: g.LowRank(values="bfloat16")),
-        ),
-    )
-    yield "dense", spelled(send(lambda g: g.Dense()), at_factor(1, compress=both))
-    yield (
-        "dense, bfloat16",
-        spelled(
-            send(lambda g: g.Dense("bfloat16")),
-            at_factor(1, exchange=lambda g: g.DenseMean("bfloat16"), compress=both),
-        ),
-    )
+def encodings(g: Any) -> dict[str, Any]:
+    """Return encodings, each of which is sent in every step."""
+    wide = {"select": "exact", "values": "float32", "indices": "int32"}
+    return {
+        "8 bits": g.Bits(8),
+        "4 bits": g.Bits(4),
+        "2 bits": g.Bits(2),
+        "1 bit": g.Bits(1),
+        "2 bits, 3 turns": g.Bits(2, turns=3),
+        "1 bit, 4 turns": g.Bits(1, turns=4),
+        "2 bits, 4 bits back": g.Bits(2, mean_bits=4),
+        "top-k, 10": g.TopK(10),
+        "top-k, 100": g.TopK(100),
+        "top-k, 1000": g.TopK(1000),
+        "top-k, exact and wide": g.TopK(50, **wide),
+        "top-k, sampled": g.TopK(50, select="sampled"),
+        "low rank": g.LowRank(4),
+        "low rank, bfloat16": g.LowRank(2, values="bfloat16"),
+        "dense": g.Dense(),
+        "dense, bfloat16": g.Dense("bfloat16"),
+    }
 
 
-def recipes() -> Iterator[tuple[str, Recipe]]:
-    """Yield every recipe with its name."""
-    few = dict(encodings())
-
-    def chosen(new: Callable[[Any], Any], old: Callable[[Any], Any]) -> Arguments:
-        before = lambda g: {"controller": old(g), "exchange": g.AllGather()}
-        return spelled(lambda g: {"send": new(g)}, before)
-
-    climbing = chosen(
-        lambda g: g.GraVAC(g.TopK.geometric(10, 100), epsilon=0.3, window=5),
-        lambda g: g.GraVAC(epsilon=0.3, window=5, ladder=g.geometric(10, 100)),
-    )
-    more: dict[str, Arguments] = {
-        "GraVAC": climbing,
-        "Accordion": chosen(
-            lambda g: g.Accordion((g.TopK(10), g.TopK(100)), interval=7),
-            lambda g: g.Accordion(10, 100, interval=7),
-        ),
-        "fastest of top-k": chosen(
-            lambda g: g.Fastest((g.Dense(), g.TopK(10), g.TopK(100))),
-            lambda g: g.Fastest((1.0, 10.0, 100.0)),
-        ),
-        "fastest of bits": spelled(
-            lambda g: {"send": g.Fastest((g.Dense(), g.Bits(8), g.Bits(4), g.Bits(2)))},
-            lambda g: {"controller": g.Fastest((1.0, 4.0, 8.0, 16.0))},
-        ),
-        "clip, decay, checks": lambda g: {
-            **few["2 bits"](g),
+def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
+    """Yield every recipe of a package with its name."""
+    bits, top_k = {"send": g.Bits(2)}, {"send": g.TopK(10)}
+    climbing = g.GraVAC(g.TopK.geometric(10, 100), epsilon=0.3, window=5)
+    falling = g.Fastest((g.Dense(), g.Bits(8), g.Bits(4), g.Bits(2)))
+    more = {
+        "GraVAC": {"send": climbing},
+        "fastest of top-k": {"send": g.Fastest((g.Dense(), g.TopK(10), g.TopK(100)))},
+        "fastest of bits": {"send": falling},
+        "clip, decay, checks": {
+            **bits,
             "clip": g.ClipByGlobalNorm(0.5),
             "weight_decay": 1e-3,
             "check_every": 5,
         },
-        "one step late": lambda g: {**few["2 bits"](g), "delay": 1},
-        "rounds": spelled(
-            lambda g: {"send": g.Bits(2), "every": 4},
-            lambda g: {"controller": g.Every(4, g.Fixed(16))},
-        ),
+        "one step late": {**bits, "delay": 1},
+        "rounds": {**bits, "every": 4},
     }
-    for name, arguments in (few | more).items():
+    each = {name: {"send": x} for name, x in encodings(g).items()}
+    for name, arguments in (each | more).items():
         yield name, Recipe(sgd(momentum=0.9), arguments)
-    for masking in (False, True):
-        memory = lambda g, masking=masking: g.Momentum(0.9, True, masking)
-        arguments = lambda g, memory=memory: {
-            **few["top-k, 10"](g),
-            "memory": memory(g),
-        }
-        name = "momentum, masked" if masking else "momentum"
-        yield name, Recipe(sgd(momentum=None), arguments)
-    nothing: Arguments = lambda g: {}
-    yield "deep gradient compression", Recipe(paper, nothing)
-    yield "adamw", Recipe(lambda g: g.adamw(1e-2), nothing, "own params")
-    yield "sgd", Recipe(lambda g: g.sgd(1e-2), nothing, "own params")
-    yield "diloco", Recipe(lambda g: g.diloco(adam(1e-2), 5), nothing, "own params")
+    for name, masking in (("momentum", False), ("momentum, masked", True)):
+        memory = g.Momentum(0.9, True, masking)
+        yield name, Recipe(sgd(momentum=None), {**top_k, "memory": memory})
+    yield "deep gradient compression", Recipe(paper, {})
+    yield "adamw", Recipe(lambda g: g.adamw(1e-2), {}, "own params")
+    yield "sgd", Recipe(lambda g: g.sgd(1e-2), {}, "own params")
+    yield "diloco", Recipe(lambda g: g.diloco(adam(1e-2), 5), {}, "own params")
     for run in ("data_parallel", "simulate", "two axes"):
-        yield f"default, {run}", Recipe(sgd(0.9), nothing, run)
+        yield f"default, {run}", Recipe(sgd(0.9), {}, run)
     for run in ("simulate", "two axes"):
-        yield f"2 bits, {run}", Recipe(sgd(0.9), few["2 bits"], run)
-        yield f"top-k, {run}", Recipe(sgd(0.9), few["top-k, 10"], run)
+        yield f"2 bits, {run}", Recipe(sgd(0.9), bits, run)
+        yield f"top-k, {run}", Recipe(sgd(0.9), top_k, run)
 
 
 def adam(learning_rate: float) -> Any:
@@ -222,11 +132,9 @@ def train(g: Any, recipe: Recipe) -> list[str]:
 
     sizes = {"dcn": 2, "ici": 2} if recipe.run == "two axes" else {"data": REPLICAS}
     axes = tuple(sizes)
-    given = recipe.arguments(g)
+    given = recipe.arguments
     if recipe.run == "two axes":
-        is_new = "fast_axis_name" in inspect.signature(g.transform).parameters
-        fast = "fast_axis_name" if is_new else "dense_axis_name"
-        given |= {"axis_name": "dcn", fast: "ici"}
+        given = given | {"axis_name": "dcn", "fast_axis_name": "ici"}
     tx, rng = recipe.make(g, **given), np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {"a": 0.1 * draw(96, 128), "b": draw(128), "c": 0.1 * draw(128, 96)}
@@ -235,8 +143,7 @@ def train(g: Any, recipe: Recipe) -> list[str]:
         return jnp.mean((jnp.tanh(x @ p["a"] + p["b"]) @ p["c"] - y) ** 2)
 
     def step(p: Any, state: Any, batch: Any, **times: Any) -> Any:
-        own_params = g.own_params if hasattr(g, "own_params") else g.local_params
-        own = own_params(tx, p, state) if recipe.run == "own params" else p
+        own = g.own_params(tx, p, state) if recipe.run == "own params" else p
         value, grads = g.value_and_grad(loss, axes)(own, *batch)
         updates, state = tx.update(grads, state, p, **times)
         return optax.apply_updates(p, updates), state, value
@@ -271,7 +178,7 @@ def results(chosen: list[str]) -> dict[str, list[str] | str]:
     import gravac_jax
 
     found: dict[str, list[str] | str] = {}
-    for name, recipe in recipes():
+    for name, recipe in recipes(gravac_jax):
         if chosen and name not in chosen:
             continue
         try:

@@ -68,37 +68,24 @@ class Dgc:
 
 def library(memory, replicas, max_norm, decay, send, grads):
     """Return params, residuals and rungs of every step of the library."""
-    tx = optax.chain(
-        gravac.transform(
-            compress=COMPRESS,
-            memory=memory,
-            send=send,
-            weight_decay=decay,
-            clip=max_norm and gravac.ClipByGlobalNorm(max_norm),
-        ),
-        optax.sgd(RATE),
-    )
+    clip = max_norm and gravac.ClipByGlobalNorm(max_norm)
+    parts = {"memory": memory, "send": send, "weight_decay": decay, "clip": clip}
+    tx = optax.chain(gravac.transform(compress=COMPRESS, **parts), optax.sgd(RATE))
 
     def step(params, opt_state, batch):
         mine = jax.tree.map(lambda x: x[0], batch)
         updates, opt_state = tx.update(mine, opt_state, params)
         params = optax.apply_updates(params, updates)
-        (transform,) = [x for x in opt_state if hasattr(x, "local")]
-        kept = transform.local.memory[0].residual
-        return (
-            params,
-            opt_state,
-            params,
-            transform.info,
-            jax.lax.all_gather(kept, "data"),
-        )
+        local, info = opt_state[0].local, opt_state[0].info
+        kept = gravac.Comm("data").gather(local.memory[0].residual.reshape(-1))
+        return params, opt_state, (params, kept, info.rung)
 
     run = gravac.simulate(step, replicas)
     state = gravac.place((PARAMS, tx.init(PARAMS)), replicas)
     story = []
     for i in range(STEPS):
-        *state, params, info, kept = run(*state, _harness.at(grads, i))
-        story.append(jax.tree.map(np.asarray, (params, kept, info.rung)))
+        *state, seen = run(*state, _harness.at(grads, i))
+        story.append(jax.tree.map(np.asarray, seen))
     return story
 
 

@@ -13,12 +13,7 @@ pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(
-    *arguments: str,
-    cwd: Path,
-    launch: tuple[str, ...] = (),
-    example: str = "quickstart.py",
-) -> str:
+def run(*arguments, cwd, launch=(), example="quickstart.py"):
     command = [sys.executable, *launch, str(EXAMPLES / example), *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -46,13 +41,10 @@ def test_the_quickstart_draws_and_finds_the_same_in_two_processes(tmp_path, text
     launch = ("-m", "gravac_jax.launch", "-n", "2", "--devices", "2")
     written = ("--out", "launched.png", "--metrics", "lines")
     launched = run(*options, *written, cwd=tmp_path, launch=launch)
-    both = [
-        # All but the last column, the time of a step.
-        [line.split()[:-1] for line in output.splitlines() if line[:6] in ROWS]
-        for output in (alone, launched)
-    ]
-    assert [row[0] for row in both[0]] == ["807,040", "adaptive", "dense"]
-    assert both[0] == both[1]
+    # All but the last column, the time of a step.
+    table = lambda x: [y.split()[:-1] for y in x.splitlines() if y[:6] in ROWS]
+    assert [row[0] for row in table(alone)] == ["807,040", "adaptive", "dense"]
+    assert table(alone) == table(launched)
     assert (tmp_path / "launched.png").exists()
     lines = {x.stem: metrics.read_jsonl(x) for x in (tmp_path / "lines").iterdir()}
     assert {name: len(x) for name, x in lines.items()} == {"adaptive": 3, "dense": 3}
@@ -63,10 +55,8 @@ def test_fsdp_trains_on_two_slices(tmp_path, text):
     options = ("--steps", "3", "--batch", "1", "--length", "16")
     output = run(*options, "--data", text, cwd=tmp_path, example="fsdp.py")
     assert "2 slices of 4 devices" in output
-    rows = [line.split() for line in output.splitlines()]
-    (adaptive,), (dense,) = (
-        [row for row in rows if row[:1] == [name]] for name in ("adaptive", "dense")
-    )
+    rows = {x.split()[0]: x.split() for x in output.splitlines() if x.strip()}
+    adaptive, dense = rows["adaptive"], rows["dense"]
     assert float(adaptive[2]) > float(dense[2]) == 1
     assert float(adaptive[3]) < float(dense[3])  # bytes
     # kB: a quarter of the matrices, and of all leaves.

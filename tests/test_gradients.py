@@ -1,10 +1,13 @@
 """value_and_grad returns local gradients wherever it runs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _harness import N, in_both_ways, make_mesh, on_every_mesh
+from flax.training.dynamic_scale import DynamicScale
 
 import gravac_jax as gravac
 
@@ -22,13 +25,14 @@ def everywhere(f, how, w=W, x=X, mesh=None, axis_name="data"):
     mesh = mesh or make_mesh()
     w = jax.device_put(w, jax.NamedSharding(mesh, jax.P()))
     x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(axis_name)))
-    return jax.shard_map(
+    mapped = jax.shard_map(
         lambda w, x: jax.tree.map(lambda y: y[None], f(w, x[0])),
         mesh=mesh,
         in_specs=(jax.P(), jax.P(axis_name)),
         out_specs=jax.P(axis_name),
         check_vma=how == "shard_map",
-    )(w, x)
+    )
+    return jax.jit(mapped)(w, x)  # one program, and not one for each operation
 
 
 def is_local(received, expected):
@@ -54,7 +58,7 @@ CALLS = {
         f"argnums {argnums}": lambda grad, argnums=argnums: (
             lambda w, x: grad(weighted, argnums=argnums)({"w": w}, x, w)
         )
-        for argnums in [(0,), (0, 1), (2, 0), -1, (0, -1)]
+        for argnums in [(0,), (2, 0), -1]
     },
 }
 
@@ -64,12 +68,8 @@ CALLS = {
 def test_values_and_gradients_belong_to_the_replica_alone(call, how):
     received = everywhere(CALLS[call](gravac.value_and_grad), how)
     assert is_local(received, lambda x: CALLS[call](jax.value_and_grad)(W, x))
-
-
-def test_without_an_axis_it_is_jax_value_and_grad():
-    received = gravac.value_and_grad(LOSS, axis_name=None)(W, X[1])
-    expected = jax.value_and_grad(LOSS)(W, X[1])
-    assert all(map(np.array_equal, received, expected))
+    alone = functools.partial(gravac.value_and_grad, axis_name=None)
+    assert is_local(received, lambda x: CALLS[call](alone)(W, x))
 
 
 @on_every_mesh
@@ -78,15 +78,6 @@ def test_gradients_are_local_to_every_axis_of_a_tuple(axis_type):
     mesh = make_mesh((2, 2), names, axis_type)
     grad = gravac.value_and_grad(LOSS, names)
     received = everywhere(grad, "shard_map", mesh=mesh, axis_name=names)
-    assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
-
-
-def test_params_that_vary_already_are_left_alone():
-    def twice(w, x):
-        w = jax.lax.pcast(w, "data", to="varying")
-        return gravac.value_and_grad(LOSS)(w, x)
-
-    received = everywhere(twice, "shard_map")
     assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
 
 
@@ -104,7 +95,7 @@ MEAN_LOSS = lambda w, x: jnp.mean(x @ w)  # integers: sums are exact, and so is 
 
 
 @in_both_ways
-@pytest.mark.parametrize("micro_batches", [1, 2, 6])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_micro_batches_are_the_large_batch(how, micro_batches):
     loss = lambda w, x: (MEAN_LOSS(w, x), x[:1])
     grad = gravac.value_and_grad(loss, has_aux=True, micro_batches=micro_batches)
@@ -153,3 +144,19 @@ def test_a_loss_over_the_mean_of_counts_is_that_of_the_whole_batch():
         f = lambda w, x: gravac.value_and_grad(loss)(w, x)[1]
         mean = np.mean(everywhere(f, how), axis=0)
         np.testing.assert_allclose(mean, X.sum(0) / counts.sum(), rtol=1e-6)
+
+
+def test_under_pmap_a_dynamic_scale_of_flax_follows_the_gradients_of_all_replicas():
+    tx = gravac.transform(send=gravac.Dense())
+
+    def step(w, x):
+        scale = DynamicScale(scale=jnp.float32(16))
+        _, _, _, grads = scale.value_and_grad(LOSS)(w, x)  # without an axis name
+        updates, state = tx.update(grads, tx.init(w))
+        return updates, state.info.is_finite, state.info.bad_steps
+
+    overflowing = X.at[1, 2].set(jnp.inf)
+    updates, is_finite, bad_steps = everywhere(step, "pmap", x=overflowing)
+    others = [jax.grad(LOSS)(W, x) for i, x in enumerate(X) if i != 1]
+    np.testing.assert_array_equal(updates, [sum(others) / N] * N)
+    assert (is_finite.tolist(), bad_steps.tolist()) == ([False] * N, [1] * N)

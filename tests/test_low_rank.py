@@ -41,23 +41,6 @@ def begun():
     return LADDER.init()["LowRank"]
 
 
-def test_a_rank_sends_two_thin_matrices_and_smaller_arrays_whole():
-    bucket = Bucket(BUCKET.n + 54, ((2, 2), (50,), *BUCKET.shapes))
-    for rank in RANKS:
-        traffic = LowRank(rank).traffic(bucket, 4)
-        assert traffic.bits == 32 * (rank * (ROWS + COLUMNS) + 54)
-    x = np.random.default_rng(0).standard_normal(bucket.n).astype(np.float32)
-    sent, _ = stepper(1, bucket)(x, LowRank(1).init(bucket))
-    assert not sent.residual[:54].any()
-    assert sent.residual[54:].any()
-
-
-def test_a_matrix_of_the_rank_is_sent_whole_at_once():
-    sent, _ = stepper(2)(spectrum([3.0, 1.0]), begun())
-    assert np.abs(sent.residual).max() < 1e-5
-    assert sent.energy == pytest.approx(10, rel=1e-5)
-
-
 def test_a_warm_start_finds_the_largest_direction():
     # One matrix again and again: a step of the power method at a time.
     state, sent = begun(), []

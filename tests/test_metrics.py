@@ -6,7 +6,6 @@ import json
 import math
 import re
 import struct
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +19,28 @@ from tensorboardX.proto import event_pb2
 
 import gravac_jax as gravac
 from gravac_jax import metrics
+from gravac_jax._controllers.base import Predictions
 
 STEPS = 4
 GRAVAC = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
-ALONE = gravac.transform(None, compress=True, send=GRAVAC)
-TX = optax.chain(ALONE, optax.sgd(0.1))
+TX = optax.chain(gravac.transform(None, compress=True, send=GRAVAC), optax.sgd(0.1))
 PARAMS = {"w": jnp.arange(1.0, 41.0)}
-
-
+FIND = lambda state: optax.tree.get(state, "StepInfo")
 update = jax.jit(TX.update)
 update_donated = jax.jit(TX.update, donate_argnums=1)
 
 
-def steps_of():
-    """Yield the state after each step; the gradient of the second is not finite."""
-    state = TX.init(PARAMS)
-    for i in range(STEPS):
-        _, state = update(grads_of(float(i)), state, PARAMS)
-        yield state
-
-
-def grads_of(i):
-    return jax.tree.map(lambda x: x * jnp.where(i == 1, jnp.nan, i + 1), PARAMS)
+@functools.cache
+def states():
+    """Return the state after each step; the gradient of the second is not finite."""
+    found = [TX.init(PARAMS)]
+    for factor in (1, jnp.nan, 3, 4):
+        found.append(update({"w": factor * PARAMS["w"]}, found[-1], PARAMS)[1])
+    return found[1:]
 
 
 def expected_of(info):
-    """The figures of a `StepInfo`, field by field."""
+    """Return the figures of a `StepInfo`, field by field."""
     found = {}
     for name, x in info._asdict().items():
         x = np.asarray(x)
@@ -58,100 +53,54 @@ def nnx_optimizer():
     return nnx.Optimizer(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
 
 
-def placed(run):
-    """The state after a step of four replicas."""
-    exchange = gravac.transform(compress=True, send=gravac.TopK(4))
-    tx = optax.chain(exchange, optax.sgd(0.1))
-
-    def step(params, opt_state, batch):
-        grads = jax.tree.map(lambda x: x * batch.mean(), params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return run(step, (PARAMS, tx.init(PARAMS)))
-
-
-def on_mesh(step, state):
-    mesh = jax.make_mesh((4,), ("data",))
-    step = gravac.data_parallel(step, mesh, check_vma=False)
-    return step(*gravac.place(state, mesh), jnp.arange(8.0))
-
-
-def under_pmap(step, state):
-    state = jax.tree.map(lambda x: jnp.stack([x] * 4), state)
-    return jax.pmap(step, "data")(*state, jnp.arange(8.0).reshape(4, 2))
-
-
-# What a user may hold, and how to find the `StepInfo` in it by other means.
-FIND = lambda state: optax.tree.get(state, "StepInfo")
-PURE = lambda state: FIND(nnx.as_pure(state.opt_state))
-STATES = {
-    "chain": (lambda: list(steps_of())[2], FIND),
-    "within others": (lambda: {"a": [TX.init(PARAMS), None], "b": jnp.ones(3)}, FIND),
-    "info alone": (lambda: FIND(TX.init(PARAMS)), lambda info: info),
-    "nnx": (nnx_optimizer, PURE),
-    "nnx, split": (
-        lambda: nnx.split(nnx_optimizer())[1],
-        lambda _: PURE(nnx_optimizer()),
-    ),
-    "linen": (
-        lambda: train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
-        FIND,
-    ),
-    "mesh": (lambda: placed(on_mesh), FIND),
-    "pmap": (
-        lambda: placed(under_pmap),
-        lambda state: jax.tree.map(lambda x: x[0], FIND(state)),
-    ),
+MESH = gravac.make_mesh(devices=jax.devices()[:4])
+# What a user may hold.
+HELD = {
+    "chain": lambda state: state,
+    "within others": lambda state: {"a": [state, None], "b": jnp.ones(3)},
+    "info alone": FIND,
+    "linen": lambda state: train_state.TrainState(0, None, PARAMS, TX, state),
+    "mesh": lambda state: gravac.place(state, MESH),
+    "pmap": lambda state: jax.pmap(lambda _: state)(jnp.arange(4)),
+    "nnx": lambda _: nnx_optimizer(),
+    "nnx, split": lambda _: nnx.split(nnx_optimizer())[1],
 }
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_scalars_are_the_fields_of_the_step_info_wherever_it_is(name):
-    make, find = STATES[name]
-    state = make()
-    found = metrics.scalars(state, loss=jnp.float32(0.5))
+@pytest.mark.parametrize("held", HELD)
+def test_scalars_are_the_fields_of_the_step_info_wherever_it_is(held):
+    state = TX.init(PARAMS) if "nnx" in held else states()[2]
+    found = metrics.scalars(HELD[held](state), loss=jnp.float32(0.5))
     assert all(type(x) is float for x in found.values())
-    assert found == expected_of(find(state)) | {"loss": 0.5}
+    assert found == expected_of(FIND(state)) | {"loss": 0.5}
 
 
-def test_scalars_of_the_steps_of_a_scan_are_those_of_each_step():
-    def step(state, i):
-        _, state = TX.update(grads_of(i), state, PARAMS)
-        return state, FIND(state)
-
-    at = jnp.arange(float(STEPS))
-    _, infos = jax.lax.scan(step, TX.init(PARAMS), at)
-    alone = [metrics.scalars(x, loss=i) for i, x in enumerate(steps_of())]
-    assert metrics.scalars_of_steps(infos, loss=at) == alone
+def test_scalars_of_many_steps_are_those_of_each_step():
+    infos = jax.tree.map(lambda *x: jnp.stack(x), *map(FIND, states()))
+    alone = [metrics.scalars(x, loss=i) for i, x in enumerate(states())]
+    found = metrics.scalars_of_steps(infos, loss=jnp.arange(float(STEPS)))
+    assert found == alone
     assert {x["gravac/is_finite"] for x in alone} == {0.0, 1.0}
+    with pytest.raises(ValueError, match=r"`gravac/rung` must.*scalars_of_steps"):
+        metrics.scalars(infos)
 
 
-def test_a_state_without_figures_of_one_step_is_refused():
+def test_what_has_no_figures_of_one_step_is_refused():
     state = TX.init(PARAMS)
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), FIND(state))
-    for wrong, said in {
-        "found 0 in a dict": {"w": jnp.ones(3)},
-        "found 2 in a list": [state, state],
-        r"4 entries.*scalars_of_steps": stacked,
-    }.items():
-        with pytest.raises(ValueError, match=wrong):
-            metrics.scalars(said)
+    for found, tree in (("0 in a dict", {"w": jnp.ones(3)}), ("2 in", [state, state])):
+        with pytest.raises(ValueError, match=f"found {found}"):
+            metrics.scalars(tree)
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(MESH, spec))
+    assert metrics.scalars(state, loss=put(jnp.zeros(1), jax.P()))["loss"] == 0
+    for tokens in (3_000_000_000, np.int64(5 * 10**9)):  # beyond 32 bits
+        assert metrics.scalars(state, tokens=tokens)["tokens"] == np.float32(tokens)
+    each = put(jnp.arange(4.0), jax.P("data"))  # each device has one entry
+    for wrong in (None, {"a": 1.0, "b": 2.0}, jnp.ones(3), each):
+        with pytest.raises(ValueError, match=r"`loss` must be a number .* its mean"):
+            metrics.scalars(state, loss=wrong)
     update_donated(PARAMS, state, PARAMS)
     with pytest.raises(RuntimeError, match="deleted"):
         metrics.scalars(state)
-
-
-def test_a_figure_that_is_not_one_number_is_refused():
-    state = TX.init(PARAMS)
-    mesh = gravac.make_mesh(devices=jax.devices()[:4])
-    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-    assert metrics.scalars(state, loss=put(jnp.zeros(1), jax.P()))["loss"] == 0
-    # Of the last one each device has one entry.
-    each = put(jnp.arange(4.0), jax.P("data"))
-    for wrong in (None, "high", {"a": 1.0, "b": 2.0}, jnp.ones(3), each):
-        with pytest.raises(ValueError, match=r"`loss` must be a number .*leave it out"):
-            metrics.scalars(state, loss=wrong)
 
 
 class Kept(list):
@@ -160,12 +109,13 @@ class Kept(list):
     def write(self, step, scalars):
         self.append((step, dict(scalars)))
 
-    flush = close = lambda self: self.append("closed")
+    def close(self):
+        self.append("closed")
 
 
 def test_a_recorder_writes_each_step_when_the_next_one_is_recorded():
     alone, kept, state = Kept(), Kept(), TX.init(PARAMS)
-    with metrics.Recorder(kept, metrics.first_host()) as recorder:
+    with metrics.Recorder(kept) as recorder:
         for i in range(STEPS):
             _, state = update_donated(PARAMS, state, PARAMS)
             alone.write(i, metrics.scalars(state, loss=2 * i))
@@ -174,38 +124,23 @@ def test_a_recorder_writes_each_step_when_the_next_one_is_recorded():
     assert kept == alone
 
 
-def test_a_recorder_without_writers_does_not_look_at_the_state():
-    with metrics.Recorder(metrics.first_host()) as recorder:
-        recorder.record(0, "no state")
-
-
 # Names and decisions.
 
 
-def gains_of(figures):
-    """The gains in the figures of a step, by what they are called."""
-    prefix = "gravac/gains/"
-    return {k.removeprefix(prefix): x for k, x in figures.items() if prefix in k}
-
-
-@pytest.mark.parametrize(("send", "tx"), [(GRAVAC, ALONE), (gravac.TopK(4), None)])
-def test_gains_have_the_names_of_encodings_if_the_recorder_is_told(send, tx):
-    tx, kept = tx or gravac.transform(None, compress=True, send=send), Kept()
+@pytest.mark.parametrize("send", [GRAVAC, gravac.TopK(4)], ids=repr)
+def test_gains_have_the_names_of_encodings_if_the_recorder_is_told(send):
+    tx, kept = gravac.transform(None, compress=True, send=send), Kept()
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS))
     with metrics.Recorder(kept, send=send) as recorder:
         recorder.record(0, state)
     ((_, figures),) = kept
-    ladder = getattr(send, "ladder", (send,))
-    gains = optax.tree.get(state, "StepInfo").gains
-    assert gains_of(figures) == dict(
-        zip(map(repr, ladder), gains.tolist(), strict=True)
-    )
-    assert not any("predicted" in x for x in figures)
-    taken = repr(ladder[int(figures["gravac/rung"])])
-    assert (
-        f"step 1 of 9, {taken}, factor" in view_of(False, [figures], total_steps=9)[0]
-    )
-    assert gains_of(metrics.scalars(state)).keys() == set("01"[: len(ladder)])
+    names = list(map(repr, getattr(send, "ladder", (send,))))
+    gains = {k: x for k, x in figures.items() if "gains" in k}
+    assert list(gains) == [f"gravac/gains/{name}" for name in names]
+    assert list(gains.values()) == FIND(state).gains.tolist()
+    taken = names[int(figures["gravac/rung"])]
+    (line,) = view_of(False, [figures], total_steps=9)
+    assert f"step 1 of 9, {taken}, factor" in line
 
 
 def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
@@ -213,103 +148,72 @@ def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
         metrics.Recorder(Kept(), send="fastest")
     recorder = metrics.Recorder(Kept(), send=gravac.Bits(2))
     with pytest.raises(ValueError, match=r"the encodings Bits\(2\), .* is of 2\. Give"):
-        recorder.record(0, TX.init(PARAMS))
+        recorder.record(0, states()[0])
 
 
-LADDER = gravac.Dense(), gravac.Bits(8), gravac.Bits(2)
-CHOOSING = gravac.Fastest(LADDER, least_progress=0.9, rounds=(1, 4))
-NAMES = [repr(x) for x in LADDER]
-CHOICES = [*NAMES, *(f"{x} every 4 steps" for x in NAMES)]
-SLOW = gravac.WireCost(bytes_per_second=1e5)
+class Foreseeing(gravac.Controller):
+    """Predicts the same whatever happens."""
+
+    ladder = GRAVAC.ladder
+    found = Predictions(
+        names=("Dense()", "Bits(8)", "Bits(2)", "Bits(2)", "Bits(1)", "TopK(10)"),
+        steps=(1, 1, 1, 4, 1, 1),
+        seconds=jnp.array([1.5, 0.25, 0.0625, 0.125, 0.5, 0.5]),
+        progress=jnp.array([1.0, 0.5, 0.25, 0.75, 0.0, 0.5]),
+        is_allowed=jnp.array([True, True, True, False, True, True]),
+        waits_too_long=jnp.arange(6) == 4,
+        fits=jnp.arange(6) != 5,
+        home=jnp.int32(2),
+        current=jnp.int32(1),
+        times=jnp.int32(0),
+    )
+    init = decide = None
+    predictions = lambda self, state: self.found
 
 
-@functools.cache
-def decided():
-    """Return the state after each of three steps of two replicas on a slow network."""
-    tx = gravac.transform(send=CHOOSING, network=SLOW)
-    step = lambda state, grads: tx.update(grads, state)[::-1]
-    step = gravac.simulate(step, 2, donate=False)
-    grads = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4096)), jnp.float32)
-    states = [gravac.place(tx.init(grads[0]), 2)]
-    for _ in range(3):
-        states.append(step(states[-1], grads)[0])
-    return states
-
-
-@pytest.mark.slow
 def test_a_decision_is_explained_by_the_figures_that_it_compared():
-    before, *states = decided()
-    assert "predicted nothing yet" in metrics.explain(before, CHOOSING)
-    own = states[0].controller
-    visits = own._replace(current=jnp.full_like(own.current, CHOICES.index("Bits(8)")))
-    state = states[0]._replace(controller=visits)
-    head, *lines, source = metrics.explain(state, CHOOSING).splitlines()
-    assert head.startswith("choice")
-    assert source.endswith("gravac.WireCost alone, since no step time was measured.")
-    cells, verdicts = [re.split("  +", x) for x in lines], {}
-    assert [x[0] for x in cells] == CHOICES
-    found = CHOOSING.predictions(states[0].controller)
-    for i, (name, *figures) in enumerate(cells):
-        seconds, progress = 1e3 * float(found.seconds[i]), float(found.progress[i])
-        expected = [f"{seconds:.1f}", f"{progress:.2f}", f"{seconds / progress:.1f}"]
-        assert figures[:3] == expected
-        verdicts[name] = figures[3:]
-    assert verdicts["Bits(2)"] == ["taken"]
-    assert verdicts["Bits(8)"] == ["visited, to measure it"]
-    assert verdicts["Bits(2) every 4 steps"] == ["too little progress"]
-    assert verdicts["Dense()"] == []
+    explained = metrics.explain(states()[0], Foreseeing())
+    lines = [re.split("  +", line) for line in explained.splitlines()]
+    assert lines == [
+        ["choice", "ms a step", "progress", "ms for a dense step's progress"],
+        ["Dense()", "1500.0", "1.00", "1500.0"],
+        ["Bits(8)", "250.0", "0.50", "500.0", "visited, to measure it"],
+        ["Bits(2)", "62.5", "0.25", "250.0", "taken"],
+        ["Bits(2) every 4 steps", "125.0", "0.75", "166.7", "too little progress"],
+        ["Bits(1)", "500.0", "0.00", "never", "only at own params"],
+        ["TopK(10)", "500.0", "0.50", "1000.0", "too many bytes"],
+        [
+            "The milliseconds are predicted by gravac.WireCost alone, since no step"
+            " time was measured."
+        ],
+    ]
+    nothing, found = Foreseeing(), Foreseeing.found
+    nothing.found = found._replace(progress=0 * found.progress)
+    assert "predicted nothing yet" in metrics.explain(states()[0], nothing)
 
 
-def test_what_waits_too_long_at_the_shared_params_is_said():
-    send = gravac.Fastest((gravac.Bits(8), gravac.Bits(2), gravac.Bits(1)))
-    tx = gravac.transform(None, send=send, network=SLOW)
-    verdicts = {}
-    for at in ("shared", "own"):
-        step = jax.jit(functools.partial(tx.update, at=at))
-        _, state = step(jnp.ones(4096), tx.init(jnp.ones(4096)))
-        last = metrics.explain(state, send).splitlines()[3]
-        assert last.startswith("Bits(1) ")
-        verdicts[at] = last.split("  ")[-1]
-    assert verdicts["shared"] == "only at own params"
-    assert verdicts["own"] != "only at own params"
+def test_what_waits_too_long_at_the_shared_params_is_predicted():
+    send = gravac.Fastest((gravac.Bits(8), gravac.Bits(1)))
+    _, state = send.init()
+    assert send.predictions(state).waits_too_long.tolist() == [False, True]
+    at_own_params = state._replace(progress=jnp.ones(2))
+    assert not send.predictions(at_own_params).waits_too_long.any()
 
 
 def test_what_predicts_nothing_cannot_be_explained():
-    for wrong in (gravac.Bits(2), GRAVAC):
-        said = rf"{re.escape(repr(wrong))} predicts nothing.*gravac\.Fastest\(\)"
-        with pytest.raises(TypeError, match=said):
-            metrics.explain(TX.init(PARAMS), wrong)
-    with pytest.raises(TypeError, match=r"must be.*gravac\.Fastest\(\)"):
-        metrics.explain(TX.init(PARAMS), "fastest")
-
-
-def test_a_recorder_with_the_controller_writes_predictions_and_the_view_says_why():
-    kept, states = Kept(), decided()
-    with metrics.Recorder(kept, send=CHOOSING) as recorder:
-        for i, state in enumerate(states):
-            recorder.record(i, state)
-    found, (_, figures) = CHOOSING.predictions(states[-1].controller), kept[-1]
-    for kind, values in (("seconds", found.seconds), ("progress", found.progress)):
-        read = [figures[f"gravac/predicted_{kind}/{x}"] for x in CHOICES]
-        assert read == np.asarray(values, np.float64).tolist()
-    assert figures["gravac/choice"] == int(found.home)
-    lines = view_of(False, [x for _, x in kept], total_steps=4)
-    said = [x for x in lines if "taken" in x]
-    assert len(said) == 1  # nothing is said before a decision, nor twice of the same
-    assert said[0].startswith("step 2: Dense() ")
-    assert re.search(r"Bits\(2\) \d+ ms at 0\.\d\d of the progress: taken", said[0])
+    with pytest.raises(TypeError, match=r"Bits\(2\) predicts.*gravac\.Fastest\(\)"):
+        metrics.explain(states()[0], gravac.Bits(2))
+    with pytest.raises(ValueError, match=r"has the encodings .*and the state is of"):
+        metrics.explain(states()[0], gravac.Fastest())
 
 
 # Files.
 
 
 def read_strictly(path):
-    """The lines of a file, which must not contain NaN or Infinity."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    return [json.loads(x, parse_constant=refuse) for x in path.read_text().splitlines()]
+    """Return the lines of a file, which must not contain NaN or Infinity."""
+    lines = path.read_text().splitlines()
+    return [json.loads(x, parse_constant=pytest.fail) for x in lines]
 
 
 def write(path, steps, run=0):
@@ -325,7 +229,6 @@ def test_lines_are_strict_json_and_are_read_as_the_same_numbers(tmp_path):
         writer.write(np.int32(7), figures)
         (line,) = read_strictly(path)  # the line is there at once
         writer.write(8, {"loss": jnp.float32(2)})
-        writer.flush()
     assert line.pop("seconds") >= 0
     odd = {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
     assert line == {"step": 7, **odd, "d": float(np.float32(0.1))}
@@ -340,6 +243,9 @@ def test_a_run_that_resumes_replaces_the_steps_that_it_writes_again(tmp_path, fi
     write(path, [0, 1, 2, 2, 3, 4])
     before = path.read_bytes()
     write(path, [])
+    assert path.read_bytes() == before
+    with metrics.JsonlWriter(path) as writer, pytest.raises(TypeError):
+        writer.write(first, {"seconds": 1.0})
     assert path.read_bytes() == before
     write(path, [first, first + 1], run=1)
     *kept, one, two = read_strictly(path)
@@ -375,7 +281,6 @@ def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_p
     writer = metrics.TensorBoardWriter(tmp_path / "made")
     writer.write(5, {"loss": 0.5, "gravac/gains/Bits(1, turns=4)": 0.25})
     writer.write(6, {"loss": math.nan})
-    writer.flush()
     writer.close()
     (path,) = (tmp_path / "made").iterdir()
     data, events = path.read_bytes(), []
@@ -391,40 +296,16 @@ def test_tensorboard_gets_every_figure_and_the_step_at_which_a_run_resumes(tmp_p
     np.testing.assert_equal(figures, expected)
 
 
-def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    for module, make in TOOLS.items():
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ImportError, match=rf"needs {module}: pip .*'.\[tools\]'"):
-            make(tmp_path)
-
-
-TOOLS = {
-    "tensorboardX": metrics.TensorBoardWriter,
-    "rich": lambda _: metrics.LiveView(3),
-}
-
-
-def test_what_is_no_writer_is_refused_when_it_is_given(tmp_path):
-    with pytest.raises(TypeError, match=r"writers, such as metrics.JsonlWriter.*'run'"):
-        metrics.Recorder("run")
-    with (
-        metrics.JsonlWriter(tmp_path / "run.jsonl") as writer,
-        pytest.raises(TypeError, match=r"such as lambda:.*got a JsonlWriter"),
-    ):
-        metrics.first_host(writer)
-
-
 # The live view.
 
 
 def view_of(is_terminal, figures, **options):
-    """The lines that a view of 80 columns leaves after some steps."""
+    """Return the lines that a view of 80 columns leaves after some steps."""
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=is_terminal)
     view = metrics.LiveView(console=console, every_seconds=0, **options)
     for i, x in enumerate(figures):
         view.write(i, x)
-    view.flush()
     view.close()
     lines = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", text.getvalue()).splitlines()
     return [line for line in lines if line]
@@ -453,15 +334,25 @@ def test_the_view_fits_a_terminal_of_80_columns():
     bar, figures, sent, alarm = view_of(True, FIGURES, **options)[-4:]
     assert re.search(r"lstm-ptb-small-default-0 .* 3/100000 .* left", bar)
     assert figures.split("  ") == ["loss 1.5000", *SHOWN]
-    assert sent == SENT
-    assert alarm == "2 bad steps: a gradient was not finite"
+    assert (sent, alarm) == (SENT, "2 bad steps: a gradient was not finite")
     assert len(bar) <= 80
 
 
-def test_a_local_step_leaves_what_was_sent_last_in_the_view():
+def test_outside_of_a_terminal_the_view_prints_lines():
+    *lines, last = view_of(False, FIGURES, total_steps=3, title="adaptive")
+    assert [x[:27] for x in lines] == [f"adaptive, step {i} of 3, loss" for i in (1, 2)]
+    assert f"adaptive, step 3 of 3, {', '.join(['loss 1.5000', *SHOWN, SENT])}" in last
+    assert last.endswith("2 bad steps: a gradient was not finite")
+    # A local step leaves what was sent last.
     local = {"loss": 0.0, "gravac/rung": 2, "gravac/factor": math.inf}
     line = view_of(False, [*FIGURES, FIGURES[0] | local], total_steps=4)[-1]
     assert f"loss 1.1250, {', '.join(SHOWN)}, sent" in line
+
+
+def test_the_view_shows_the_figures_that_it_is_given_also_a_loss_that_is_not_finite():
+    first, last = view_of(False, [{"other": 1.0}, {"loss": math.nan}], total_steps=2)
+    assert first == "step 1 of 2"
+    assert re.fullmatch(r"step 2 of 2, loss nan, \d+ ms/step", last)
 
 
 def test_gradients_that_are_alike_by_chance_raise_no_alarm():
@@ -471,19 +362,6 @@ def test_gradients_that_are_alike_by_chance_raise_no_alarm():
         assert ("all replicas had the same gradient" in shown) == is_loud
 
 
-def test_outside_of_a_terminal_the_view_prints_lines():
-    *lines, last = view_of(False, FIGURES, total_steps=3, title="adaptive")
-    assert [x[:27] for x in lines] == [f"adaptive, step {i} of 3, loss" for i in (1, 2)]
-    assert f"adaptive, step 3 of 3, {', '.join(['loss 1.5000', *SHOWN, SENT])}" in last
-    assert last.endswith("2 bad steps: a gradient was not finite")
-
-
-def test_the_view_shows_the_figures_that_it_is_given_also_a_loss_that_is_not_finite():
-    first, last = view_of(False, [{"other": 1.0}, {"loss": math.nan}], total_steps=2)
-    assert first == "step 1 of 2"
-    assert re.fullmatch(r"step 2 of 2, loss nan, \d+ ms/step", last)
-
-
 # Hosts.
 
 
@@ -491,25 +369,17 @@ def test_only_the_first_host_opens_writers(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with metrics.first_host(lambda: pytest.fail("opened")) as writer:
         writer.write(0, {"loss": 1.0})
-        writer.flush()
+        metrics.Recorder(writer).record(0, "not looked at")
 
 
-def test_all_writers_get_everything_and_are_closed():
-    both = [Kept(), Kept()]
+def test_all_writers_get_everything_and_are_closed_also_if_one_cannot_be():
+    both = kept, broken = Kept(), Kept()
     with metrics.first_host(*(lambda x=x: x for x in both)) as writer:
         writer.write(3, {"loss": 1.0})
-    assert both == [[(3, {"loss": 1.0}), "closed"]] * 2
-
-
-def test_if_one_writer_cannot_be_opened_or_closed_the_others_are_closed():
-    kept, broken = Kept(), Kept()
-    with pytest.raises(ZeroDivisionError):
-        metrics.first_host(lambda: kept, lambda: 1 / 0)
-    assert kept == ["closed"]
+    assert both == ([(3, {"loss": 1.0}), "closed"],) * 2
+    kept.clear()
     broken.close = lambda: 1 / 0
-    with (
-        pytest.raises(ZeroDivisionError),
-        metrics.first_host(lambda: kept, lambda: broken),
-    ):
-        pass
+    for other in (lambda: 1 / 0, lambda: broken):
+        with pytest.raises(ZeroDivisionError), metrics.first_host(lambda: kept, other):
+            pass
     assert kept == ["closed"] * 2

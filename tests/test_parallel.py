@@ -80,6 +80,12 @@ WHERE = MESHES[1:3]  # each axis type, and each way to check
 @pytest.mark.parametrize("where", WHERE)
 def test_a_mesh_and_a_simulation_train_alike_bit_for_bit_on_integers(where):
     assert_same(train(where, integers=True), train(SIMULATED, integers=True))
+    for batch, (_, _, value, metrics) in zip(
+        batches(integers=True), train(where, integers=True), strict=True
+    ):
+        assert value.dtype == metrics["b"].dtype == np.float32
+        assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
+        assert metrics["rows"].dtype == np.int32
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -95,99 +101,61 @@ def test_on_floats_both_keep_the_same_bits_and_round_sums_differently(where):
             assert (np.abs(received[0][leaf] - expected[0][leaf]) <= bound).all()
 
 
-@pytest.mark.parametrize("where", [*WHERE, SIMULATED])
-def test_metrics_are_averaged_over_replicas(where):
-    for batch, (_, _, value, metrics) in zip(
-        batches(integers=True), train(where, integers=True), strict=True
-    ):
-        assert value.dtype == metrics["b"].dtype == np.float32
-        assert metrics == {"b": batch["b"].sum() / N, "rows": 2}
-        assert metrics["rows"].dtype == np.int32
-
-
 # What has no mean must be the same on all replicas, and known to be.
-ALIKE = {
-    "a large count": lambda x: jnp.int32(16_777_217) + jax.lax.psum(0 * x[0], "data"),
-    "any": lambda x: jax.lax.pmax((x[0] > 2).astype(jnp.int32), "data") > 0,
-    "key": lambda _: jax.random.key(7),
-    "a number of Python": lambda x: len(x),
-    "a sum": lambda x: gravac.Comm("data").sum(x[0]),
-}
+ALIKE = [
+    (16_777_217, lambda x: jnp.int32(16_777_217) + jax.lax.psum(0 * x[0], "data")),
+    (True, lambda x: jax.lax.pmax((x[0] > 2).astype(jnp.int32), "data") > 0),
+    (1, len),
+    (N * (N - 1) // 2, lambda x: gravac.Comm("data").sum(x[0])),
+]
 DIFFERENT = {
     "a count": lambda x: jnp.sum((x > 1).astype(jnp.int32)),
     "a flag": lambda x: x[0] > 2,
     "a key": lambda x: jax.random.key(x[0]),
 }
+OWN = np.arange(N, dtype=np.int32)
+on_each = pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
 
 
-@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
-@pytest.mark.parametrize("name", ALIKE)
-def test_a_metric_that_is_no_float_is_returned_as_it_is(name, where):
-    make = ALIKE[name]
-    place, step = parallel(lambda state, x: (state, make(x)), where)
-    x = np.arange(N, dtype=np.int32)
-    _, found = step(gravac.place(jnp.zeros(()), place), x)
-    expected = {
-        "a large count": 16_777_217,
-        "any": True,
-        "a number of Python": 1,
-        "a sum": x.sum(),
-    }
-    if name == "key":
-        assert (jax.random.key_data(found) == jax.random.key_data(make(x))).all()
-    else:
-        assert found == expected[name]
-        assert not jnp.issubdtype(found.dtype, jnp.floating)
+@on_each
+def test_a_metric_that_is_no_float_is_returned_as_it_is(where):
+    every = lambda x: [jax.random.key(7), *[make(x) for _, make in ALIKE]]
+    place, step = parallel(lambda state, x: (state, every(x)), where)
+    _, (key, *found) = step(gravac.place(jnp.zeros(()), place), OWN)
+    assert key == jax.random.key(7)
+    assert [x.item() for x in found] == [value for value, _ in ALIKE]
+    assert not any(jnp.issubdtype(x.dtype, jnp.floating) for x in found)
 
 
 @pytest.mark.parametrize("where", [*MESHES[:2], SIMULATED], ids=str)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_metric_without_a_mean_is_refused(name, where):
     place, step = parallel(lambda state, x: (state, DIFFERENT[name](x)), where)
-    with pytest.raises(
-        TypeError, match=r"metric at \[0\].*gravac.Comm\('data'\).sum\(x\)"
-    ):
-        step(gravac.place(jnp.zeros(()), place), np.arange(N, dtype=np.int32))
-
-
-@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
-def test_a_state_that_was_donated_is_refused(where):
-    place, step = parallel(train_step, where)
-    params, opt_state = gravac.place((PARAMS, TX.init(PARAMS)), place)
-    batch = next(batches())
-    after, *_ = step(params, opt_state, batch)
-    with pytest.raises(ValueError, match="go on with what that step returned"):
-        step(params, opt_state, batch)
-    with pytest.raises(ValueError, match="go on with what that step returned"):
-        step(after, opt_state, batch)
+    says = r"metric at \[0\].*gravac.Comm\('data'\).sum\(x\)"
+    with pytest.raises(TypeError, match=says):
+        step(gravac.place(jnp.zeros(()), place), OWN)
 
 
 def averaging_step(params, average, batch, **_):
     return params, jax.tree.map(lambda x, y: (x + y) / 2, params, average), batch.sum()
 
 
-@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
-def test_a_state_that_holds_an_array_twice_is_refused(where):
+@on_each
+def test_a_state_that_was_donated_or_holds_an_array_twice_is_refused(where):
     place, step = parallel(averaging_step, where)
-    params = gravac.place(PARAMS, place)
+    params, ones = gravac.place(PARAMS, place), np.ones(N, np.float32)
     with pytest.raises(ValueError, match=r"twice, at \[1\].* and at \[0\].*copy it"):
-        step(params, params, np.ones(N))
+        step(params, params, ones)
+    average = jax.tree.map(jnp.copy, params)
     with pytest.raises(ValueError, match=r"at \[0\].* and at \[3\]\['teacher'\]"):
-        step(params, jax.tree.map(jnp.copy, params), np.ones(N), teacher=params)
-    step(params, jax.tree.map(jnp.copy, params), np.ones(N))
+        step(params, average, ones, teacher=params)
+    after, *_ = step(params, average, ones)
+    for used in ((params, average), (after, average)):
+        with pytest.raises(ValueError, match="go on with what that step returned"):
+            step(*used, ones)
     _, keeping = parallel(averaging_step, where, donate=False)
-    kept = gravac.place(PARAMS, place)
-    keeping(kept, kept, np.ones(N))
-
-
-@pytest.mark.parametrize("where", [*WHERE, SIMULATED])
-def test_keyword_arguments_reach_every_replica_whole(where):
-    add = lambda total, x, *, scale: (total + 0, jnp.sum(x) * scale["by"])
-    place, step = parallel(add, where)
-    x = np.arange(N, dtype=np.float32)
-    total = gravac.place(jnp.zeros(()), place)
-    _, mean = step(total, x, scale={"by": np.float32(3)})
-    assert float(mean) == 3 * x.mean()
+    keeping(after, after, ones)
+    assert not after["w"].is_deleted()
 
 
 def test_a_simulation_runs_one_branch_and_not_all():
@@ -207,70 +175,56 @@ def mean_step(params, batch):
 BATCH = np.arange(2.0 * N, dtype=np.float32)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_state_is_donated_unless_told_otherwise(donate):
-    mesh = make_mesh()
-    step = gravac.data_parallel(train_step, mesh, donate=donate)
-    state = gravac.place((PARAMS, TX.init(PARAMS)), mesh)
-    step(*state, next(batches()))
-    used = (state[0], _harness.residual(state[1]))
-    assert [x.is_deleted() for x in jax.tree.leaves(used)] == [donate] * 3
-
-
 @on_every_mesh
-@pytest.mark.parametrize("kind", ["numpy", "jax", "sharded"])
-def test_a_batch_may_be_any_array_and_is_kept(kind, axis_type):
+def test_a_batch_may_be_any_array_and_is_kept(axis_type):
     mesh = make_mesh(axis_type=axis_type)
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
-    batch = {
-        "numpy": BATCH,
-        "jax": jnp.asarray(BATCH),
-        "sharded": jax.device_put(BATCH, sharding),
-    }[kind]
+    rows = jax.NamedSharding(mesh, jax.P("data"))
     step = gravac.data_parallel(mean_step, mesh)
-    (params,) = step(gravac.place(np.float32(1), mesh), batch)
-    assert float(params) == 1 + BATCH.sum() / N
-    assert np.array_equal(batch, BATCH)
+    for batch in (BATCH, jnp.asarray(BATCH), jax.device_put(BATCH, rows)):
+        (params,) = step(gravac.place(np.float32(1), mesh), batch)
+        assert float(params) == 1 + BATCH.sum() / N
+        assert np.array_equal(batch, BATCH)
 
 
-def running_step(total, own, batch):
+def running_step(total, own, batch, *, scale):
     """Add up each replica's own sums, and the total of all."""
-    own = {"sums": own["sums"] + batch}
+    own = {"sums": own["sums"] + batch * scale["by"]}
     return total + jax.lax.psum(jnp.sum(batch), "data"), own, own["sums"].max()
 
 
+THREE = {"by": np.float32(3)}
+
+
 @pytest.mark.parametrize("where", [*WHERE, SIMULATED])
-def test_a_carry_stays_each_replica_s_own(where):
+def test_a_carry_stays_each_replica_s_own_and_keyword_arguments_come_whole(where):
     place, step = parallel(running_step, where, carried=1)
+    assert step.__name__ == "running_step"
     total = gravac.place(np.float32(0), place)
     own = {"sums": np.zeros(2 * N, np.float32)}
     for i in range(1, 4):
         before = own
-        total, own, largest = step(total, own, BATCH)
-        assert own["sums"].tolist() == (i * BATCH).tolist()
+        total, own, largest = step(total, own, BATCH, scale=THREE)
+        assert own["sums"].tolist() == (3 * i * BATCH).tolist()
         assert float(total) == i * BATCH.sum()
         # Each replica holds two rows; the result is the mean of the larger ones.
-        assert float(largest) == i * BATCH[1::2].mean()
+        assert float(largest) == 3 * i * BATCH[1::2].mean()
     assert before["sums"].is_deleted()  # donated, as the rest of the state
 
 
 def test_a_carry_is_split_over_both_axes():
-    mesh = make_mesh((2, 2), ("data", "fast"))
-    step = gravac.data_parallel(
-        lambda total, own, batch: (total, own + batch),
-        mesh,
-        "data",
-        "fast",
-        carried=1,
+    mesh, add = (
+        make_mesh((2, 2), ("data", "fast")),
+        lambda x, own, batch: (x, own + batch),
     )
-    total = gravac.place(np.float32(0), mesh)
-    total, own = step(total, BATCH[:8], np.zeros(8, np.float32))
-    _, own = step(total, own, BATCH[:8])
+    step = gravac.data_parallel(add, mesh, "data", "fast", carried=1)
+    total, own = gravac.place(np.float32(0), mesh), np.zeros(8, np.float32)
+    for _ in range(2):
+        total, own = step(total, own, BATCH[:8])
     assert own.sharding.spec == jax.P(("data", "fast"))
     assert own.tolist() == (2 * BATCH[:8]).tolist()
 
 
-@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
+@on_each
 def test_a_wrong_carry_is_refused(where):
     with pytest.raises(ValueError, match=r"`carried`.* got -1"):
         parallel(running_step, where, carried=-1)
@@ -315,8 +269,3 @@ def test_the_mesh_may_have_other_axes(axis_name, axis_type):
     sent = grads.reshape(replicas, 16) - residual
     assert np.array_equal(np.ravel(updates), sent.mean(axis=0))
     assert np.count_nonzero(sent, axis=1).tolist() == [4] * replicas
-
-
-@pytest.mark.parametrize("where", [MESHES[0], SIMULATED], ids=str)
-def test_the_step_keeps_its_name(where):
-    assert parallel(mean_step, where)[1].__name__ == "mean_step"

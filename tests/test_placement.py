@@ -1,5 +1,6 @@
 """place, init and state_specs find what differs per replica in any training state."""
 
+import functools
 import re
 
 import _harness
@@ -66,74 +67,59 @@ LOCAL_LEAVES = 5
 def pairs(tree, placed):
     """Return for each leaf whether it differs per replica, and both its forms."""
     assert jax.tree.structure(placed) == jax.tree.structure(tree)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    is_local = [bool(re.search(r"\blocal\b", name)) for name in names]
+    paths, leaves = zip(*jax.tree.leaves_with_path(tree), strict=True)
+    is_local = [bool(re.search(r"\blocal\b", jax.tree_util.keystr(x))) for x in paths]
     assert sum(is_local) == LOCAL_LEAVES
-    unplaced = [x for _, x in leaves]
-    return list(zip(is_local, unplaced, jax.tree.leaves(placed), strict=True))
+    return list(zip(is_local, leaves, jax.tree.leaves(placed), strict=True))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tree", TREES)
 def test_leaves_that_differ_get_an_axis_of_replicas_and_the_rest_stays(tree, place):
     tree, where = TREES[tree](), PLACES[place]()
-    for is_local, x, y in pairs(tree, gravac.place(tree, where)):
+    placed = gravac.place(tree, where)
+    specs = jax.tree.leaves(gravac.state_specs(tree))
+    assert jax.tree.leaves(gravac.state_specs(placed)) == specs
+    for (is_local, x, y), spec in zip(pairs(tree, placed), specs, strict=True):
+        assert spec == (jax.P("data") if is_local else jax.P())
         if is_local:
             assert y.shape == (N, *x.shape)
         else:
             assert np.array_equal(y, x, equal_nan=True)
         assert y.dtype == jnp.result_type(x)
         if where != N:
-            spec = jax.P("data") if is_local else jax.P()
-            sharding = jax.NamedSharding(where, spec)
-            assert y.sharding.is_equivalent_to(sharding, y.ndim)
+            assert y.sharding.is_equivalent_to(jax.NamedSharding(where, spec), y.ndim)
 
 
-def test_replicas_are_numbered_by_the_first_step():
-    params, opt_state = gravac.place(bare(), N)
-    assert optax.tree.get(opt_state, "replica").tolist() == [-1] * N
-    step = gravac.simulate(train_step, N)
-    _, opt_state, _ = step(params, opt_state, jnp.ones((N, 4)))
-    assert optax.tree.get(opt_state, "replica").tolist() == list(range(N))
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_placing_again_changes_nothing(place):
-    where = PLACES[place]()
-    once = gravac.place(bare(), where)
-    for _, x, y in pairs(once, gravac.place(once, where)):
-        assert_same(y, x)
-        assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
-
-
-def test_the_residual_moves_from_mesh_to_mesh():
+def test_a_state_may_be_placed_again_and_moved_from_mesh_to_mesh():
     params, opt_state = gravac.place(bare(), make_mesh())
     residual = np.arange(N * SIZE, dtype=np.float32).reshape(N, SIZE)
-    opt_state = optax.tree.set(opt_state, residual=residual)
-    for place in ("explicit", "simulated", "auto"):
-        params, opt_state = gravac.place((params, opt_state), PLACES[place]())
-        assert_same(_harness.residual(opt_state), residual)
+    state = params, optax.tree.set(opt_state, residual=residual)
+    for place in ("auto", "explicit", "simulated", "auto"):
+        state, before = gravac.place(state, PLACES[place]()), state
+        assert_same(state, before)
+        for _, x, y in pairs(state, gravac.place(state, PLACES[place]())):
+            assert_same(y, x)
+            assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+@functools.cache
+def step_on(place):
+    where = PLACES[place]()
+    return where, gravac.data_parallel(train_step, where)
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 @pytest.mark.parametrize("place", choices(PLACES, lambda x: x != "explicit"))
-def test_the_arrays_of_the_caller_survive_donation(place, make):
-    tree, where = jax.tree.map(make, bare()), PLACES[place]()
+def test_a_step_numbers_replicas_and_spares_the_arrays_of_the_caller(place, make):
+    tree, (where, step) = jax.tree.map(make, bare()), step_on(place)
     expected = jax.tree.map(np.array, tree)
     placed = gravac.place(tree, where)
-    gravac.data_parallel(train_step, where)(*placed, np.ones((N, 4), np.float32))
+    assert optax.tree.get(placed, "replica").tolist() == [-1] * N
+    _, opt_state, _ = step(*placed, np.ones((N, 4), np.float32))
+    assert optax.tree.get(opt_state, "replica").tolist() == list(range(N))
     assert _harness.residual(placed[1]).is_deleted()
     assert_same(tree, expected)  # raises where they are deleted
-
-
-@pytest.mark.parametrize("is_placed", [True, False])
-@pytest.mark.parametrize("tree", TREES)
-def test_specs_say_which_leaves_differ(tree, is_placed):
-    tree = TREES[tree]()
-    specs = gravac.state_specs(gravac.place(tree, N) if is_placed else tree, "x")
-    for is_local, _, spec in pairs(tree, specs):
-        assert spec == (jax.P("x") if is_local else jax.P())
 
 
 def test_specs_need_shapes_only():

@@ -31,14 +31,6 @@ def run(name="one", rung=1, **more):
     return plot.Run(name, [line(i, rung, **more) for i in range(STEPS)])
 
 
-def write(path, lines):
-    own = ("step", "seconds")
-    with metrics.JsonlWriter(path) as writer:
-        for x in lines:
-            writer.write(x["step"], {k: v for k, v in x.items() if k not in own})
-    return path
-
-
 def panels_of(runs):
     """The panels of a picture, by the label of their vertical axis."""
     axes = plot.draw(runs).axes
@@ -66,28 +58,6 @@ def test_gains_are_drawn_by_encoding_where_known_with_the_one_taken():
     np.testing.assert_array_equal(axis.lines[0].get_ydata(), taken)
 
 
-def test_predictions_are_drawn_as_costs_with_the_one_taken():
-    lines = [line(i) for i in range(STEPS)]
-    for i, x in enumerate(lines[1:], 1):  # nothing is predicted before the first step
-        home = float(i > 20)
-        figures = {"seconds/Dense()": 0.05, "seconds/Bits(2)": 0.04}
-        figures |= {"progress/Dense()": 1.0, "progress/Bits(2)": 0.5 + 0.01 * i}
-        x |= {f"gravac/predicted_{k}": y for k, y in figures.items()}
-        x["gravac/choice"] = home
-    label = "ms for a dense"
-    assert panels_of([plot.Run("one", lines)]) == [*PANELS[:3], label, *PANELS[3:]]
-    axes = plot.draw([plot.Run("one", lines), run("without")]).axes
-    (axis,) = [x for x in axes if x.get_ylabel().startswith(label)]
-    drawn = {x.get_label(): np.asarray(x.get_ydata()) for x in axis.lines}
-    assert list(drawn) == ["Dense()", "Bits(2)", "taken"]
-    assert np.isnan([x[0] for x in drawn.values()]).all()
-    narrow = 40 / (0.5 + 0.01 * np.arange(1, STEPS))
-    np.testing.assert_allclose(drawn["Dense()"][1:], 50)
-    np.testing.assert_allclose(drawn["Bits(2)"][1:], narrow)
-    taken = np.where(np.arange(1, STEPS) > 20, narrow, 50)
-    np.testing.assert_allclose(drawn["taken"][1:], taken)
-
-
 def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
     lines = [{"step": i, "seconds": i, "loss": float(i % 10)} for i in range(1000)]
     lines[5]["loss"] = np.nan
@@ -99,13 +69,13 @@ def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
 
 
 def test_factors_and_bytes_are_drawn_step_by_step_beside_dense_ones():
-    _, factor, _, sent, *_ = plot.draw([run()]).axes
-    assert list(factor.lines[0].get_ydata()) == [10] * STEPS
-    fewer = plot.draw([run("half", **{"gravac/wire_bytes": 2e6})]).axes[1].lines[1]
-    assert list(fewer.get_ydata()) == [2] * STEPS
-    dense, own = (x.get_ydata() for x in sent.lines)
+    lines = [line(i) for i in range(STEPS)]
+    lines[30] |= {"gravac/factor": np.inf, "gravac/wire_bytes": 0.0}  # a local step
+    _, factor, _, sent, *_ = plot.draw([plot.Run("one", lines)]).axes
+    assert list(factor.lines[0].get_ydata()) == [10] * (STEPS - 1)
+    own, dense = (x.get_ydata() for x in sent.lines)
     np.testing.assert_allclose(dense, 4e6 * np.arange(1, STEPS + 1))
-    np.testing.assert_allclose(own, dense / 10)
+    np.testing.assert_allclose(own, 4e5 * np.cumsum(np.arange(STEPS) != 30))
 
 
 def test_seconds_are_those_from_line_to_line_except_where_a_run_resumed():
@@ -113,23 +83,22 @@ def test_seconds_are_those_from_line_to_line_except_where_a_run_resumed():
     lines = [{"step": i, "seconds": x} for i, x in times]
     seconds = plot.Run("one", lines).seconds_per_step()
     np.testing.assert_array_equal(seconds, [np.nan, 2, 3, np.nan, 3])
-    measured = plot.Run("one", [x | {"step_seconds": 9.0} for x in lines])
-    np.testing.assert_array_equal(measured.seconds_per_step(), [9] * 5)
 
 
 def test_the_legend_names_all_runs_and_how_much_less_they_sent():
     runs = [run("adaptive"), run("dense", rung=0), plot.Run("bare", [line(0)])]
     (legend,) = plot.draw(runs).legends
-    assert [x.get_text() for x in legend.get_texts()] == [
-        "adaptive (10 times fewer bytes than dense)",
-        "dense",
-        "bare (10 times fewer bytes than dense)",
-        "bytes of dense steps",
-    ]
+    fewer = "(10 times fewer bytes than dense)"
+    expected = [f"adaptive {fewer}", "dense", f"bare {fewer}", "bytes of dense steps"]
+    assert [x.get_text() for x in legend.get_texts()] == expected
 
 
 def test_the_command_draws_the_files_of_a_writer(tmp_path, capsys):
-    paths = [write(tmp_path / x / "run.jsonl", run().lines) for x in ("a", "b")]
+    paths = [tmp_path / x / "run.jsonl" for x in ("a", "b")]
+    for path in paths:
+        with metrics.JsonlWriter(path) as writer:
+            for i in range(STEPS):
+                writer.write(i, {"loss": 1 / (i + 1)})
     paths[0].write_bytes(paths[0].read_bytes()[:-9])
     out = tmp_path / "made" / "both.svg"
     with pytest.warns(UserWarning, match="the last line was cut off"):
@@ -138,21 +107,18 @@ def test_the_command_draws_the_files_of_a_writer(tmp_path, capsys):
     assert capsys.readouterr().out == f"The picture is in {out}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
+def test_files_that_cannot_be_drawn_are_refused(tmp_path):
+    path, out = tmp_path / "run.jsonl", tmp_path / "one.png"
+    for text, complaint in (
         (None, "No such file"),
         ("", "run has no whole line yet"),
         ('{"step": 1}\n', "line 1, is not a line of metrics.JsonlWriter"),
-    ],
-)
-def test_files_that_cannot_be_drawn_are_refused(tmp_path, text, complaint):
-    path = tmp_path / "run.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit, match=complaint):
-        plot.main([str(path), "--out", str(tmp_path / "one.png")])
-    assert not (tmp_path / "one.png").exists()
+    ):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(SystemExit, match=complaint):
+            plot.main([str(path), "--out", str(out)])
+        assert not out.exists()
 
 
 def test_tools_are_listed_and_other_names_refused(capsys):

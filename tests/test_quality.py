@@ -26,17 +26,15 @@ def record(tmp_path, lines, name="record.jsonl"):
 
 
 def rows(text):
-    """The rows of all tables by the name of the method; a later one counts."""
+    """Return the rows of all tables by the name of the method; a later one counts."""
     cells = [x.strip("| ").split(" | ") for x in text.splitlines() if x[:1] == "|"]
     return {name: others for name, *others in cells}
 
 
 def test_the_learning_rate_with_the_least_final_validation_loss_is_taken():
-    lines = [
-        line("a", 9, step, loss, "tune", rate)
-        for rate, losses in {0.1: (3.0, 2.0), 0.2: (5.0, 1.5), 0.4: (1.0, None)}.items()
-        for step, loss in zip((5, 10), losses, strict=True)
-    ]
+    losses = {0.1: (3.0, 2.0), 0.2: (5.0, 1.5), 0.4: (1.0, None)}.items()
+    lines = [line("a", 9, 5, early, "tune", rate) for rate, (early, _) in losses]
+    lines += [line("a", 9, 10, last, "tune", rate) for rate, (_, last) in losses]
     assert tuning(lines) == {"a": {0.1: 2.0, 0.2: 1.5, 0.4: math.inf}}
     assert tuned(lines) == {"a": 0.2}
     assert results(lines) == []
@@ -46,27 +44,21 @@ def test_a_run_is_paired_with_the_dense_one_of_its_seed():
     lines = [line(m, seed, 10, 1.0) for m in ("dense", "a") for seed in (0, 1)]
     runs = results([*lines, line("a", 2, 10, 1.0)])
     own = [x for x in runs if x.method == "a"]
-    assert [(x.seed, d.seed, d.method) for x, d in paired(own, runs)] == [
-        (0, 0, "dense"),
-        (1, 1, "dense"),
-    ]
+    pairs = [(x.seed, d.seed, d.method) for x, d in paired(own, runs)]
+    assert pairs == [(0, 0, "dense"), (1, 1, "dense")]
 
 
 def test_the_table_has_the_gaps_of_paired_seeds_and_what_was_saved(tmp_path):
     lines = [line("dense", 0, 10, 2.0), line("dense", 1, 10, 4.0)]
-    lines += [line("a", 0, 10, 2.2, wire_bytes=120)]
-    lines += [line("a", 1, 10, 4.8, wire_bytes=120)]
+    lines += [line("a", i, 10, x, wire_bytes=120) for i, x in enumerate((2.2, 4.8))]
     table = rows(report.text([record(tmp_path, lines)]))
     assert table["a"] == ["0.5", "5.0", "3.5000", "+15.0% (+10.0, +20.0)", "46.6%"]
 
 
 def test_the_table_of_trials_marks_the_rate_that_is_taken_and_one_at_the_edge(tmp_path):
-    losses = {"a": {0.1: 3.0, 0.2: 1.0, 0.4: 2.0}, "b": {0.1: 1.0, 0.2: 2.0, 0.4: 3.0}}
-    lines = [
-        line(name, 9, 10, loss, "tune", rate)
-        for name, of_rate in losses.items()
-        for rate, loss in of_rate.items()
-    ]
+    losses = [("a", 0.1, 3.0), ("a", 0.2, 1.0), ("a", 0.4, 2.0)]
+    losses += [("b", 0.1, 1.0), ("b", 0.2, 2.0), ("b", 0.4, 3.0)]
+    lines = [line(name, 9, 10, loss, "tune", rate) for name, rate, loss in losses]
     table = rows(report.text([record(tmp_path, lines)]))
     assert table["a"] == ["3.0000", "1.0000 (taken)", "2.0000"]
     assert table["b"] == ["1.0000 (edge)", "2.0000", "3.0000"]
@@ -120,6 +112,21 @@ def toy(text, out, **others):
 
 
 @pytest.mark.slow
+def test_methods_see_the_same_batches_and_one_of_rounds_sends_once_a_round(
+    tmp_path, text
+):
+    out, rounds = tmp_path / "x.jsonl", "every 4 own Dense()"
+    toy(text, out, methods=("dense", "Dense()", rounds))
+    found = {x.method: x for x in results(journal.read(out)[1])}
+    losses = {m: [y["training_loss"] for y in x.lines] for m, x in found.items()}
+    assert losses["dense"] == losses["Dense()"]
+    dense, rounds = found["dense"].final, found[rounds].final
+    sent = dense["payload_bytes"] / rounds["payload_bytes"]
+    assert sent == pytest.approx(6, rel=0.01)  # one exchange in six steps
+    assert rounds["loss"] < 5.6  # of the first params
+
+
+@pytest.mark.slow
 def test_the_same_command_writes_the_same_file_also_after_a_cut(
     tmp_path, text, monkeypatch
 ):
@@ -140,24 +147,3 @@ def test_the_same_command_writes_the_same_file_also_after_a_cut(
     with pytest.raises(KeyboardInterrupt):
         toy(text, cut)
     assert toy(text, cut) == whole
-
-
-@pytest.mark.slow
-def test_methods_of_a_seed_start_from_the_same_loss_and_see_the_same_batches(
-    tmp_path, text
-):
-    out = tmp_path / "x.jsonl"
-    toy(text, out, methods=("dense", "Dense()"))
-    runs = {x.method: x.lines for x in results(journal.read(out)[1])}
-    losses = {m: [x["training_loss"] for x in lines] for m, lines in runs.items()}
-    assert losses["dense"] == losses["Dense()"]
-
-
-@pytest.mark.slow
-def test_a_recipe_of_rounds_sends_once_a_round(tmp_path, text):
-    out = tmp_path / "x.jsonl"
-    toy(text, out, methods=("dense", "every 4 own Dense()"))
-    dense, rounds = (x.final for x in results(journal.read(out)[1]))
-    sent = dense["payload_bytes"] / rounds["payload_bytes"]
-    assert sent == pytest.approx(6, rel=0.01)  # one exchange in six steps
-    assert rounds["loss"] < 5.6  # of the first params

@@ -1,5 +1,7 @@
 """A flush delivers all residuals, and own params hold the replica's own residual."""
 
+import functools
+
 import _harness
 import _oracles
 import jax
@@ -13,10 +15,11 @@ import gravac_jax as gravac
 
 STEPS = 12
 GRADIENTS = _harness.gaussian_gradients(STEPS)
-MESH = _harness.make_mesh()
+MESH, TWO_BITS = _harness.make_mesh(), gravac.Bits(2)
 
 
-EXCHANGE = gravac.transform(compress=COMPRESS, send=gravac.Bits(2))
+def exchange(send=TWO_BITS, **others):
+    return gravac.transform(compress=COMPRESS, send=send, **others)
 
 
 def after_training(tx, last):
@@ -46,30 +49,24 @@ def flushed(tx):
 
 @pytest.mark.parametrize("is_guarded", [False, True])
 def test_a_flush_delivers_the_mean_of_the_residuals(is_guarded):
-    tx = optax.chain(EXCHANGE, optax.sgd(0.5))
-    (params, opt_state), after = flushed(gravac.guard(tx) if is_guarded else tx)
-    transform = opt_state[0]
-    residual = transform.local.memory[0].residual
+    tx = optax.chain(exchange(), optax.sgd(0.5))
+    (params, (had, _)), (flat, (has, _)) = flushed(
+        gravac.guard(tx) if is_guarded else tx
+    )
+    residual = had.local.memory[0].residual
     assert np.abs(residual).sum() > 1
     expected = params["w"] - 0.5 * residual.mean(0).reshape(8, 8)
-    np.testing.assert_allclose(after[0]["w"], expected, atol=1e-6)
-    np.testing.assert_array_equal(after[0]["b"], params["b"])
-    left = after[1][0]
-    assert not np.asarray(left.local.memory[0].residual).any()
+    np.testing.assert_allclose(flat["w"], expected, atol=1e-6)
+    np.testing.assert_array_equal(flat["b"], params["b"])
+    for name, x in GRADIENTS.items():  # all of which have arrived
+        np.testing.assert_allclose(flat[name], -0.5 * x.sum(0).mean(0), atol=1e-4)
+    assert not np.asarray(has.local.memory[0].residual).any()
     for name in ("steps", "decided", "past_rungs"):
-        assert_same(getattr(left, name), getattr(transform, name))
-
-
-def test_all_gradients_have_arrived_after_a_flush():
-    tx = gravac.transform(compress=True, send=gravac.Bits(2))
-    _, (params, _) = flushed(optax.chain(tx, optax.sgd(1.0)))
-    for name, x in GRADIENTS.items():
-        np.testing.assert_allclose(params[name], -x.sum(0).mean(0), atol=1e-4)
+        assert_same(getattr(has, name), getattr(had, name))
 
 
 def test_a_flush_leaves_momentum_alone():
-    memory = gravac.Momentum(0.9, masking=False)
-    tx = gravac.transform(compress=COMPRESS, memory=memory, send=gravac.Bits(2))
+    tx = exchange(memory=gravac.Momentum(0.9, masking=False))
     (_, before), (_, after) = flushed(optax.chain(tx, optax.sgd(0.1)))
     had, has = (x[0].local.memory[0].velocity for x in (before, after))
     assert had.any()
@@ -77,8 +74,8 @@ def test_a_flush_leaves_momentum_alone():
 
 
 def test_a_flush_hands_extra_arguments_to_the_optimizer():
-    exchange = gravac.transform(axis_name=None, compress=COMPRESS)
-    tx = optax.chain(exchange, optax.contrib.reduce_on_plateau())
+    alone = gravac.transform(axis_name=None, compress=COMPRESS)
+    tx = optax.chain(alone, optax.contrib.reduce_on_plateau())
     params = jax.tree.map(jnp.asarray, PARAMS)
     with jax.numpy_dtype_promotion("standard"):
         gravac.flush(tx, params, tx.init(params), value=1.0)
@@ -86,66 +83,42 @@ def test_a_flush_hands_extra_arguments_to_the_optimizer():
 
 # Own params
 
+DECAY = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5))
+# What comes before the optimizer, and the optimizer.
 LINEAR = {
-    "learning rate": optax.sgd(0.5),
-    "momentum": optax.sgd(0.5, momentum=0.9),
-    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5)),
+    "learning rate": (exchange(), optax.sgd(0.5)),
+    "momentum": (exchange(), optax.sgd(0.5, momentum=0.9)),
+    "decay": (exchange(), DECAY),
+    "no residual": (exchange(gravac.Dense()), DECAY),
 }
 
 
-def own_params_after(tx):
-    """Return params and state after a run, and the own params of every replica."""
-    every = lambda x: jax.lax.pmean(
-        jnp.zeros((N, *x.shape)).at[jax.lax.axis_index("data")].set(N * x), "data"
-    )
+@pytest.mark.parametrize("after", _harness.choices(LINEAR, lambda x: x != "decay"))
+def test_own_params_are_the_params_after_the_own_residual(after):
+    tx = gravac.guard(optax.chain(*LINEAR[after]))
+    every = gravac.Comm("data").gather
 
     def look(params, opt_state, _):
         own = gravac.own_params(tx, params, opt_state)
         return params, opt_state, jax.tree.map(every, own)
 
-    return after_training(tx, look)[1]
-
-
-@pytest.mark.parametrize("after", _harness.choices(LINEAR, lambda x: x != "decay"))
-def test_own_params_are_the_params_after_the_own_residual(after):
-    tx = gravac.guard(optax.chain(EXCHANGE, LINEAR[after]))
-    params, opt_state, own = own_params_after(tx)
+    params, opt_state, own = after_training(tx, look)[1]
     residual = opt_state[0].local.memory[0].residual.reshape(N, 8, 8)
-    assert all(np.abs(x).sum() > 1 for x in residual)
-    np.testing.assert_allclose(own["w"], params["w"] - 0.5 * residual, atol=1e-5)
+    is_held = after != "no residual"
+    assert [np.abs(x).sum() > 1 for x in residual] == [is_held] * N
+    atol = 1e-5 * is_held
+    np.testing.assert_allclose(own["w"], params["w"] - 0.5 * residual, 0, atol)
     np.testing.assert_array_equal(own["b"], np.stack([params["b"]] * N))
 
 
-def test_the_mean_of_own_params_is_where_a_flush_takes_the_params():
-    tx = optax.chain(EXCHANGE, optax.sgd(0.5))
-    _, _, own = own_params_after(tx)
-    _, (params, _) = flushed(tx)
-    for name, x in own.items():
-        np.testing.assert_allclose(x.mean(0), params[name], atol=1e-5)
-
-
-def test_without_a_residual_own_params_are_the_params():
-    exchange = gravac.transform(compress=COMPRESS, send=gravac.Dense())
-    params, _, own = own_params_after(optax.chain(exchange, LINEAR["decay"]))
-    for name, x in own.items():
-        np.testing.assert_array_equal(x, np.stack([params[name]] * N))
-
-
-SPARSE_TOP = {
-    "compress": True,
-    "send": gravac.TopK(16, select="exact", values="float32"),
-}
+FEW = {"compress": True, "send": gravac.TopK(16, select="exact", values="float32")}
+# With a small eps all first steps would have one size.
+ADAM = {"b1": 0.8, "b2": 0.9, "eps": 1.0, "weight_decay": 0.0}
+SLOW = gravac.OwnOptimizer(_oracles.SLOW_ADAM)
 # The memory for the oracle, and the optimizer.
 TRAININGS = {
-    "sgd": (
-        gravac.Residual(),
-        optax.chain(gravac.transform(**SPARSE_TOP), optax.sgd(0.1)),
-    ),
-    # With a small eps all first steps would have one size.
-    "adamw": (
-        gravac.OwnOptimizer(_oracles.SLOW_ADAM),
-        gravac.adamw(0.1, b1=0.8, b2=0.9, eps=1.0, weight_decay=0.0, **SPARSE_TOP),
-    ),
+    "sgd": (gravac.Residual(), optax.chain(gravac.transform(**FEW), optax.sgd(0.1))),
+    "adamw": (SLOW, gravac.adamw(0.1, **ADAM, **FEW)),
 }
 
 
@@ -165,11 +138,9 @@ def test_training_at_own_params_is_training_of_its_oracle(training):
     init = lambda params: (params, tx.init(params))
     looking = optax.GradientTransformation(init, update)
     repeated = {"w": np.broadcast_to(targets, (STEPS, *targets.shape))}
-    # Optax's decay needs implicit promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        received, _ = _harness.trajectory(looking, {"w": PARAMS["w"]}, "shard_map")(
-            repeated
-        )
+    run = _harness.trajectory(looking, {"w": PARAMS["w"]}, "shard_map")
+    with jax.numpy_dtype_promotion("standard"):  # Optax's decay needs it
+        received, _ = run(repeated)
 
     params = np.zeros(64, np.float32)
     kind = _oracles.look_up(_oracles.MEMORIES, memory)
@@ -187,46 +158,22 @@ def test_training_at_own_params_is_training_of_its_oracle(training):
         params = params + step
 
 
-@pytest.mark.slow
-def test_own_params_keep_the_dtype_of_the_params_and_are_rounded_once():
-    exchange = gravac.transform(None, compress=True, send=gravac.Bits(2))
-    tx = optax.chain(exchange, optax.sgd(1.0, momentum=0.9))
-    params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
-    grads = {"w": jnp.asarray(GRADIENTS["w"][0, 0], jnp.bfloat16)}
-    with jax.numpy_dtype_promotion("standard"):
-        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        own = jax.jit(gravac.own_params, static_argnums=0)(tx, params, state)["w"]
-    residual = state[0].local.memory[0].residual.reshape(8, 8)
-    assert own.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(own, (1 - residual).astype(jnp.bfloat16))
-
-
-def test_own_params_know_which_leaves_are_compressed_by_their_dtype():
-    tx = optax.chain(
-        gravac.transform(
-            None,
-            compress=lambda path, x: x.dtype == jnp.bfloat16,
-            send=gravac.Bits(2),
-        ),
-        optax.sgd(0.5),
-    )
+def test_own_params_keep_dtypes_are_rounded_once_and_know_which_leaves_wait():
+    narrow = lambda path, x: x.dtype == jnp.bfloat16
+    alone = gravac.transform(None, compress=narrow, send=gravac.Bits(2))
+    tx = optax.chain(alone, optax.sgd(1.0, momentum=0.9))
     params = {"w": jnp.ones(256, jnp.bfloat16), "n": jnp.ones(64)}
     grads = jax.tree.map(lambda x: jnp.linspace(0, 1, x.size, dtype=x.dtype), params)
     with jax.numpy_dtype_promotion("standard"):  # what is held back is float32
-        opt_state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
-        own = gravac.own_params(tx, params, opt_state)
-    assert (own["w"] != params["w"]).any()
-    assert_same(own["n"], params["n"])
+        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        own = jax.jit(gravac.own_params, static_argnums=0)(tx, params, state)
+    residual = _harness.residual(state)[:256]
+    assert residual.any()
+    assert_same(own, {"w": (1 - residual).astype(jnp.bfloat16), "n": params["n"]})
 
 
 def test_own_params_exchange_nothing():
-    tx = optax.chain(EXCHANGE, optax.sgd(0.5))
-    state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
-
-    def look(params, opt_state):
-        return gravac.own_params(tx, params, opt_state)["w"][None]
-
-    specs = gravac.state_specs(state)
-    mapped = jax.shard_map(look, mesh=MESH, in_specs=specs, out_specs=jax.P("data"))
-    text = jax.jit(mapped).lower(*state).compile().as_text()
-    assert _harness.collectives(text) == ([], 0)
+    tx = optax.chain(exchange(), optax.sgd(0.5))
+    look = functools.partial(gravac.own_params, tx)
+    program = str(jax.make_jaxpr(look, axis_env=[("data", N)])(PARAMS, tx.init(PARAMS)))
+    assert "data" not in program.replace("axis_index[axis_name=data]", "")

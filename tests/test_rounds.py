@@ -1,7 +1,6 @@
 """With rounds, local steps send nothing, and an exchange averages what has gathered."""
 
 import functools
-import warnings
 
 import _harness
 import _oracles
@@ -19,10 +18,6 @@ STEPS = H * ROUNDS
 GRADIENTS = _harness.gaussian_gradients(STEPS)
 LADDER = (gravac.Dense(), gravac.Bits(2))
 DIMENSION, RATE = 64, 1e-2
-
-
-def two_then_three(step):
-    return jnp.where(step < 2, 2, 3)
 
 
 def transform(send=ROWS, every=H, **recipe):
@@ -74,34 +69,8 @@ def test_so_it_is_on_a_mesh():
     assert_close(run(how="shard_map")[0], run()[0])
 
 
-@pytest.mark.parametrize(
-    ("memory", "delay"),
-    [
-        (gravac.Residual(), 0),
-        (gravac.OwnOptimizer(_oracles.SLOW_ADAM), 1),
-        pytest.param(gravac.Momentum(0.5), 1, marks=pytest.mark.slow),
-    ],
-    ids=repr,
-)
-def test_what_was_made_was_sent_or_is_held(memory, delay):
-    updates, states = run(memory=memory, delay=delay)
-    # All that the memory makes, whoever sends it: a run that sends everything.
-    made, _ = run(memory=memory, every=1, send=gravac.Dense())
-    for name, part in zip(PARAMS, reversed(states.local.memory), strict=True):
-        held = part.residual[-1].mean(0, dtype=np.float64)
-        sent = updates[name].astype(np.float64).sum(0).ravel()
-        came = made[name].astype(np.float64).sum(0).ravel()
-        np.testing.assert_allclose(sent + held, came, rtol=0, atol=1e-5)
-
-
-def test_rounds_of_one_step_are_no_rounds():
-    plain = gravac.transform(compress=COMPRESS, send=ROWS)
-    expected = _harness.trajectory(plain, PARAMS, "vmap")(GRADIENTS)
-    assert_same(run(every=1), expected)
-
-
 def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
-    info = run(every=two_then_three)[1].info
+    info = run(every=lambda step: jnp.where(step < 2, 2, 3))[1].info
     steps = [1, 0, 1, 2, 0, 1]
     assert info.local_steps.tolist() == steps
     assert np.isinf(info.factor).tolist() == [x > 0 for x in steps]
@@ -114,25 +83,6 @@ def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
     np.testing.assert_allclose(info.mean_byte_factor[-1], factor, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "send", _harness.choices([gravac.Dense(), SENDS[-1]], SENDS.__contains__, repr)
-)
-def test_info_says_how_alike_the_rounds_of_replicas_were(send):
-    updates, states = run(send=send)
-    rounds, alignment = sums(GRADIENTS), []
-    residual = np.zeros_like(states.local.memory[0].residual[0])
-    for i in range(ROUNDS):
-        last = H * (i + 1) - 1
-        fed = rounds["w"][i].reshape(N, -1).astype(np.float64) + residual
-        residual = states.local.memory[0].residual[last]
-        mean = updates["w"][last].ravel()
-        sent = np.square(fed - residual).sum(1).mean()
-        alignment.append(np.square(mean.astype(np.float64)).sum() / sent)
-    expected = [1] * (H - 1) + [alignment[0]] * H + [alignment[1]]
-    np.testing.assert_allclose(states.info.alignment, expected, rtol=1e-4)
-    assert alignment[0] < 0.5
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_local_step_has_no_collective(delay):
     text = program("shard_map", delay=delay).text(GRADIENTS)
@@ -141,35 +91,20 @@ def test_a_local_step_has_no_collective(delay):
     assert {x.branches[:1] for x in found} == {(1,)}
 
 
-@pytest.mark.parametrize("is_due", [False, True])
-def test_who_knows_which_step_exchanges_gets_a_program_without_a_branch(is_due):
-    tx, mesh = transform(compress=True), make_mesh()
-
-    def train_step(params, state, x):
-        own = gravac.own_params(tx, params, state)
-        updates, state = tx.update(own * x[0], state, params, is_due=is_due)
-        return optax.apply_updates(params, updates), state
-
-    step = gravac.data_parallel(train_step, mesh)
-    params = jnp.ones((64, 8))
-    state = gravac.place((params, tx.init(params)), mesh)
-    text = jax.jit(step).lower(*state, np.ones(N, np.float32)).compile().as_text()
-    found, _ = _harness.collectives(text)
-    assert bool(found) == is_due
-    assert not any(x.branches for x in found)
-    (*state,) = step(*state, np.ones(N, np.float32))
-    assert optax.tree.get(state, "StepInfo").local_steps == (0 if is_due else 1)
+@functools.cache
+def timed(kind, delay=0):
+    """Return the states of steps at rungs in turn, whose times are told a step late."""
+    trajectory = _harness.trajectory(
+        transform(kind(LADDER), delay=delay), PARAMS, "vmap"
+    )
+    seconds = np.broadcast_to(np.arange(STEPS, dtype=np.float32)[:, None], (STEPS, N))
+    told = {"step_seconds": seconds + 1, "measured_step": np.int32(seconds) - 1}
+    return trajectory(GRADIENTS, **told)[1]
 
 
 @pytest.mark.parametrize("delay", _harness.choices([0, 1], lambda x: x == 0))
 def test_the_exchange_tells_the_time_of_the_one_before(delay):
-    tx = transform(_harness.Scripted(LADDER), delay=delay)
-    seconds = np.broadcast_to(np.arange(STEPS, dtype=np.float32)[:, None], (STEPS, N))
-    # A clock tells in each step how long the one before took.
-    _, states = _harness.trajectory(tx, PARAMS, "vmap")(
-        GRADIENTS, step_seconds=seconds + 1, measured_step=np.int32(seconds) - 1
-    )
-    told = states.controller.measured_seconds[-1]
+    told = timed(_harness.Scripted, delay).controller.measured_seconds[-1]
     np.testing.assert_array_equal(told, [H + 1, np.nan])
 
 
@@ -226,12 +161,9 @@ class Wild(_harness.Scripted):
 
 
 def test_a_rung_outside_of_the_ladder_is_the_nearest_one():
-    def rungs(controller):
-        tx = transform(controller)
-        info = _harness.trajectory(tx, PARAMS, "vmap")(GRADIENTS)[1].info
-        return info.rung.tolist(), info.local_steps.tolist()
-
-    assert rungs(Wild(LADDER)) == rungs(_harness.Scripted(LADDER))
+    wild, usual = (timed(x).info for x in (Wild, _harness.Scripted))
+    assert wild.rung.tolist() == usual.rung.tolist()
+    assert wild.local_steps.tolist() == usual.local_steps.tolist()
 
 
 # Train steps. ---------------------------------------------------------------------
@@ -247,6 +179,15 @@ def batch(step):
     return draw.standard_normal((N * 4, DIMENSION)).astype(np.float32)
 
 
+def run_steps(tx, where, steps, params):
+    """Return params and the optimizer's state after some train steps."""
+    step = gravac.train_step(loss_of, tx, where)
+    state = step.init({"w": params})
+    for i in range(steps):
+        *state, _ = step(*state, batch(i))
+    return state
+
+
 def test_a_train_step_counts_the_steps_of_a_round_but_not_one_that_fails():
     every = lambda step: jnp.where(step < 2, 1, 2)
     step = gravac.train_step(loss_of, gravac.sgd(RATE, every=every), N)
@@ -260,54 +201,19 @@ def test_a_train_step_counts_the_steps_of_a_round_but_not_one_that_fails():
     assert found == [0, 0, 1, 0, 1, 0, 1]
 
 
-def test_the_local_program_of_a_train_step_has_no_collective(monkeypatch):
-    programs = []
-    make = gravac._loop.train_step.parallel.data_parallel
-
-    def kept(*args, **kwargs):
-        programs.append(make(*args, **kwargs))
-        return programs[-1]
-
-    monkeypatch.setattr(gravac._loop.train_step.parallel, "data_parallel", kept)
-    step = gravac.train_step(loss_of, gravac.sgd(RATE, every=H), make_mesh())
+def test_the_local_program_of_a_train_step_has_no_collective():
+    step, kinds = gravac.train_step(loss_of, gravac.sgd(RATE, every=H), make_mesh()), []
+    program_of = step._program
+    step._program = lambda kind: kinds.append(kind) or program_of(kind)
     state = step.init({"w": jnp.ones((DIMENSION, 8))})
     for i in range(H):
         *state, _ = step(*state, batch(i))
-    found = []
-    for program in programs:
-        text = jax.jit(program).lower(*state, batch(0)).compile().as_text()
-        found.append(len(_harness.collectives(text)[0]))
-    flush, local, exchange = found
-    assert local == 0
-    assert exchange > 0
-    assert flush > 0
-
-
-WHOLE = {"send": gravac.Dense(), "compress": None}
-MOMENTUM = optax.sgd(RATE, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    ("warns", "tx"),
-    [
-        (True, optax.chain(transform(**WHOLE), MOMENTUM)),
-        (False, optax.chain(transform(compress=None), MOMENTUM)),
-        (False, optax.chain(transform(**WHOLE), optax.sgd(RATE))),
-        (False, optax.chain(transform(**WHOLE, every=1), MOMENTUM)),
-        (False, gravac.sgd(RATE, send=gravac.Dense(), every=H)),
-    ],
-    ids=["whole", "few bits", "no momentum", "no rounds", "momentum before"],
-)
-def test_momentum_after_rounds_of_whole_gradients_is_warned_of_once(warns, tx):
-    step = gravac.train_step(loss_of, tx, N)
-    state = step.init({"w": jnp.ones((DIMENSION, 8))})
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for i in range(2):
-            *state, _ = step(*state, batch(i))
-    told = [str(x.message) for x in found if "momentum comes after" in str(x.message)]
-    assert len(told) == warns
-    assert all("gravac.sgd" in x and "gravac.OwnOptimizer" in x for x in told)
+    assert [kind.is_due for kind in kinds] == [False, False, True]
+    for kind in kinds[1:]:
+        program = jax.jit(program_of(kind)).lower(*state, batch(0))
+        found, _ = _harness.collectives(program.compile().as_text())
+        assert not any(x.branches for x in found)  # it knows which step it is
+        assert bool(found) == kind.is_due
 
 
 @pytest.mark.parametrize("where", [make_mesh(), N], ids=["mesh", "simulated"])
@@ -339,14 +245,6 @@ def diloco(rounds, weight_decay):
     return shared
 
 
-def trained(tx, where, steps):
-    step = gravac.train_step(loss_of, tx, where)
-    state = step.init({"w": jnp.full(DIMENSION, 0.125)})
-    for i in range(steps):
-        *state, _ = step(*state, batch(i))
-    return np.asarray(state[0]["w"])
-
-
 @pytest.mark.parametrize(
     ("where", "weight_decay"),
     [
@@ -356,8 +254,8 @@ def trained(tx, where, steps):
 )
 def test_diloco_is_the_papers(where, weight_decay):
     tx = gravac.diloco(optax.adamw(RATE, weight_decay=weight_decay), H)
-    found = trained(tx, where, 4 * H)
-    np.testing.assert_allclose(found, diloco(4, weight_decay), atol=2e-6)
+    params, _ = run_steps(tx, where, 4 * H, jnp.full(DIMENSION, 0.125))
+    np.testing.assert_allclose(params["w"], diloco(4, weight_decay), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -376,19 +274,11 @@ def test_diloco_moves_a_fragment_as_torchft_does(lengths, expected):
     # rate of 1 and an outer one of 2, and exchanges a fragment every six steps, the
     # first after three. What a replica has before each step is written down there.
     tx = gravac.diloco(optax.sgd(1.0), lengths, outer=optax.sgd(2.0))
-
-    def train_step(params, opt_state, grads):
-        own = gravac.own_params(tx, params, opt_state)
-        updates, opt_state = tx.update({"w": grads[0]}, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, own["w"]
-
-    step = gravac.simulate(train_step, 2)
-    params = {"w": jnp.ones(1)}
-    state = gravac.place((params, tx.init(params)), 2)
-    found = []
+    step = gravac.train_step(lambda params, _: 2 * jnp.sum(params["w"]), tx, 2)
+    state, found = step.init({"w": jnp.ones(1)}), []
     for _ in expected:
-        *state, own = step(*state, jnp.full((2, 1), 2.0))
-        found.append(np.asarray(own).ravel()[0])
+        *state, losses = step(*state, np.zeros(2))
+        found.append(losses[0] / 2)
     np.testing.assert_array_equal(found, expected)
 
 

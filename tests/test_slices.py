@@ -3,11 +3,7 @@
 import collections
 import functools
 import itertools
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import _harness
 import jax
@@ -141,23 +137,18 @@ def test_dense_steps_are_those_of_a_plain_jit(shape):
 
 # Dense over the slow axis, all of these equal a run without inner axes.
 ALL_BEFORE = "before the exchange"
+BEFORE = {
+    "clip": gravac.ClipByGlobalNorm(0.1),
+    "memory": gravac.Momentum(0.9),
+    "weight_decay": 0.1,
+    "check_every": 1,
+}
+in_sgd = lambda **how: optax.chain(gravac.transform("dcn", **how), optax.sgd(0.1))
 RECIPES = {
-    ALL_BEFORE: lambda **others: optax.chain(
-        gravac.transform(
-            "dcn",
-            clip=gravac.ClipByGlobalNorm(0.1),
-            memory=gravac.Momentum(0.9),
-            weight_decay=0.1,
-            check_every=1,
-            **others,
-        ),
-        optax.sgd(0.1),
-    ),
-    "adamw": lambda **others: gravac.adamw(1e-2, "dcn", weight_decay=0.1, **others),
-    "delay": lambda **others: optax.chain(
-        gravac.transform("dcn", delay=1, **others), optax.sgd(0.1)
-    ),
-    "rounds": lambda **others: gravac.diloco(optax.adam(1e-2), 2, "dcn", **others),
+    ALL_BEFORE: functools.partial(in_sgd, **BEFORE),
+    "adamw": functools.partial(gravac.adamw, 1e-2, "dcn", weight_decay=0.1),
+    "delay": functools.partial(in_sgd, delay=1),
+    "rounds": functools.partial(gravac.diloco, optax.adam(1e-2), 2, "dcn"),
 }
 IS_COMPRESSED = {name: x.ndim > 1 for name, x in PARAMS.items()}
 
@@ -165,8 +156,8 @@ IS_COMPRESSED = {name: x.ndim > 1 for name, x in PARAMS.items()}
 @pytest.mark.parametrize("recipe", choices(RECIPES, lambda x: x == ALL_BEFORE))
 def test_inner_axes_change_nothing(recipe):
     common = {"compress": IS_COMPRESSED, "send": gravac.Dense()}
-    make = lambda **shardings: RECIPES[recipe](**common, **shardings)
-    received = train(lambda params: make(shardings=params), three_axes())
+    make = lambda shardings=None: RECIPES[recipe](**common, shardings=shardings)
+    received = train(make, three_axes())
     expected = train(lambda params: make(), make_mesh((2,), ("dcn",)))
     assert_close(received, expected)
 
@@ -181,7 +172,6 @@ GRADIENTS = {
 ZEROS = jax.tree.map(np.zeros_like, PARAMS)
 
 
-@functools.cache
 def follow(tx_of):
     """Take steps whose gradients are given; return params and states before each."""
     mesh = three_axes()
@@ -207,22 +197,10 @@ def follow(tx_of):
 def slices(mesh, tree, lead=()):
     """Return what each device owns of `tree`, in one vector: `[2, 2, 2, n]`."""
     own = np.empty((2, 2, 2), object)
-    for at_device in np.ndindex(2, 2, 2):
-        index = dict(zip(NAMES, at_device, strict=True))
-        parts = []
-        for name, x in sorted(tree.items()):
-            x = np.asarray(x)
-            x = x[index["dcn"]] if lead else x
-            cut, held = LEAVES[name][2], {"fsdp", "tp"}
-            for axis, along in enumerate(cut):
-                along = along if isinstance(along, tuple) else (along,)
-                place = np.ravel_multi_index(
-                    [index[n] for n in along], [2] * len(along)
-                )
-                x = np.array_split(x, 2 ** len(along), axis)[place]
-                held -= set(along)
-            # The first of the devices that hold it owns what could not be cut.
-            parts.append(np.ravel(x) * all(index[n] == 0 for n in held))
+    for at_device, device in np.ndenumerate(mesh.devices):
+        cuts = {x: jax.NamedSharding(mesh, P(*lead, *LEAVES[x][2])) for x in tree}
+        where = {x: cuts[x].devices_indices_map(tree[x].shape)[device] for x in tree}
+        parts = [np.asarray(tree[x])[where[x]] for x in sorted(tree)]
         own[at_device] = _harness.in_bucket_order(parts)
     return np.array(own.tolist())
 
@@ -233,13 +211,16 @@ def cut_leaves(tree):
 
 
 def topk(params):
-    ladder = gravac.Dense(), gravac.TopK(4, select="exact")
-    send = _harness.Scripted(ladder)
+    send = _harness.Scripted((gravac.Dense(), gravac.TopK(4, select="exact")))
     return gravac.transform("dcn", shardings=params, compress=True, send=send)
 
 
-def test_each_device_sends_the_largest_entries_of_what_it_owns():
+def test_each_device_remembers_what_it_owns_and_sends_its_largest_entries():
     mesh, seen = follow(topk)
+    owned = slices(mesh, cut_leaves(jax.tree.map(np.ones_like, PARAMS)))
+    assert owned[0].sum() == 4 * owned.shape[-1] == sum(PARAMS[x].size for x in CUT)
+    residual = _harness.residual(seen[-1][1])
+    assert {x.data.shape for x in residual.addressable_shards} == {(1, owned.shape[-1])}
     kept = 0.0
     for i, ((before, _), (after, state)) in enumerate(itertools.pairwise(seen)):
         gradients = at(GRADIENTS, i)
@@ -259,16 +240,6 @@ def test_each_device_sends_the_largest_entries_of_what_it_owns():
         assert (slices(mesh, cut_leaves(delta))[0] == sent.mean(0)).all()
         for name in PARAMS.keys() - CUT:
             assert (delta[name] == gradients[name].mean(0)).all()
-
-
-def test_everything_is_remembered_once():
-    *_, (_, state) = follow(topk)[1]
-    ones = cut_leaves(jax.tree.map(np.ones_like, PARAMS))
-    owned = slices(three_axes(), ones)
-    assert owned[0].sum() == sum(x.size for x in ones.values())
-    residual = _harness.residual(state)
-    assert {x.data.shape for x in residual.addressable_shards} == {(1, owned.shape[-1])}
-    assert owned.shape[-1] == owned[0].sum() / 4
 
 
 ENCODINGS = choices(
@@ -361,62 +332,36 @@ def two_bits(params):
     return gravac.transform("dcn", shardings=params, send=gravac.Bits(2))
 
 
-def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models():
+# Two replicas gather alone; more exchange in two stages.
+STAGES = {(2, 2, 2): {"all-gather"}, (4, 2, 1): {"all-gather", "all-to-all"}}
+
+
+@pytest.mark.parametrize("shape", choices(STAGES, lambda x: x == (2, 2, 2)))
+def test_payloads_cross_the_slow_axis_and_the_others_stay_the_models(shape):
     leaves = ("embed", "up")
     # Figures that devices agree on, and the mean of a loss, are a few float32, of which
     # XLA may join two; a gradient here has more.
     # XLA gathers the tokens, int32, once more where only some axes are mapped.
     dtypes = lambda shapes: {dtype for dtype, _ in shapes}
-    is_small = lambda x: (
-        dtypes(x) == {"s32"} or (dtypes(x) == {"f32"} and size(x) <= 16)
-    )
-    large = lambda found: [x for x in found if not is_small(x[2])]
-    found = large(lowered(two_bits, leaves))
-    one_replica = large(lowered(None, leaves, (1, 2, 2)))
+    small = lambda x: size(x) if dtypes(x) == {"s32"} else 16 * (dtypes(x) == {"f32"})
+    large = lambda found: [x for x in found if size(x[2]) > small(x[2])]
+    found = large(lowered(two_bits, leaves, shape))
+    one_replica = large(lowered(None, leaves, (1, *shape[1:])))
     kinds = lambda found: collections.Counter(kind for _, kind, _ in found)
-    inner = [x for x in found if not x[0]]
+    inner, sent = ([x for x in found if x[0] == crosses] for crosses in (False, True))
     assert kinds(inner) == kinds(one_replica)
-    assert max(map(size, [x[2] for x in inner])) == max(size(x[2]) for x in one_replica)
-    sent = [x for x in found if x[0]]
-    assert kinds(sent) == {"all-gather": 1}  # the only stage between two replicas
+    largest = lambda found: max(size([x]) for *_, shapes in found for x in shapes)
+    assert largest(inner) == largest(one_replica)
+    assert kinds(sent) == dict.fromkeys(STAGES[shape], 1)
     assert set.union(*(dtypes(x[2]) for x in sent)) == {"u32"}
-
-
-# Compiled for many devices, and not run.
-MANY = """
-import jax
-jax.config.update("jax_num_cpu_devices", 256)
-import numpy as np
-import test_slices as here
-shapes = {"embed": (16, 128), "scale": (128,), "up": (128, 512), "down": (512, 6)}
-here.PARAMS |= {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-for crosses, kind, shapes in here.lowered(here.two_bits, ["up"], (4, 8, 8)):
-    if crosses:
-        print(kind, *sorted({dtype for dtype, _ in shapes}))
-"""
-
-
-@pytest.mark.slow
-def test_on_four_by_eight_by_eight_devices_payloads_alone_cross_the_slow_axis():
-    tests = pathlib.Path(__file__).parent
-    run = [sys.executable, "-c", MANY]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run(
-        run, cwd=tests, env=env, check=True, capture_output=True, text=True
-    )
-    assert sorted(set(out.stdout.splitlines())) == [
-        "all-gather u32",
-        "all-reduce f32",  # figures that all agree on
-        "all-to-all u32",
-    ]
 
 
 # Around a step
 
 
-def small(tx_of, shape=(2, 2, 2), leaves=("up", "odd")):
+def small(tx_of, leaves=("up", "odd")):
     """Return a mesh, an optimizer, and its params and state."""
-    mesh = three_axes(shape)
+    mesh = three_axes()
     params = put({x: PARAMS[x] for x in leaves}, mesh, {x: SPECS[x] for x in leaves})
     tx = tx_of(params)
     return mesh, tx, params, gravac.place(tx.init(params), mesh, "dcn")
@@ -430,141 +375,95 @@ def step_of(tx, mesh, value_and_grad=lambda f: gravac.value_and_grad(f, "dcn")):
         loss = lambda p, x: x[0] * jnp.sum(jnp.stack(energies(p)))
         _, grads = value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        sums = gravac.checksum(params, "dcn")
-        return (
-            gravac.resync(optax.apply_updates(params, updates), "dcn"),
-            opt_state,
-            sums,
+        params, sums = (
+            optax.apply_updates(params, updates),
+            gravac.checksum(params, "dcn"),
         )
+        return gravac.resync(params, "dcn"), opt_state, sums
 
     return gravac.data_parallel(train_step, mesh, "dcn", donate=False)
 
 
-def test_gradients_by_jax_are_those_of_one_replica():
-    mesh, tx, params, state = small(two_bits)
-    take = lambda step: step(params, state, np.array([1.0, 2.0], np.float32))
-    ours = on_all_devices(take(step_of(tx, mesh)))
-    by_jax = on_all_devices(take(step_of(tx, mesh, jax.value_and_grad)))
-    jax.tree.map(np.testing.assert_array_equal, by_jax, ours)
+GOOD, BAD = (np.array([1.0, x], np.float32) for x in (2.0, np.inf))
 
 
-def test_a_bad_gradient_of_one_device_leaves_everything_as_it_is():
+def test_gradients_by_jax_are_those_of_one_replica_and_a_bad_one_changes_nothing():
     sgd = optax.sgd(0.1, momentum=0.9)
     tx_of = lambda params: gravac.guard(optax.chain(two_bits(params), sgd))
-    mesh, tx, params, state = small(tx_of)
+    mesh, tx, *state = small(tx_of)
     step = step_of(tx, mesh)
-    params, state, sums = step(params, state, np.array([1.0, 2.0], np.float32))
+    ours = step(*state, GOOD)
+    by_jax = step_of(tx, mesh, jax.value_and_grad)(*state, GOOD)
+    _harness.assert_same(*map(on_all_devices, (by_jax, ours)))
+    params, opt_state, sums = ours
     assert sums[0] == sums[1]
-    after, bad, _ = step(params, state, np.array([1.0, np.inf], np.float32))
+    after, bad, _ = step(params, opt_state, BAD)
     on_all_devices((after, bad))
     info = optax.tree.get(bad, "StepInfo")
     assert (int(info.bad_steps), bool(info.is_finite)) == (1, False)
-    jax.tree.map(np.testing.assert_array_equal, after, params)
-    np.testing.assert_array_equal(_harness.residual(bad), _harness.residual(state))
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_other_slices(tmp_path):
-    mesh, tx, params, state = small(two_bits)
-    step = step_of(tx, mesh)
-    params, state, _ = step(params, state, np.array([1.0, 2.0], np.float32))
-    held = np.asarray(_harness.residual(state)).sum()
-    assert abs(held) > 0.1
-    with checkpoint.Checkpointer(tmp_path, save_every=1) as checkpointer:
-        checkpointer.save(1, (params, state), params)
-        same = checkpointer.restore((params, state), params).tree
-        np.testing.assert_array_equal(_harness.residual(same), _harness.residual(state))
-        mesh, tx, other, begun = small(two_bits, (4, 1, 2))
-        other, found = checkpointer.restore((other, begun), other).tree
-    jax.tree.map(np.testing.assert_array_equal, other, params)
-    residual = np.asarray(_harness.residual(found))
-    assert residual.shape[0] == 8
-    np.testing.assert_allclose(residual.sum() / 4, held / 2, rtol=1e-5)
-    other, found, _ = step_of(tx, mesh)(other, found, np.ones(4, np.float32))
-    on_all_devices(other)
+    kept = [(x, _harness.residual(y)) for x, y in ((after, bad), (params, opt_state))]
+    _harness.assert_same(*kept)
 
 
 def test_a_run_in_few_bits_goes_on_bit_for_bit(tmp_path):
     leaves = ("up", "odd", "bias")
     tx_of = lambda params: gravac.sgd(0.1, "dcn", shardings=params)
-    mesh, tx, params, state = small(tx_of, leaves=leaves)
-    step, batch = step_of(tx, mesh), np.array([1.0, 2.0], np.float32)
+    mesh, tx, params, state = small(tx_of, leaves)
+    step = step_of(tx, mesh)
     for _ in range(2):
-        params, state, _ = step(params, state, batch)
+        params, state, _ = step(params, state, GOOD)
     with checkpoint.Checkpointer(tmp_path, save_every=1) as checkpointer:
         checkpointer.save(1, (params, state), params)
         found = checkpointer.restore((params, state), params).tree
     assert np.any(np.asarray(_harness.residual(state)))
     _harness.assert_same(_harness.on_host(found), _harness.on_host((params, state)))
-    expected, received = step(params, state, batch), step(*found, batch)
+    expected, received = step(params, state, GOOD), step(*found, GOOD)
     _harness.assert_same(_harness.on_host(received), _harness.on_host(expected))
 
 
-def refused(transform, mesh=None, **kwargs):
-    """Take a step of `up` alone."""
-    mesh = mesh or three_axes()
-    params = put({"up": PARAMS["up"]}, mesh, {"up": SPECS["up"]})
-    tx = transform(params)
-    state = gravac.place(tx.init(params), mesh, "dcn")
-    return step_of(tx, mesh)(params, state, np.ones(2, np.float32))
+def told(spec=None, shape=(2, 2, 2), **others):
+    """Return what makes a transform that is told of other shardings of `up`."""
+
+    def make(params):
+        lies = put(params, three_axes(shape), {"up": spec}) if spec else params
+        return gravac.transform(**{"axis_name": "dcn", "shardings": lies, **others})
+
+    return make
 
 
+def mean_first(params):
+    mean = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "dcn"))
+    return optax.chain(mean, told()(params))
+
+
+# What is told, and the words of the error.
 MISTAKES = {
-    "nothing said": (
-        lambda params: gravac.transform("dcn", compress=True),
-        r"has 2 parts for 8 devices.*shardings=params",
-    ),
-    "other params": (
-        lambda params: gravac.transform("dcn", shardings=[params, params]),
-        r"told of 2 leaves",
-    ),
-    "a mean of gradients": (
-        lambda params: optax.chain(
-            optax.stateless(lambda grads, _: jax.lax.pmean(grads, "dcn")),
-            gravac.transform("dcn", shardings=params),
-        ),
-        r"remove any jax.lax.pmean",
-    ),
-    "over the slow axis": (
-        lambda params: gravac.transform(
-            "dcn", shardings=put(params, three_axes(), {"up": P("dcn")})
-        ),
-        r"sharded over \['dcn'\]",
-    ),
-    "the default axis": (
-        lambda params: gravac.transform(shardings=params),
-        r"has \('dcn', 'fsdp', 'tp'\), got \['data'\]",
-    ),
-    "another layout": (
-        lambda params: gravac.transform(
-            "dcn", shardings=put(params, three_axes(), {"up": P("tp")})
-        ),
-        r"told of P\S*\('tp',?\).*by P\S*\('fsdp', 'tp'\)",
-    ),
-    "another mesh": (
-        lambda params: gravac.transform(
-            "dcn", shardings=put(params, three_axes((2, 4, 1)), {"up": P("fsdp", "tp")})
-        ),
-        r"told of .*'fsdp': 4",
-    ),
-    "not on a mesh": (
-        lambda params: gravac.transform("dcn", shardings=PARAMS),
-        r"as they lie on one mesh.*got 0 meshes",
-    ),
+    "nothing": (told(shardings=None), "on 2 replicas, not on 8.*shardings=params"),
+    "other params": (lambda x: told(shardings=[x, x])(x), "told of 2 leaves"),
+    "a mean of gradients": (mean_first, "remove any jax.lax.pmean"),
+    "over the slow axis": (told(P("dcn")), r"sharded over \['dcn'\]"),
+    "the default axis": (told(axis_name="data"), r"has \('dcn', 'fsdp', 'tp'\)"),
+    "another layout": (told(P("tp")), r"P\S*\('tp',?\).*P\S*\('fsdp', 'tp'"),
+    "another mesh": (told(SPECS["up"], (2, 4, 1)), "told of .*'fsdp': 4.*'fsdp': 2"),
+    "not on a mesh": (told(shardings=PARAMS), "as they lie on one mesh.*got 0 meshes"),
+    "a fast axis, too": (told(fast_axis_name="fsdp"), "not both"),
+    "explicit axes": (told(), r"must be Auto.*Mesh\(mesh\.devices, mesh\."),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_with_what_to_do(mistake):
     make, says = MISTAKES[mistake]
-    with pytest.raises(ValueError, match=says):
-        refused(make)
+    mesh = make_mesh((2, 2, 2), NAMES, AXIS_TYPES["explicit" in mistake])
+    params = put({"up": PARAMS["up"]}, mesh, {"up": SPECS["up"]})
 
+    def train():
+        tx = make(params)
+        state = gravac.place(tx.init(params), mesh, "dcn")
+        return step_of(tx, mesh)(params, state, np.ones(2, np.float32))
 
-def test_a_fast_axis_beside_the_compilers_is_refused():
-    params = put({"up": PARAMS["up"]}, three_axes(), {"up": SPECS["up"]})
-    with pytest.raises(TypeError, match=r"not both"):
-        gravac.transform("dcn", fast_axis_name="fsdp", shardings=params)
+    with pytest.raises((TypeError, ValueError), match=says):
+        train()
 
 
 def test_a_constraint_over_the_slow_axis_is_explained():
@@ -578,9 +477,3 @@ def test_a_constraint_over_the_slow_axis_is_explained():
     step = gravac.data_parallel(train_step, mesh, "dcn")
     with pytest.raises(ValueError, match="must not name the axis of the\nreplicas"):
         step(params, state, np.ones(4, np.float32))
-
-
-def test_explicit_axes_are_refused():
-    mesh = make_mesh((2, 2, 2), NAMES, AXIS_TYPES[1])
-    with pytest.raises(ValueError, match=r"must be Auto.*Mesh\(mesh\.devices, mesh\."):
-        refused(lambda params: gravac.transform("dcn", shardings=params), mesh)

@@ -29,18 +29,12 @@ def way_of_a_gradient(tx):
     def step(state, gradients):
         return tx.update(jax.tree.map(lambda x: x[0], gradients), state)[::-1]
 
-    step = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(specs, jax.P("data")),
-        out_specs=(specs, jax.P()),
-        check_vma=False,
-    )
+    options = {"in_specs": (specs, jax.P("data")), "out_specs": (specs, jax.P())}
+    step = jax.shard_map(step, mesh=mesh, check_vma=False, **options)
 
     def is_large(x):
-        if isinstance(x, tuple | list):
-            return any(map(is_large, x))
-        return isinstance(x, jax.Array) and x.size >= N // 32
+        nested = isinstance(x, tuple | list) and any(map(is_large, x))
+        return nested or (isinstance(x, jax.Array) and x.size >= N // 32)
 
     def look(frame, event, _):
         file = frame.f_code.co_filename
@@ -58,12 +52,13 @@ def way_of_a_gradient(tx):
 
 @pytest.mark.parametrize(
     ("send", "most_files", "most_changes"),
-    [(gravac.Bits(2), 11, 50), (gravac.Fastest(), 13, 250)],
+    [(gravac.Bits(2), 12, 50), (gravac.Fastest(), 14, 170)],
     ids=repr,
 )
 def test_a_gradient_passes_few_files_and_seldom_another(send, most_files, most_changes):
     way = way_of_a_gradient(gravac.transform(send=send))
-    assert {"_step/update.py", "_encodings/bits.py"} <= set(way)
+    known = {"_step/update.py", "_step/phases.py", "_encodings/bits.py"}
+    assert known <= set(way)
     assert len(set(way)) <= most_files, sorted(set(way))
     # A workaround reads as the function of JAX whose place it takes: no stop.
     stops = [file for file in way if file != "_xla.py"]

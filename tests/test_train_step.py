@@ -1,4 +1,7 @@
-"""The train step in one call is the parts that it is made of."""
+"""The train step in one call is its parts, and starts the program of the right rung."""
+
+import dataclasses
+import functools
 
 import _harness
 import jax
@@ -9,63 +12,108 @@ import pytest
 from _harness import ROWS, N, Scripted, assert_same, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax._loop.train_step import Kind
 
 RNG = np.random.default_rng(0)
 TARGET = RNG.standard_normal((16, 8)).astype(np.float32)
-BATCHES = RNG.standard_normal((12, 4 * N, 16)).astype(np.float32)
+BATCHES = RNG.standard_normal((14, 4 * N, 16)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
 COMPRESS = {"b": False, "w": True}
 ONE_BIT = {"send": gravac.Bits(1, row_entries=32), "compress": COMPRESS}
 LADDER = (gravac.Dense(), ROWS)
-PLAIN = gravac.sgd(0.05, **ONE_BIT)
+MESH = make_mesh()
+slow = pytest.mark.slow
 
 
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"] + params["b"][None] - x @ TARGET) ** 2)
 
 
+RUNGS = (1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0)
+LATE = 2  # exchanges by which a decision takes effect later
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Listed(gravac.Controller):
+    """Takes the rungs of a list; a decision takes effect three exchanges on."""
+
+    ladder: tuple[gravac.Encoding, ...] = LADDER
+
+    def init(self):
+        return jnp.int32(RUNGS[0]), jnp.int32(0)
+
+    def decide(self, evidence, state):
+        del evidence
+        return jnp.asarray(RUNGS, jnp.int32)[state + 1 + LATE], state + 1
+
+
+def two_stages(send, *after, **options):
+    """Return a transform of all but the bias, and what comes after it."""
+    transform = gravac.transform(send=send, compress=COMPRESS, **options)
+    return optax.chain(transform, *(after or [optax.sgd(0.05, momentum=0.5)]))
+
+
+ADAM = optax.scale_by_adam(), optax.scale(-0.05)
 RECIPES = {
-    "fastest": optax.chain(
-        gravac.transform(compress=COMPRESS, send=gravac.Fastest(LADDER)),
-        optax.sgd(0.1, momentum=0.9),
-    ),
+    "fastest": two_stages(gravac.Fastest(LADDER), optax.sgd(0.1, momentum=0.9)),
     "adamw": gravac.adamw(0.05, **ONE_BIT),
     "delayed": gravac.adamw(0.05, delay=1, **ONE_BIT),
+    "adam after": two_stages(ONE_BIT["send"], *ADAM),
+    "plain": gravac.sgd(0.05, **ONE_BIT),
+    "rungs": two_stages(Listed()),
+    "rungs in rounds": two_stages(Listed(), optax.sgd(0.05), every=2),
+    "rungs late": gravac.adamw(0.01, send=Listed(), delay=1, compress=COMPRESS),
+    "entries": two_stages(Listed((gravac.Dense(), gravac.TopK(16)))),
 }
-RECIPES["adam after"] = optax.chain(
-    gravac.transform(**ONE_BIT), optax.scale_by_adam(), optax.scale(-0.05)
-)
-LOOKS_AHEAD = {"fastest": True, "adamw": True, "delayed": True, "adam after": False}
 
 
-def trained(step, state, batches=BATCHES):
-    losses = []
+def new_step(recipe, mesh=MESH, **options):
+    return gravac.train_step(loss_fn, RECIPES.get(recipe, recipe), mesh, **options)
+
+
+step_of = functools.cache(new_step)  # compiled once for all tests
+
+
+def run(step, batches=BATCHES, state=None):
+    """Return the state after all batches, and the rung and the loss of each."""
+    rungs, losses, state = [], [], state or step.init(PARAMS)
     for batch in batches:
         *state, loss = step(*state, batch)
-        losses.append(float(np.mean(loss)))  # of each replica, in rounds
-    return jax.device_get(state), losses
+        rungs.append(int(optax.tree.get(state[1], "StepInfo").rung))
+        losses.append(np.asarray(loss))
+    return state, rungs, losses
+
+
+def trained(step, state=None, batches=BATCHES):
+    state, _, losses = run(step, batches, state)
+    return jax.device_get(state), [float(np.mean(x)) for x in losses]
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    # Optax's Adam adds integers to floats.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.mark.parametrize(
-    "name", _harness.choices(RECIPES, lambda x: x in ("delayed", "adam after"))
+    "name",
+    _harness.choices(list(RECIPES)[:4], lambda x: x in ("delayed", "adam after")),
 )
 def test_it_is_its_parts(name):
     tx = RECIPES[name]
 
     def by_hand(params, opt_state, batch):
-        where = params
-        if LOOKS_AHEAD[name]:
-            where = gravac.own_params(tx, params, opt_state)
-        loss, grads = gravac.value_and_grad(loss_fn)(where, batch)
+        own = params
+        if name != "adam after":
+            own = gravac.own_params(tx, params, opt_state)
+        loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    mesh = make_mesh()
-    state = gravac.place((PARAMS, tx.init(PARAMS)), mesh)
-    with jax.numpy_dtype_promotion("standard"):  # which Optax's Adam needs
-        (params, _), losses = trained(gravac.data_parallel(by_hand, mesh), state)
-        step = gravac.train_step(loss_fn, tx, mesh)
-        (received, _), others = trained(step, step.init(PARAMS))
+    state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
+    (params, _), losses = trained(gravac.data_parallel(by_hand, MESH), state)
+    (received, _), others = trained(step_of(name))
     # Times make no difference here: they decide among rungs by and by.
     assert losses[-1] < 0.7 * losses[0]
     if name != "fastest":
@@ -73,42 +121,29 @@ def test_it_is_its_parts(name):
         assert others == losses
 
 
-def test_a_bad_batch_leaves_the_state_whole():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
-    state, _ = trained(step, step.init(PARAMS), BATCHES[:2])
-    state = gravac.place(tuple(state), make_mesh())
-    with pytest.raises(ValueError, match="cannot be split over"):
-        step(*state, BATCHES[0][:-1])
-    with pytest.raises(TypeError, match="dot_general"):
-        step(*state, BATCHES[0][:, :-1])
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-    step(*state, BATCHES[0])
-
-
-def test_a_delayed_step_of_micro_batches_is_that_of_the_whole_batch():
-    tx, found = gravac.sgd(0.05, delay=1, send=gravac.Dense()), []
-    for parts in (1, 2):
-        step = gravac.train_step(loss_fn, tx, make_mesh(), micro_batches=parts)
-        found.append(trained(step, step.init(PARAMS)))
-    ((params, _), losses), ((others, _), other_losses) = found
-    np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
-    assert losses[-1] < losses[0]
-    for name, x in params.items():
-        np.testing.assert_allclose(others[name], x, rtol=0, atol=1e-5)
-
-
 def test_simulated_replicas_train_alike():
-    tx = RECIPES["delayed"]
-    found = []
-    for mesh in (make_mesh(), N):
-        step = gravac.train_step(loss_fn, tx, mesh)
-        found.append(trained(step, step.init(PARAMS))[1])
+    found = [trained(step_of("delayed", mesh))[1] for mesh in (MESH, N)]
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+def test_a_bad_batch_leaves_the_state_whole():
+    step = step_of("plain")
+    state = gravac.place(tuple(trained(step, batches=BATCHES[:2])[0]), MESH)
+    for batch, error, words in [
+        (BATCHES[0][:-1], ValueError, "cannot be split over"),
+        (BATCHES[0][:0], ValueError, "above 0"),
+        (BATCHES[0][:, :-1], TypeError, "dot_general"),
+    ]:
+        with pytest.raises(error, match=words):
+            step(*state, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    step(*state, BATCHES[0])
+    with pytest.raises(ValueError, match="was given to an earlier step"):
+        new_step("plain")(*state, BATCHES[1])
+
+
 def test_its_times_reach_the_controller():
-    tx = gravac.transform(compress=True, send=Scripted(LADDER))
-    step = gravac.train_step(loss_fn, optax.chain(tx, optax.sgd(0.1)), make_mesh())
+    step = new_step(two_stages(Scripted(LADDER)))
     state, heard = step.init(PARAMS), []
     for batch in [*BATCHES, *BATCHES]:
         *state, _ = step(*state, batch)
@@ -117,72 +152,26 @@ def test_its_times_reach_the_controller():
     assert np.nanmin(heard) > 0
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("parts", "branches"),
-    [
-        pytest.param({"every": 3, "send": gravac.Dense()}, True, id="rounds"),
-        pytest.param({"send": Scripted(LADDER)}, False, id="programs", marks=slow),
-    ],
-)
-def test_one_step_serves_several_runs(parts, branches):
-    tx = gravac.sgd(0.05, compress=COMPRESS, **parts)
-    make = lambda: gravac.train_step(loss_fn, tx, make_mesh(), branches=branches)
-    step = make()
-    _, first = trained(step, step.init(PARAMS), BATCHES[:7])
-    _, again = trained(step, step.init(PARAMS), BATCHES[:7])
+def test_one_step_serves_several_runs():
+    tx = gravac.sgd(0.05, compress=COMPRESS, every=3, send=gravac.Dense())
+    step = new_step(tx)
+    _, first = trained(step, batches=BATCHES[:7])
+    _, again = trained(step, batches=BATCHES[:7])
     assert again == first
-    begun, _ = trained(step, step.init(PARAMS), BATCHES[:2])
-    trained(step, step.init(PARAMS), BATCHES[:4])
-    of = lambda step: trained(step, gravac.place(begun, make_mesh()), BATCHES[2:7])
-    here, there = of(step), of(make())
+    begun, _ = trained(step, batches=BATCHES[:2])
+    trained(step, batches=BATCHES[:4])
+    of = lambda step: trained(step, gravac.place(begun, MESH), BATCHES[2:7])
+    here, there = of(step), of(new_step(tx))
     assert here[1] == there[1]
     assert_same(here[0][0], there[0][0])
 
 
 def test_a_run_that_begins_anew_is_told_its_own_times():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
+    step = step_of("plain")
     for _ in range(2):
-        *state, _ = step(*step.init(PARAMS), BATCHES[0])
-        for batch in BATCHES[1:7]:
-            *state, _ = step(*state, batch)
+        trained(step, batches=BATCHES[:7])
         step._clock.wait()
         assert 0 < step._clock.times()["measured_step"] < 7
-
-
-def test_a_state_that_a_step_has_used_up_is_refused():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
-    state = step.init(PARAMS)
-    step(*state, BATCHES[0])
-    for fresh in (step, gravac.train_step(loss_fn, PLAIN, make_mesh())):
-        with pytest.raises(ValueError, match="was given to an earlier step"):
-            fresh(*state, BATCHES[1])
-
-
-def test_a_step_inside_of_another_program_is_refused():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
-    state = step.init(PARAMS)
-    with pytest.raises(TypeError, match=r"call it outside of jax\.jit"):
-        jax.jit(step)(*state, BATCHES[0])
-    with pytest.raises(TypeError, match=r"write the step for gravac\.data_parallel"):
-        jax.eval_shape(step, *state, BATCHES[0])
-
-
-def test_more_than_one_batch_is_refused():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
-    state = step.init(PARAMS)
-    with pytest.raises(TypeError, match=r"got 4 arguments .* such as \(x, y\)"):
-        step(*state, BATCHES[0], BATCHES[0])
-    with pytest.raises(TypeError, match=r"names \['key'\].* passes on"):
-        step(*state, BATCHES[0], key=1)
-
-
-def test_a_batch_without_rows_is_refused():
-    step = gravac.train_step(loss_fn, PLAIN, make_mesh())
-    with pytest.raises(ValueError, match="above 0"):
-        step(*step.init(PARAMS), BATCHES[0][:0])
 
 
 def test_init_copies_what_it_is_given():
@@ -197,94 +186,153 @@ def test_init_copies_what_it_is_given():
 @pytest.mark.parametrize(
     "after",
     [
-        pytest.param(optax.MultiSteps(optax.sgd(0.1), 2), id="MultiSteps"),
-        pytest.param(
-            optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
-            id="apply_if_finite",
-            marks=slow,
-        ),
-        pytest.param(optax.adadelta(0.1), id="adadelta"),
-        pytest.param(
-            optax.conditionally_transform(optax.sgd(0.1), lambda step: step > 3),
-            id="conditionally_transform",
-            marks=slow,
-        ),
-        pytest.param(optax.contrib.muon(0.1), id="muon", marks=slow),
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
+        optax.adadelta(0.1),
+        optax.conditionally_transform(optax.sgd(0.1), lambda step: step > 3),
+        optax.contrib.muon(0.1),
+    ],
+    ids=[
+        "MultiSteps",
+        "apply_if_finite",
+        "adadelta",
+        "conditionally_transform",
+        "muon",
     ],
 )
 def test_what_is_not_linear_gets_gradients_at_the_shared_params(after):
-    tx = optax.chain(gravac.transform(send=ROWS), after)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = []
-        for at in (None, "shared"):
-            step = gravac.train_step(loss_fn, tx, make_mesh(), at=at)
-            found.append(trained(step, step.init(PARAMS))[1])
-        assert found[0] == found[1]
-        step = gravac.train_step(loss_fn, tx, make_mesh(), at="own")
+    def heard(updates, state, params=None, *, at=None, **others):
+        seen.append(at)
+        return updates, state
+
+    seen, nothing = [], lambda params: optax.EmptyState()
+    spy = optax.GradientTransformationExtraArgs(nothing, heard)
+    traced = lambda step: jax.eval_shape(
+        step._program(Kind()), *step.init(PARAMS), BATCHES[0]
+    )
+    with jax.numpy_rank_promotion("allow"):
+        traced(new_step(two_stages(ROWS, spy, after)))
+        assert seen[-1] == "shared"
         with pytest.raises(ValueError, match="linear in the updates"):
-            step(*step.init(PARAMS), BATCHES[0])
+            traced(new_step(two_stages(ROWS, spy, after), at="own"))
+
+
+def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_params():
+    tx = two_stages(ONE_BIT["send"], *ADAM, delay=1)
+    with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
+        trained(new_step(tx))
+    trained(new_step(tx, at="shared"), batches=BATCHES[:1])
 
 
 def test_a_flush_leaves_nothing_behind():
-    step = gravac.train_step(loss_fn, RECIPES["delayed"], make_mesh())
-    (params, opt_state), _ = trained(step, step.init(PARAMS))
+    step = step_of("delayed")
+    (params, opt_state), _ = trained(step)
     assert _harness.residual(opt_state).any()
-    again = gravac.place((params, opt_state), make_mesh())
-    flushed, opt_state = step.flush(*again)
+    flushed, opt_state = step.flush(*gravac.place((params, opt_state), MESH))
     assert not np.any(_harness.residual(opt_state))
     assert not np.array_equal(flushed["w"], params["w"])
 
 
 def test_what_the_loss_returns_beside_is_averaged():
     def with_aux(params, x):
-        return loss_fn(params, x), {"rows": jnp.float32(len(x))}
+        own = jax.lax.axis_index("data").astype(jnp.float32)
+        return loss_fn(params, x), {"rows": jnp.float32(len(x)), "own": own}
 
     tx = RECIPES["adamw"]
-    step = gravac.train_step(with_aux, tx, make_mesh(), has_aux=True)
+    step = gravac.train_step(with_aux, tx, MESH, has_aux=True, micro_batches=2)
     *_, loss, aux = step(*step.init(PARAMS), BATCHES[0])
-    assert float(aux["rows"]) == 4
-    assert float(loss) > 0
+    assert aux["rows"].tolist() == [2, 2]
+    assert aux["own"].tolist() == [(N - 1) / 2] * 2
+    np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCHES[0]), rtol=1e-6)
 
 
 def test_a_bad_gradient_is_left_out_and_a_guard_skips_the_step():
-    tx, bad, nothing = RECIPES["adamw"], BATCHES[0].copy(), BATCHES[0].copy()
+    bad, nothing = BATCHES[0].copy(), BATCHES[0].copy()
     bad[5], nothing[4:8] = np.nan, 0  # of the second replica
 
-    def after(tx, batch):
-        step = gravac.train_step(loss_fn, tx, make_mesh())
-        (params, opt_state), _ = trained(step, step.init(PARAMS), [batch])
+    def after(step, batch):
+        (params, opt_state), _ = trained(step, batches=[batch])
         return params, int(optax.tree.get(opt_state, "bad_steps"))
 
-    (params, skipped), (expected, _) = after(tx, bad), after(tx, nothing)
+    step = step_of("adamw")
+    (params, skipped), (expected, _) = after(step, bad), after(step, nothing)
     assert_same(params, expected)
     assert not np.array_equal(params["w"], PARAMS["w"])
     assert skipped == 1
-    assert_same(after(gravac.guard(tx), bad), (PARAMS, 1))
+    assert_same(after(new_step(gravac.guard(RECIPES["adamw"])), bad), (PARAMS, 1))
 
 
-def test_adam_after_the_exchange_is_refused_if_own_params_are_asked_for():
-    exchange = gravac.transform(delay=1, **ONE_BIT)
-    tx = optax.chain(exchange, optax.adam(0.1))
-    step = gravac.train_step(loss_fn, tx, make_mesh())
-    state = step.init(PARAMS)
-    with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
-        step(*state, BATCHES[0])
-    step = gravac.train_step(loss_fn, tx, make_mesh(), at="shared")
-    with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
-        step(*step.init(PARAMS), BATCHES[0])
+# ------------------------------------------------- a program for each rung
 
 
-def test_a_mesh_without_the_axis_and_what_is_no_mesh_are_refused():
-    make = lambda *where: gravac.train_step(loss_fn, gravac.sgd(0.1), *where)
-    with pytest.raises(ValueError, match="axis_name='data' is not an axis"):
-        make(make_mesh(names=("x",)))
-    with pytest.raises(ValueError, match="'ici'"):
-        make(make_mesh(), "data", "ici")
-    with pytest.raises(ValueError, match="`mesh` must be a whole number"):
-        make(None)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("rungs", MESH),
+        pytest.param("rungs in rounds", N, marks=slow),
+        pytest.param("rungs late", MESH, marks=slow),
+        pytest.param("entries", MESH, marks=slow),
+    ],
+)
+def test_a_program_for_each_rung_takes_the_same_steps(name, mesh):
+    found = []
+    for branches in (True, False):
+        step = step_of(name, mesh, branches=branches)
+        state, rungs, losses = run(step)
+        params, _ = jax.device_get(step.flush(*state))
+        found.append((params, rungs, losses))
+    (params, rungs, losses), (others, other_rungs, other_losses) = found
+    assert rungs == other_rungs
+    # Each decision took effect three exchanges on.
+    exchanged = rungs[1::2] if name == "rungs in rounds" else rungs
+    assert exchanged == list(RUNGS[: len(exchanged)])
+    # XLA fuses each by itself.
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-4)
+    np.testing.assert_allclose(others["w"], params["w"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_chain_without_a_transform_is_refused():
-    step = gravac.train_step(loss_fn, optax.sgd(0.1), make_mesh())
-    with pytest.raises(ValueError, match=r"exactly one gravac\.transform"):
-        step.init(PARAMS)
+def test_no_program_takes_a_rung_that_is_for_own_params_only_at_shared_ones():
+    send = gravac.Fastest((gravac.Dense(), ONE_BIT["send"]))
+    for branches in (True, False):
+        step = new_step(two_stages(send, *ADAM), branches=branches)
+        _, rungs, _ = run(step, BATCHES[:4])
+        assert rungs == [0] * 4
+
+
+def test_bad_gradients_of_all_replicas_change_nothing_at_any_rung():
+    step = step_of("rungs", MESH, branches=False)
+    (params, opt_state), _ = trained(step, batches=np.full_like(BATCHES[:8], np.nan))
+    assert_same(params, PARAMS)
+    assert optax.tree.get(opt_state, "StepInfo").bad_steps == 8
+    assert not any(x.any() for x in jax.tree.leaves(opt_state[0].local.memory))
+
+
+def test_a_new_step_goes_on_where_another_one_ended():
+    step, later = (f("rungs", MESH, branches=False) for f in (step_of, new_step))
+    whole, rungs, losses = run(step)
+    state, first, before = run(step, BATCHES[:9])
+    state, last, after = run(later, BATCHES[9:], state)
+    assert first + last == rungs
+    assert_same(before + after, losses)
+    assert_same(state[0], whole[0])
+
+
+@pytest.mark.parametrize(("rung", "exchanges"), [(None, 2), (0, 0), (1, 1), (2, 1)])
+def test_a_program_has_the_network_of_its_rungs(rung, exchanges):
+    tx = two_stages(Listed((gravac.Dense(), gravac.Bits(8), gravac.Bits(1))))
+    step = new_step(tx)
+    take = step._program(Kind(rung=rung))
+    text = str(jax.make_jaxpr(take)(*step.init(PARAMS), BATCHES[0]))
+    assert text.count("all_to_all[") == exchanges
+
+
+@pytest.mark.parametrize("rung", [-1, 4, 1.0, True])
+def test_a_rung_that_is_not_on_the_ladder_is_refused(rung):
+    tx = gravac.transform(None, send=Listed(), compress=True)
+    with pytest.raises(ValueError, match=r"`rung` must be a whole number .* got"):
+        tx.update(PARAMS, tx.init(PARAMS), rung=rung)
+
+
+def test_what_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match="`branches` must be a bool"):
+        new_step("plain", N, branches=1)

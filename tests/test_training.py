@@ -127,27 +127,19 @@ def assert_trains(run, loop, tx):
     assert rungs == {1, 2}
 
 
-RUNS = {f.__name__: f for f in (sharded, pmapped)}
+CASES = {
+    f"{x}, sgd": (sharded, f, optax.chain(EXCHANGE, SGD)) for x, f in LOOPS.items()
+}
+CASES |= {f"plain, {x}": (sharded, plain, tx) for x, tx in OPTIMIZERS.items()}
+CASES["pmapped"] = pmapped, plain, optax.chain(EXCHANGE, SGD)
+QUICK = "plain, sgd", "plain, guarded adamw"
 
 
-CASES = [("plain", "pmapped"), *((loop, "sharded") for loop in LOOPS)]
-
-
-@pytest.mark.parametrize(
-    "case", choices(CASES, lambda x: x == ("plain", "sharded"), "-".join)
-)
-def test_every_loop_trains(case):
-    loop, run = case
-    assert_trains(RUNS[run], LOOPS[loop], optax.chain(EXCHANGE, SGD))
-
-
-@pytest.mark.parametrize(
-    "optimizer", choices(OPTIMIZERS, lambda x: x == "guarded adamw")
-)
-def test_every_optimizer_trains(optimizer):
+@pytest.mark.parametrize("case", choices(CASES, QUICK.__contains__))
+def test_every_loop_and_optimizer_trains(case):
     # optax.adamw itself needs implicit promotion.
     with jax.numpy_dtype_promotion("standard"):
-        assert_trains(sharded, plain, OPTIMIZERS[optimizer])
+        assert_trains(*CASES[case])
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import optax
 
 import gravac_jax as gravac
-from training.one_bit_adam import one_bit_adam
 from training.sends import parse
 
 DENSE = "dense"
@@ -95,12 +94,6 @@ def _diloco(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
     return gravac.diloco(inner, 30, axis_name, send=send, clip=CLIP)
 
 
-def _one_bit_adam(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
-    del after
-    adam = one_bit_adam(send, MAX_NORM, axis_name)
-    return optax.chain(adam, optax.scale_by_learning_rate(rate))
-
-
 _AT_OWN = {
     "own": ("gradients at own params", _own),
     "adamw": ("AdamW's steps", _adamw),
@@ -124,8 +117,6 @@ RECIPES = {
     "momentum": Recipe("momentum before the exchange", _momentum, is_own=False),
     "dgc": Recipe("Deep Gradient Compression, no warm-up", _dgc, is_own=False),
     "diloco": Recipe("DiLoCo in rounds of 30 steps", _diloco),
-    # Sends such as Scheduled((Dense(), Bits(1)), (200,)).
-    "1-bit adam": Recipe("1-bit Adam", _one_bit_adam, is_own=False),
     **{
         f"{prefix} {name}".strip(): Recipe(f"{words} {prefix}".strip(), _how(make, how))
         for prefix, how in _HOW.items()

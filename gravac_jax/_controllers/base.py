@@ -5,20 +5,14 @@ decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
-import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from gravac_jax import _arrays, _refuse
+from gravac_jax import _arrays
 from gravac_jax._encodings.base import Encoding
-from gravac_jax._encodings.dense import Dense
 
 LOOK_FIRST = 32  # steps; arbitrary
-DROP = 0.7  # of a learning rate in one step; arbitrary: smooth schedules fall less
 
 
 class Evidence(NamedTuple):
@@ -83,11 +77,6 @@ class Evidence(NamedTuple):
         """
         return self.step + 3 * self.steps
 
-    @property
-    def predicted_seconds(self) -> jax.Array:
-        """Seconds of a step at each rung by the cost model, `[rungs]` float32."""
-        return self.predicted_parts.sum(-1)
-
 
 class Predictions(NamedTuple):
     """What a controller predicted of its choices at the last decision.
@@ -133,6 +122,8 @@ class Controller(abc.ABC):
 
     Attributes:
       ladder: the encodings to choose from, by falling bytes.
+      rounds: the lengths of rounds to choose from, in steps; (1,) if every step is an
+        exchange, or `every` says how long rounds are.
       uses_seconds: whether it decides by how long steps take, measured or predicted.
       looks_at: what it needs to know of rungs that are not taken, for which steps look
         at a sample: "gradient" for `Evidence.gradient_energies`, "bucket" for
@@ -157,11 +148,7 @@ class Controller(abc.ABC):
     looks_at: ClassVar[Literal["gradient", "bucket", "nothing"]] = "nothing"
     look_every: ClassVar[int] = 1
     ladder: tuple[Encoding, ...]
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there is but one rung, so that steps need no branches."""
-        return len(self.ladder) == 1
+    rounds: tuple[int, ...] = (1,)
 
     def reach(self, at_own_params: bool) -> tuple[int, ...]:
         """Return the rungs that it may take, rising: a step is compiled for no others.
@@ -175,7 +162,7 @@ class Controller(abc.ABC):
     @property
     def has_rounds(self) -> bool:
         """Whether it chooses how long rounds are, so that some steps are local."""
-        return False
+        return self.rounds != (1,)
 
     def round_steps(self, step: jax.Array, state: Any) -> Any:
         """Return how long a round shall be, if it `has_rounds`.
@@ -241,68 +228,13 @@ class Controller(abc.ABC):
         return None
 
 
-def check_ladder(
-    value: Any, owner: str, least: int = 1, most: float = math.inf
-) -> None:
+def check_ladder(value: Any, owner: str, least: int = 1) -> None:
     """Refuse what is no tuple of encodings, each of them once."""
-    is_tuple = isinstance(value, tuple)
-    if not is_tuple or not all(isinstance(x, Encoding) for x in value):
-        raise TypeError(
-            f"the ladder of {owner} must be a tuple of encodings, such as"
-            f" (gravac.Dense(), gravac.Bits(8)), got {_arrays.brief(value)}: for one"
-            f" alone write gravac.transform(send=gravac.Bits(2))."
-        )
-    if not least <= len(value) <= most or len(set(value)) < len(value):
-        wanted = f"{least} encodings" + " or more" * (most > least)
-        raise ValueError(
-            f"the ladder of {owner} must have {wanted}, each of them once, got"
+    is_tuple = isinstance(value, tuple) and all(isinstance(x, Encoding) for x in value)
+    if not is_tuple or len(value) < least or len({*value}) < len(value):
+        raise (ValueError if is_tuple else TypeError)(
+            f"the ladder of {owner} must be a tuple of {least} encodings or more, each"
+            f" of them once, as (gravac.Dense(), gravac.Bits(8)) is, got"
             f" {_arrays.brief(value)}: for one alone write"
             f" gravac.transform(send=gravac.Bits(2))."
         )
-
-
-def check_dense_first(ladder: tuple[Encoding, ...], owner: str) -> None:
-    """Refuse a ladder from which a controller could not fall back to dense."""
-    if not isinstance(ladder[0], Dense):
-        raise ValueError(
-            f"the ladder of {owner} must begin with gravac.Dense(), the step that it"
-            f" falls back to, got {_arrays.brief(ladder)}."
-        )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Only(Controller):
-    """Takes the only rung of a ladder, in every step."""
-
-    ladder: tuple[Encoding]
-
-    def init(self) -> tuple[jax.Array, Any]:
-        """Return the only rung, and no state."""
-        return jnp.zeros((), jnp.int32), ()
-
-    def decide(self, evidence: Evidence, state: Any) -> tuple[jax.Array, Any]:
-        """Return the only rung."""
-        del evidence
-        return jnp.zeros((), jnp.int32), state
-
-
-def controller_of(send: Any) -> Controller:
-    """Return what chooses among encodings; of one encoding, what always takes it."""
-    if isinstance(send, Encoding):
-        return Only((send,))
-    if not isinstance(send, Controller):
-        raise TypeError(
-            f"`send` must be an encoding such as gravac.Bits(2), or a controller such"
-            f" as gravac.Fastest((gravac.Dense(), gravac.Bits(2))) or gravac.Fastest(),"
-            f" got {_refuse.shown(send)}."
-        )
-    return send
-
-
-def has_dropped(
-    learning_rate: Callable[[Any], Any], step: jax.Array, steps: int
-) -> jax.Array:
-    """Return whether the rate fell below 0.7 of itself in the last `steps` steps."""
-    at = jax.vmap(lambda step: jnp.asarray(learning_rate(step), jnp.float32))
-    last = jnp.maximum(step - jnp.arange(steps, dtype=jnp.int32), 0)
-    return jnp.any(at(last) < DROP * at(jnp.maximum(last - 1, 0)))

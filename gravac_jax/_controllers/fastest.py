@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from typing import NamedTuple
 
 import jax
@@ -14,9 +13,7 @@ from gravac_jax._controllers.base import Controller, Evidence, Predictions
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.bits import Bits
 from gravac_jax._encodings.dense import Dense
-from gravac_jax._evidence import compression_gain, step_time_filter
-from gravac_jax._evidence.progress import WAITING_COST, WAITING_COST_AT_SHARED
-from gravac_jax._evidence.progress import progress as progress_of
+from gravac_jax._evidence import compression_gain, cost_model
 
 # All of these are arbitrary; simulations showed that they trade well. Steps at a rung
 # are steps that exchange.
@@ -61,7 +58,7 @@ class FastestState(NamedTuple):
     rested: jax.Array
     known: jax.Array
     averages: compression_gain.Averages
-    timing: step_time_filter.Timing
+    timing: cost_model.Timing
     seconds: jax.Array
     progress: jax.Array
     fits: jax.Array
@@ -93,8 +90,8 @@ class Fastest(Controller):
     How long an entry waits follows from what an encoding would send of one gradient of
     the whole model, without the residual (`Encoding.waits`), and from the length of a
     round. So it does not depend on the rung in use, and no rung looks better than it is
-    because another one let the residual grow. `progress` in `progress.py` says how well
-    this predicts.
+    because another one let the residual grow. `progress` in `compression_gain.py` says
+    how well this predicts.
 
     At the shared params, gradients ask again for what waits. There, one bit and parts
     in turn are not taken, and on a ladder that has them a step is worth
@@ -171,8 +168,7 @@ class Fastest(Controller):
         _refuse.instance(self.rounds, tuple, "rounds", "(1, 4, 16)")
         for steps in self.rounds:
             _refuse.count(steps, "rounds", "the steps of each round")
-        is_rising = all(map(operator.lt, self.rounds, self.rounds[1:]))
-        if self.rounds[:1] != (1,) or not is_rising:
+        if self.rounds != (1, *sorted({*self.rounds} - {1})):
             raise ValueError(
                 f"`rounds` must begin with 1 and rise, got {self.rounds!r}: to exchange"
                 f" in every eighth step only, write gravac.transform(every=8)."
@@ -184,11 +180,6 @@ class Fastest(Controller):
         """Return all rungs, or at the shared params those that suit these, if any."""
         suits = [i for i, x in enumerate(self.ladder) if not x.needs_own_params]
         return super().reach(at_own_params) if at_own_params or not suits else (*suits,)
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether some steps may be local."""
-        return self.rounds != (1,)
 
     def round_steps(self, step: jax.Array, state: FastestState) -> jax.Array:
         """Return the length of the rounds that it has chosen."""
@@ -203,18 +194,17 @@ class Fastest(Controller):
         The first three exchanges are there whatever it decides, so that the first
         decision leaves it.
         """
-        last = len(self.ladder) - 1
+        whole = lambda x: jnp.full((), x, jnp.int32)
         first = int(isinstance(self.ladder[0], Dense))
-        start = lambda: jnp.full((), first, jnp.int32)
         choices = len(self.ladder) * len(self.rounds)
-        return start(), FastestState(
-            home=jnp.full((), last, jnp.int32),
-            current=start(),
-            dwelt=jnp.full((), DWELL - 1, jnp.int32),
-            rested=jnp.zeros((), jnp.int32),
-            known=jnp.zeros((), jnp.int32),
+        return whole(first), FastestState(
+            home=whole(len(self.ladder) - 1),
+            current=whole(first),
+            dwelt=whole(DWELL - 1),
+            rested=whole(0),
+            known=whole(0),
             averages=compression_gain.no_averages(len(self.ladder)),
-            timing=step_time_filter.no_times(),
+            timing=cost_model.no_times(),
             seconds=jnp.zeros(choices, jnp.float32),
             progress=jnp.zeros(choices, jnp.float32),
             fits=jnp.ones(choices, bool),
@@ -223,61 +213,51 @@ class Fastest(Controller):
     def decide(
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
-        """Learn, then go home, stay, or visit."""
-        reach = lambda choice: self._within_reach(choice, evidence.at_own_params)
-        state = state._replace(home=reach(state.home), current=reach(state.current))
-        state = _learned(evidence, state)
-        costs = self._costs(evidence, state)
-        home, may_leave = _home(costs, state)
-        # To take another choice that costs alike stands in place of a visit, so that
-        # noise does not move it to and fro.
-        safest = jnp.where(may_leave, _safest(costs, home), home)
-        is_tie, home = safest != home, safest
-        visited, is_worth = _visit(costs, state, home)
-        is_visit = may_leave & ~is_tie & is_worth
+        """Learn, predict the cost of every choice, and go home, stay, or visit."""
+        rungs, may_wait = len(self.ladder), self._may_wait(evidence.at_own_params)
+        guess = _guess(evidence)
+        state = self._within_reach(_learned(evidence, guess, state), may_wait)
+        given = self.rounds if self.has_rounds else [evidence.steps]
+        lengths = jnp.asarray(given, jnp.float32)
+        # Seconds of each kind of step, and of each choice; what a step is worth.
+        kinds = cost_model.predict(state.timing, guess)
+        seconds = cost_model.in_rounds(kinds, lengths)
+        expected = jnp.where(may_wait, self._progress(evidence, state, lengths), 0)
+        mean_bytes = (evidence.wire_bytes[None] / lengths[:, None]).ravel()
+        most = jnp.float32(self.most_bytes or jnp.inf)
+        least_bytes = jnp.min(mean_bytes, where=may_wait, initial=jnp.inf)
+        is_within = mean_bytes <= jnp.maximum(most, least_bytes)
+        is_allowed = may_wait & self._is_allowed(expected, state.home)
+        # A choice without progress is never the fastest.
+        progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
+        progress = progress * jnp.where(is_within, 1, 1e-12)
+        # In units of what home costs.
+        cost = seconds.mean / progress
+        unit = cost[state.home]
+        cost, of_a_second = cost / unit, 1 / (progress * unit)
+
+        home, is_tie, may_visit = _home(cost, progress, state)
+        least = cost_model.least_compute(state.timing) * of_a_second
+        moved = _moved_by_a_visit(kinds, seconds, state.timing.noise)[:, :rungs]
+        worth = value_of_visits(
+            cost,
+            moved * of_a_second[:, None],
+            jnp.where(is_allowed & is_within, least, jnp.inf),
+            home,
+            lengths[home // rungs],
+        )
+        visited = jnp.argmax(worth).astype(jnp.int32)
+        is_visit = may_visit & (worth[visited] > 0)
         choice = jnp.where(state.dwelt >= DWELL, home, state.current)
-        choice = jnp.where(is_visit, visited, choice)
-        return choice % len(self.ladder), state._replace(
+        choice = jnp.where(is_visit, home - home % rungs + visited, choice)
+        return choice % rungs, state._replace(
             home=home,
             current=choice,
             dwelt=jnp.where(choice == state.current, state.dwelt, 0),
             rested=jnp.where(is_visit | is_tie, 0, state.rested),
-            seconds=costs.rounds.seconds,
-            progress=costs.expected,
-            fits=costs.fits,
-        )
-
-    def _costs(self, evidence: Evidence, state: FastestState) -> "_Costs":
-        """Return what is believed of all choices."""
-        lengths = self._lengths(evidence)
-        may_wait = self._may_wait(evidence.at_own_params)
-        share = compression_gain.gain(state.averages.sent, state.averages.total)
-        waiting_cost = self._waiting_cost(evidence.at_own_params)
-        worth = progress_of(share[None], lengths[:, None], waiting_cost).ravel()
-        expected = jnp.where(may_wait, worth, 0)
-        is_allowed = may_wait & self._is_allowed(expected, state.home)
-        mean_bytes = (evidence.wire_bytes[None] / lengths[:, None]).ravel()
-        fits = mean_bytes <= jnp.float32(self.most_bytes or jnp.inf)
-        least_bytes = jnp.min(jnp.where(may_wait, mean_bytes, jnp.inf))
-        is_within = fits | (mean_bytes <= least_bytes)
-        # A choice without progress is never the fastest.
-        progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
-        progress = progress * jnp.where(is_within, 1, 1e-12)
-        kinds = step_time_filter.predict(state.timing, _kinds(evidence))
-        rounds = step_time_filter.in_rounds(kinds, lengths)
-        cost = rounds.seconds / progress
-        unit = cost[state.home]
-        scale = 1 / (progress * unit)
-        return _Costs(
-            cost=cost / unit,
-            scale=scale,
-            progress=progress,
-            expected=expected,
-            fits=fits,
-            may_take=is_allowed & is_within,
-            kinds=kinds,
-            rounds=rounds,
-            lengths=lengths,
+            seconds=seconds.mean,
+            progress=expected,
+            fits=mean_bytes <= most,
         )
 
     def predictions(self, state: FastestState) -> Predictions:
@@ -295,6 +275,27 @@ class Fastest(Controller):
             times=state.timing.times,
         )
 
+    def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
+        """Return which choices may be taken where gradients are, `[choices]` bool."""
+        always = [i in self.reach(False) for i in range(len(self.ladder))]
+        return jnp.asarray(always * len(self.rounds)) | at_own_params
+
+    def _within_reach(self, state: FastestState, may_wait: jax.Array) -> FastestState:
+        """Move to the last rung that may be taken, if that of a choice may not."""
+        rungs, last = len(self.ladder), self.reach(False)[-1]
+        moved = lambda x: jnp.where(may_wait[x], x, x - x % rungs + last)
+        return state._replace(home=moved(state.home), current=moved(state.current))
+
+    def _progress(
+        self, evidence: Evidence, state: FastestState, lengths: jax.Array
+    ) -> jax.Array:
+        """Return what a step of each choice is worth: `[choices]`."""
+        has_such = any(x.needs_own_params for x in self.ladder)
+        asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
+        share = compression_gain.gain(*state.averages)[None]
+        progress = compression_gain.progress(share, lengths[:, None], asks_again)
+        return progress.ravel()
+
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
         """Return which choices make enough progress: `[choices]` bool."""
         # The choice in use is left at a lower bound than it would be taken at.
@@ -302,161 +303,83 @@ class Fastest(Controller):
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
         return (progress >= least) | (progress >= jnp.max(progress))
 
-    def _lengths(self, evidence: Evidence) -> jax.Array:
-        """Return the steps of rounds, its own or those of `every`: `[rounds]`."""
-        if self.has_rounds:
-            return jnp.asarray(self.rounds, jnp.float32)
-        return jnp.asarray(evidence.steps, jnp.float32)[None]
 
-    def _waiting_cost(self, at_own_params: jax.Array | bool) -> jax.Array:
-        """Return what it costs that entries wait: more where gradients ask again."""
-        has_such = any(x.needs_own_params for x in self.ladder)
-        asks_again = has_such & ~jnp.asarray(at_own_params)
-        return jnp.where(asks_again, WAITING_COST_AT_SHARED, WAITING_COST)
-
-    def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
-        """Return which choices may be taken where gradients are, `[choices]` bool."""
-        always = [i in self.reach(False) for i in range(len(self.ladder))]
-        return jnp.asarray(always * len(self.rounds)) | at_own_params
-
-    def _within_reach(
-        self, choice: jax.Array, at_own_params: jax.Array | bool
-    ) -> jax.Array:
-        """Return a choice, or the last rung of its rounds that may be taken."""
-        rung = choice % len(self.ladder)
-        may_take = self._may_wait(at_own_params)[: len(self.ladder)]
-        rungs = jnp.arange(may_take.size, dtype=jnp.int32)
-        last = jnp.max(jnp.where(may_take, rungs, 0))
-        return choice - rung + jnp.where(may_take[rung], rung, last)
+def _guess(evidence: Evidence) -> jax.Array:
+    """Return the predicted parts of steps at each rung, and of a local step."""
+    parts = evidence.predicted_parts
+    local = jnp.where(cost_model.IS_COMPUTE[None], parts[:1], 0)
+    return jnp.concatenate([parts, local])
 
 
-class _Costs(NamedTuple):
-    """What is believed of all choices.
-
-    Attributes:
-      cost: `[choices]` float32, seconds per progress, in units of what home costs.
-      scale: `[choices]` float32, what makes such a cost of seconds.
-      progress: `[choices]` float32, what a step is worth; next to nothing if the choice
-        is not allowed.
-      expected: `[choices]` float32, what a step is worth.
-      fits: `[choices]` bool, as in `FastestState`.
-      may_take: `[choices]` bool, whether a choice may be taken now.
-      kinds: the seconds of each kind of step.
-      rounds: those of each choice.
-      lengths: `[rounds]` float32, steps of each round.
-    """
-
-    cost: jax.Array
-    scale: jax.Array
-    progress: jax.Array
-    expected: jax.Array
-    fits: jax.Array
-    may_take: jax.Array
-    kinds: step_time_filter.Predicted
-    rounds: step_time_filter.Predicted
-    lengths: jax.Array
-
-
-def _learned(evidence: Evidence, state: FastestState) -> FastestState:
+def _learned(evidence: Evidence, guess: jax.Array, state: FastestState) -> FastestState:
     """Add what a step has shown, and count it."""
-    timing, has_changed = _timed(evidence, state.timing)
+    timing, seconds = state.timing, evidence.measured_seconds
+    if evidence.local_seconds is not None:
+        # A local step tells nothing of the network, nor how a step divides.
+        newer, _ = cost_model.observe(timing, guess, -1, evidence.local_seconds)
+        timing = _arrays.where(timing.times > 0, newer, timing)
+    rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
+    timing, has_changed = cost_model.observe(timing, guess, rung, seconds[rung])
     sampled, whole = evidence.gradient_energies, evidence.gradient_energy
     newer = compression_gain.smooth(state.averages, sampled, whole, SMOOTHING)
-    known = jnp.minimum(state.known + evidence.steps, HASTE * REST)
+    known = jnp.where(has_changed, 0, state.known + evidence.steps)
     return state._replace(
         dwelt=state.dwelt + 1,
         rested=jnp.minimum(state.rested + evidence.steps, REST),
-        known=jnp.where(has_changed, 0, known),
+        known=jnp.minimum(known, HASTE * REST),
         averages=_arrays.where(jnp.any(sampled > 0), newer, state.averages),
         timing=timing,
     )
 
 
-def _kinds(evidence: Evidence) -> jax.Array:
-    """Return the predicted parts of steps at each rung, and of a local step."""
-    parts = evidence.predicted_parts
-    is_compute = jnp.eye(1, parts.shape[1], dtype=parts.dtype)
-    return jnp.concatenate([parts, parts[:1] * is_compute])
+def _home(
+    cost: jax.Array, progress: jax.Array, state: FastestState
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose a home: the choice believed to be fastest.
 
-
-def _timed(
-    evidence: Evidence, timing: step_time_filter.Timing
-) -> tuple[step_time_filter.Timing, jax.Array]:
-    """Learn from the times of a round; return whether the network has changed, too."""
-    guess, seconds = _kinds(evidence), evidence.measured_seconds
-    if evidence.local_seconds is not None:
-        # A local step tells nothing of the network, nor how a step divides.
-        local, kind = evidence.local_seconds, seconds.size
-        newer, _ = step_time_filter.observe(timing, guess, kind, local)
-        timing = _arrays.where(timing.times > 0, newer, timing)
-    rung = jnp.argmax(seconds > 0)  # several at once are rare; one will do
-    return step_time_filter.observe(timing, guess, rung, seconds[rung])
-
-
-def _home(costs: _Costs, state: FastestState) -> tuple[jax.Array, jax.Array]:
-    """Return the choice believed to be fastest, and whether it may be left now."""
-    is_free = state.dwelt >= DWELL
+    Returns:
+      home: `[]` int32.
+      is_tie: `[]` bool, whether it is a new one that costs no more than the last.
+      may_visit: `[]` bool, whether another rung may be visited now.
+    """
+    times, dwelt = state.timing.times, state.dwelt
     # A time of the second rung has come, or no time has when it could have.
-    is_untold = state.timing.times == 0
-    could_have = state.dwelt >= DWELL + LATE
-    has_begun = jnp.where(is_untold, could_have, state.timing.times > DWELL)
-    best = jnp.argmin(costs.cost).astype(jnp.int32)
+    has_begun = jnp.where(times == 0, dwelt >= DWELL + LATE, times > DWELL)
+    is_free = has_begun & (dwelt >= DWELL)
+    best = jnp.argmin(cost).astype(jnp.int32)
     # After a visit it goes home before it moves, unless it moves to where it is.
-    is_at_home = (state.current == state.home) | is_untold
-    may_move = has_begun & is_free & (is_at_home | (state.current == best))
-    is_faster = costs.cost[best] < 1 - MARGIN
+    may_move = is_free & (
+        (times == 0) | (state.current == state.home) | (state.current == best)
+    )
+    is_faster = cost[best] < 1 - MARGIN
     home = jnp.where(may_move & is_faster, best, state.home)
     is_settled = (state.current == state.home) & (home == state.home)
-    is_rested = state.rested * HASTE >= state.known
-    return home, has_begun & is_free & is_settled & is_rested
+    may_leave = is_free & is_settled & (state.rested * HASTE >= state.known)
+    # Of choices that cost alike, the one of most progress keeps most quality. To take
+    # it stands in place of a visit, so that noise does not move it to and fro.
+    is_home = jnp.arange(cost.size) == home  # its cost may round to above 1
+    safest = jnp.argmax(jnp.where(is_home | (cost <= 1), progress, 0))
+    is_tie = may_leave & (safest != home)
+    home = jnp.where(is_tie, safest.astype(jnp.int32), home)
+    return home, is_tie, may_leave & ~is_tie
 
 
-def _safest(costs: _Costs, home: jax.Array) -> jax.Array:
-    """Return the choice of most progress, which keeps most quality, at no more cost."""
-    is_home = jnp.arange(costs.cost.size) == home  # its cost may round to above 1
-    is_cheap = is_home | (costs.cost <= 1)
-    return jnp.argmax(jnp.where(is_cheap, costs.progress, 0)).astype(jnp.int32)
-
-
-def _visit(
-    costs: _Costs, state: FastestState, home: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the choice that is most worth a visit, and whether a visit pays.
-
-    A visit is to another rung, in rounds as long as those of home.
-    """
-    rungs = costs.cost.size // costs.lengths.size
-    least = step_time_filter.least_compute(state.timing) * costs.scale
-    told = _told_by_a_visit(costs.kinds, costs.rounds, state.timing.noise)[:, :rungs]
-    worth = value_of_visits(
-        costs.cost,
-        told * costs.scale[:, None],
-        jnp.where(costs.may_take, least, jnp.inf),
-        home,
-        costs.lengths[home // rungs],
-    )
-    visited = jnp.argmax(worth).astype(jnp.int32)
-    return home - home % rungs + visited, worth[visited] > 0
-
-
-def _told_by_a_visit(
-    kinds: step_time_filter.Predicted,
-    rounds: step_time_filter.Predicted,
-    noise: jax.Array,
+def _moved_by_a_visit(
+    kinds: cost_model.Seconds, choices: cost_model.Seconds, noise: jax.Array
 ) -> jax.Array:
     """Return how far three times of a kind are likely to move each prediction.
 
     Args:
       kinds: the seconds of each kind of step.
-      rounds: those of each choice, and their covariance with those of each kind.
+      choices: those of each choice, and their covariance with those of each kind.
       noise: `[]` float32, the relative variance of a measured time.
 
     Returns:
       `[choices, kinds]` float32, standard deviations in seconds, with their signs.
     """
     variance = jnp.maximum(jnp.diag(kinds.covariance), 0)
-    spread = jnp.sqrt(variance + noise * jnp.square(kinds.seconds) / DWELL)
-    return rounds.covariance / jnp.maximum(spread, 1e-12)[None]
+    spread = jnp.sqrt(variance + noise * jnp.square(kinds.mean) / DWELL)
+    return choices.covariance / jnp.maximum(spread, 1e-12)[None]
 
 
 def value_of_visits(

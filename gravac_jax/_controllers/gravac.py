@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._controllers import base
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller, Evidence, check_ladder
 from gravac_jax._encodings.base import Encoding
+from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.top_k import TopK
 from gravac_jax._evidence import compression_gain
 
@@ -72,8 +72,7 @@ class GraVAC(Controller):
       ladder: `Dense()`, then the encodings to explore. The default is geometric: on the
         quickstart it saved more than exponential at the same loss.
       epsilon: smallest gain that may be sent; raising it sends more. The default was
-        measured (docs/how-it-works.md says how); the paper uses 0.7 and 0.9 on larger
-        models.
+        measured on small models; the paper uses 0.7 and 0.9 on larger ones.
       omega: relative difference that counts as none; 0.01 in the paper.
       window: steps between two moves; 500 or 2,000 in the paper.
       gain: "energy" for squared norms, as StepInfo reports them, or "norm" for their
@@ -106,8 +105,12 @@ class GraVAC(Controller):
     smoothing: float | None = None
 
     def __post_init__(self) -> None:
-        base.check_ladder(self.ladder, "GraVAC", least=2)
-        base.check_dense_first(self.ladder, "GraVAC")
+        check_ladder(self.ladder, "GraVAC", least=2)
+        if not isinstance(self.ladder[0], Dense):
+            raise ValueError(
+                f"the ladder of GraVAC must begin with gravac.Dense(), the step that it"
+                f" falls back to, got {_arrays.brief(self.ladder)}."
+            )
         _refuse.number(self.epsilon, "epsilon", low=0, high=1)
         _refuse.number(self.omega, "omega", low=0, high=1)
         _refuse.count(self.window, "window", "steps")
@@ -132,7 +135,9 @@ class GraVAC(Controller):
         self, evidence: Evidence, state: GraVACState
     ) -> tuple[jax.Array, GraVACState]:
         """Apply the gate, record throughputs, and move at the end of a window."""
-        evidence, state = self._above(evidence, state)
+        rungs = jnp.arange(len(self.ladder))
+        lowest = jnp.minimum(evidence.first_sparse, rungs.size - 1)
+        state = self._started_at(lowest, state)
         # The paper's smoothing factor N / 100 exceeds 1 beyond 100 workers, which would
         # make an average swing, so it is capped.
         weight = self.smoothing or min(1.0, evidence.replicas / 100)
@@ -140,9 +145,22 @@ class GraVAC(Controller):
             state.averages, evidence.energies, evidence.energy, weight
         )
         gains = compression_gain.gain(averages.sent, averages.total, self.gain)
-        state = self._record(state._replace(averages=averages), gains, evidence)
         rung = self._gate(state, gains)
-        state = self._record_prediction(state, rung, gains, evidence)
+
+        # Predictions and measured times are not on one scale, and the search compares
+        # entries with each other: the first time clears what was predicted. A time that
+        # comes late is combined with the present gain of its rung.
+        is_left_out = (rungs > 0) & (rungs < lowest)
+        measured = jnp.where(is_left_out, jnp.nan, evidence.measured_seconds)
+        is_measured = state.is_measured | jnp.any(measured > 0)  # False where NaN
+        predicted = jnp.where(rungs == rung, evidence.predicted_parts.sum(-1), jnp.nan)
+        seconds = jnp.where(is_measured, measured, predicted)
+        table = jnp.where(is_measured & ~state.is_measured, 0.0, state.throughputs)
+        state = state._replace(
+            averages=averages,
+            is_measured=is_measured,
+            throughputs=jnp.where(seconds > 0, gains / seconds, table),
+        )
 
         # A window ends where the paper's `i % window == 0` holds, counting from 1. It
         # does not limit how far the averages reach back. A step that gravac.guard skips
@@ -150,26 +168,18 @@ class GraVAC(Controller):
         now = evidence.step + 1
         is_end = now // self.window > (now - evidence.steps) // self.window
         is_move = is_end & ~state.is_settled
-        moved = self._move(state, gains)
-        return rung, _arrays.where(is_move, moved, state)
+        return rung, _arrays.where(is_move, self._move(state, gains), state)
 
-    def _above(
-        self, evidence: Evidence, state: GraVACState
-    ) -> tuple[Evidence, GraVACState]:
-        """Ignore the rungs that are dense because there are so many replicas.
+    def _started_at(self, lowest: jax.Array, state: GraVACState) -> GraVACState:
+        """Begin above the rungs that are dense because there are so many replicas.
 
         They have the throughput of rung 0, and two equal throughputs end the search.
         """
-        rungs, top = jnp.arange(len(self.ladder)), len(self.ladder) - 1
-        lowest = jnp.minimum(evidence.first_sparse, top)
-        seconds = evidence.measured_seconds
-        is_left_out = (rungs > 0) & (rungs < lowest)
-        at_least = lambda x, low: jnp.where(state.is_settled, x, jnp.maximum(x, low))
-        return evidence._replace(
-            measured_seconds=jnp.where(is_left_out, jnp.nan, seconds)
-        ), state._replace(
-            minimum=at_least(state.minimum, lowest),
-            candidate=at_least(state.candidate, jnp.minimum(lowest + 1, top)),
+        top = len(self.ladder) - 1
+        least = lambda rung: jnp.where(state.is_settled, 0, jnp.minimum(rung, top))
+        return state._replace(
+            minimum=jnp.maximum(state.minimum, least(lowest)),
+            candidate=jnp.maximum(state.candidate, least(lowest + 1)),
         )
 
     def _gate(self, state: GraVACState, gains: jax.Array) -> jax.Array:
@@ -177,37 +187,6 @@ class GraVAC(Controller):
         fallback = jnp.where(gains[state.minimum] >= self.epsilon, state.minimum, 0)
         is_good = gains[state.candidate] >= self.epsilon
         return jnp.where(is_good, state.candidate, fallback).astype(jnp.int32)
-
-    def _record(
-        self, state: GraVACState, gains: jax.Array, evidence: Evidence
-    ) -> GraVACState:
-        """Enter measured times; the first one clears the predictions.
-
-        Predictions and measured times are not on one scale, and the search compares
-        entries with each other. A time that comes late is combined with the present
-        gain of its rung.
-        """
-        seconds = evidence.measured_seconds
-        is_new = seconds > 0  # False where NaN
-        is_measured = state.is_measured | jnp.any(is_new)
-        is_first = is_measured & ~state.is_measured
-        table = jnp.where(is_first, 0.0, state.throughputs)
-        measured = gains / seconds
-        return state._replace(
-            throughputs=jnp.where(is_new, measured, table), is_measured=is_measured
-        )
-
-    def _record_prediction(
-        self,
-        state: GraVACState,
-        rung: jax.Array,
-        gains: jax.Array,
-        evidence: Evidence,
-    ) -> GraVACState:
-        predicted = gains / evidence.predicted_seconds
-        is_here = (jnp.arange(len(self.ladder)) == rung) & ~state.is_measured
-        throughputs = jnp.where(is_here, predicted, state.throughputs)
-        return state._replace(throughputs=throughputs)
 
     def _move(self, state: GraVACState, gains: jax.Array) -> GraVACState:
         """Run the paper's CheckGraVAC, by its prose where Algorithm 1 differs."""

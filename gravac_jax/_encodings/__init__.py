@@ -2,8 +2,8 @@
 
 One method is one file: `dense.py`, `bits.py`, `top_k.py`, `low_rank.py`. `base.py` has
 the interface. `ladder.py` takes one of several and counts what they cost. Below them is
-arithmetic: `levels.py` rounds rows, `selection.py` finds the largest entries,
-`payload.py` packs them, `power_iteration.py` multiplies thin matrices.
+arithmetic: `levels.py` rounds rows, `selection.py` finds the largest entries, and
+`payload.py` packs them.
 
 A new encoding is a file here, a line in `ENCODINGS`, a name in the package's front
 door, and an oracle in the tests.

@@ -31,7 +31,7 @@ SPARED_BITS = 4  # of an entry of a spared leaf, at least
 SPARED_BYTES = 1 / 3  # the most that spared leaves add to a message
 LOOKED_AT_ROWS = 256  # at least, of a bucket that has as many; arbitrary
 # An entry that is not sent is missing; a rounded entry is there, too large as often as
-# too small. Fitted to eleven workloads, with 0.15 for `progress.WAITING_COST`.
+# too small. Fitted to eleven workloads, with 0.15 for `compression_gain.WAITING_COST`.
 ROUNDING_WAITS = 1 / 10
 
 
@@ -98,12 +98,17 @@ class Message(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """Some rows of a bucket, from which shares are estimated."""
+    """A bucket, of which shares are estimated."""
 
     x: jax.Array
-    rows: jax.Array
-    entries: jax.Array  # of each row
-    known: dict[Any, jax.Array]  # energies that several encodings ask for
+    key: jax.Array
+    found: dict[Any, Any]  # what several encodings ask for
+
+    def known(self, name: Any, make: Callable[[], Any]) -> Any:
+        """Return what is known by a name, made if nobody has asked for it yet."""
+        if name not in self.found:
+            self.found[name] = make()
+        return self.found[name]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -312,97 +317,92 @@ class Bits(Encoding):
         if message.spared or not message.is_whole:
             # The bucket is made once, for all sections and for what is not due.
             x = _xla.once(x)
-        parts = [
-            jax.lax.dynamic_slice(x, (start,), (section.entries,))
-            for start, section in zip(starts, sections, strict=True)
-        ]
+        of_each = functools.partial(zip, sections, strict=True)
+        cut = jax.lax.dynamic_slice
+        parts = [cut(x, (at,), (section.entries,)) for section, at in of_each(starts)]
         # Spared leaves are not read again, so that the bucket can be overwritten.
         parts[1:] = map(_xla.once, parts[1:])
         owners = self._owners(comm.replicas)
-        rounded = [_round(*x, owners) for x in zip(parts, sections, strict=True)]
+        rounded = [
+            levels.round_rows(*_in_rows(part, section.length), section.bits, owners)
+            for section, part in of_each(parts)
+        ]
         energy = _sent_energy(rounded, message)
         comm.tell(energy)
         averaged = self._average(rounded, sections, comm)
         mean, residual = jnp.zeros_like(averaged[0][0], shape=x.shape), x
         put = jax.lax.dynamic_update_slice
         for start, (part_mean, held) in zip(starts, averaged, strict=True):
-            mean, residual = (
-                put(mean, part_mean, (start,)),
-                put(residual, held, (start,)),
-            )
+            mean = put(mean, part_mean, (start,))
+            residual = put(residual, held, (start,))
         return Sent(mean, residual, energy), state
 
     def _average(
         self, rounded: Sequence[Rounded], sections: Sequence[Section], comm: Comm
     ) -> list[tuple[jax.Array, jax.Array]]:
         """Return the mean of each section, and what this replica holds back of it."""
-        messages = [x.message for x in rounded]
-        held = [_flat(*x) for x in zip(_dropped(rounded), sections, strict=True)]
+        of_each = functools.partial(zip, sections, strict=True)
+        held = [_flat(x.dropped, section) for section, x in of_each(rounded)]
         if self._owners(comm.replicas) == 1:
-            theirs = _together(comm.gather, [x[0] for x in messages])
-            mean = lambda x, y: _flat(levels.mean(x, y.rows(), y.bits), y)
-            return list(zip(map(mean, theirs, sections), held, strict=True))
-        theirs = _together(comm.swap, messages)
-        mine = [_round_mean(x, y, comm) for x, y in zip(theirs, sections, strict=True)]
-        back = _together(comm.gather, [x.message[0] for x in mine])
-        rows = lambda y: y.rows(comm.replicas)
-        decoded = lambda x, y: _flat(levels.in_order(x, rows(y), y.bits_back), y)
-        owed = [comm.replicas * x.reshape(-1) for x in _dropped(mine)]
-        held = [
-            _added_at(x, y, comm.replica() * y.size)
-            for x, y in zip(held, owed, strict=True)
-        ]
-        return list(zip(map(decoded, back, sections), held, strict=True))
+            theirs = _together(comm.gather, [x.message[0] for x in rounded])
+            means = [levels.mean(x, s.rows(), s.bits) for s, x in of_each(theirs)]
+        else:
+            theirs = _together(comm.swap, [x.message for x in rounded])
+            mine = [_round_mean(x, section, comm) for section, x in of_each(theirs)]
+            back = _together(comm.gather, [x.message[0] for x in mine])
+            rows = lambda section: section.rows(comm.replicas)
+            means = [levels.in_order(x, rows(s), s.bits_back) for s, x in of_each(back)]
+            owed = [comm.replicas * x.dropped.reshape(-1) for x in mine]
+            at = comm.replica()
+            pairs = zip(held, owed, strict=True)
+            held = [_added_at(x, part, at * part.size) for x, part in pairs]
+        return list(zip(map(_flat, means, sections), held, strict=True))
 
     # What it would send. ------------------------------------------------------------
 
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
-        """Look at all rows of a bucket, or at some of many.
+        """Look at the bucket; shares of it are estimated once for all that ask."""
+        del state, bucket
+        return _Looked(x, key, {})
+
+    def _some_rows(self, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return all rows of a bucket, or some of many, and the entries of each.
 
         These are all rows of a bucket with fewer than 512 whole ones. Of a larger one
         they are 256 to 383 rows at equal distances, so that a look costs little.
         """
-        del state
-        length = self._row(bucket.n)
-        whole = bucket.n // length
+        length = self._row(x.size)
+        whole = x.size // length
         apart = whole // LOOKED_AT_ROWS
         if apart < 2:
-            return _Looked(x, *_in_rows(x, length), {})
+            return _in_rows(x, length)
         rows = whole // apart
         groups = x[: rows * apart * length].reshape(rows, apart, length)
         first = (_arrays.draws(key)[0] % apart).astype(jnp.int32)
         some = jax.lax.dynamic_index_in_dim(groups, first, axis=1, keepdims=False)
         # Else XLA would find them in the leaves again, for everything that reads them.
-        some = _xla.once(some)
-        return _Looked(x, some, jnp.full(rows, length, jnp.float32), {})
+        return _xla.once(some), jnp.full(rows, length, jnp.float32)
 
-    def _shares(
-        self, looked: _Looked, message: Message
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return three shares, `[]` float32.
+    def _shares(self, looked: _Looked, message: Message) -> tuple[Any, Any, Any]:
+        """Return three shares, `[]` float32 or floats.
 
         They are the share of a row's energy that rounding keeps; the share of all
         energy that spared leaves have; and the share of that which is sent of them.
         Rows of spared leaves are taken for like others.
         """
-        x, rows, entries, known = looked
+        x, length = looked.x, self._row(message.n)
+        whole = lambda x: jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
+        some_rows = lambda: self._some_rows(x, looked.key)
+        rows, entries = looked.known(length, some_rows)
 
         def kept(bits: int) -> jax.Array:
-            whole = lambda: jnp.maximum(_arrays.energy(rows), _arrays.SMALLEST_NORMAL)
-            share = lambda: levels.energy(rows, entries, bits) / whole()
-            return _known(known, ("kept", bits), share)
-
-        def of_spared() -> jax.Array:
-            whole = jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
-            return _arrays.energy(x[: message.spared]) / whole
+            share = lambda: levels.energy(rows, entries, bits) / whole(rows)
+            return looked.known((length, bits), share)
 
         if not message.spared:
-            return (
-                kept(self.bits),
-                jnp.zeros_like(x, shape=()),
-                jnp.ones_like(x, shape=()),
-            )
-        spared = _known(known, ("spared", message.spared), of_spared)
+            return kept(self.bits), 0.0, 1.0
+        of_spared = lambda: _arrays.energy(x[: message.spared]) / whole(x)
+        spared = looked.known(("spared", message.spared), of_spared)
         return kept(self.bits), spared, kept(message.sections[-1].bits)
 
     def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
@@ -424,9 +424,10 @@ class Bits(Encoding):
         """
         message = self.message(bucket, replicas)
         kept, spared, sent = self._shares(looked, message)
-        at_once = _rounding_waits(sent, 1)
-        in_turn = _rounding_waits(kept, message.turns)
-        return spared * at_once + (1 - spared) * in_turn
+        in_turns = lambda turns, share: (
+            (turns - 1) / 2 + turns * ROUNDING_WAITS * (1 - share) / share
+        )
+        return spared * in_turns(1, sent) + (1 - spared) * in_turns(message.turns, kept)
 
 
 def _small_ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
@@ -443,15 +444,6 @@ def _in_rows(part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     padded = _xla.once_on_cpus(padded)
     entries = np.minimum(n - length * np.arange(rows), length)
     return padded, jnp.asarray(entries, jnp.float32)
-
-
-def _round(part: jax.Array, section: Section, owners: int) -> Rounded:
-    """Round the entries of a section, in as many parts as owners."""
-    return levels.round_rows(*_in_rows(part, section.length), section.bits, owners)
-
-
-def _dropped(rounded: Sequence[Rounded]) -> list[jax.Array]:
-    return [x.dropped for x in rounded]
 
 
 def _flat(rows: jax.Array, section: Section) -> jax.Array:
@@ -481,16 +473,11 @@ def _round_mean(messages: jax.Array, section: Section, comm: Comm) -> Rounded:
     mean = levels.mean(messages, rows, section.bits)
     entries = jnp.full_like(mean, length, shape=(rows,))
     if n % length:
-        mean, entries = _cut(mean, n - comm.replica() * rows * length)
+        left = n - comm.replica() * rows * length
+        inside = jnp.clip(left - length * jnp.arange(rows), 0, length)
+        is_entry = jnp.arange(length)[None] < inside[:, None]
+        mean, entries = jnp.where(is_entry, mean, 0), inside.astype(jnp.float32)
     return levels.round_rows(mean, entries, section.bits_back)
-
-
-def _cut(x: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return rows with 0 beyond the first `left` entries, and the entries of each."""
-    rows, length = x.shape
-    entries = jnp.clip(left - length * jnp.arange(rows), 0, length)
-    is_entry = jnp.arange(length)[None] < entries[:, None]
-    return jnp.where(is_entry, x, 0), entries.astype(jnp.float32)
 
 
 def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -515,15 +502,3 @@ def _together(
     sizes = [x.shape[-1] for x in arrays]
     done = work(jnp.concatenate(arrays, axis=-1))
     return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)
-
-
-def _known(known: dict[Any, jax.Array], name: Any, make: Any) -> jax.Array:
-    """Return what is known by a name, made if nobody has asked for it yet."""
-    if name not in known:
-        known[name] = make()
-    return known[name]
-
-
-def _rounding_waits(share: jax.Array, turns: int) -> jax.Array:
-    """Return the steps that an entry waits, if rounding keeps a share of it."""
-    return (turns - 1) / 2 + turns * ROUNDING_WAITS * (1 - share) / share

@@ -52,17 +52,13 @@ class Dense(Encoding):
         _refuse.one_of(self.values, "values", VALUES)
 
     @property
-    def _is_short(self) -> bool:
-        return self.values == "bfloat16"
-
-    @property
     def sends_whole_entries(self) -> bool:
         """Whether every entry is either sent or held back: in float32."""
-        return not self._is_short
+        return self.values == "float32"
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry, or 2."""
-        if self._is_short:
+        if self.values == "bfloat16":
             return _network.bfloat16_mean_traffic(bucket.n, replicas)
         return _network.mean_traffic(bucket.n, replicas)
 
@@ -78,13 +74,15 @@ class Dense(Encoding):
     ) -> tuple[Sent, Any]:
         """Average everything."""
         del bucket, key, step
-        sent = _arrays.round_to_bfloat16(x) if self._is_short else x
+        if self.values == "float32":
+            energy = _arrays.energy(x)
+            comm.tell(energy)
+            return Sent(comm.mean(x), jnp.zeros_like(x), energy), state
+        sent = _arrays.round_to_bfloat16(x)
         energy = _arrays.energy(sent)
         comm.tell(energy)
-        if self._is_short:
-            (mean,) = comm.bfloat16_mean([sent])
-            return Sent(mean, x - sent, energy), state
-        return Sent(comm.mean(x), jnp.zeros_like(x), energy), state
+        (mean,) = comm.bfloat16_mean([sent])
+        return Sent(mean, x - sent, energy), state
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return 1: everything is sent."""

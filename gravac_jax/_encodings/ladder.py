@@ -59,27 +59,36 @@ class Ladder:
             state = jax.eval_shape(lambda: encoding.init(self.bucket))
             return sum(x.size for x in jax.tree.leaves(state))
 
-        largest: dict[str, Encoding] = {}
-        for encoding in self.encodings:
-            other = largest.setdefault(_kind(encoding), encoding)
-            largest[_kind(encoding)] = max(other, encoding, key=size)
+        # Of states of one size, that of the first.
+        by_size = sorted(reversed(self.encodings), key=size)
+        largest = {_kind(encoding): encoding for encoding in by_size}
         return {kind: x.init(self.bucket) for kind, x in largest.items()}
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def taken(self, replicas: int) -> tuple[Encoding, ...]:
-        """Return what is sent at each rung; all of it, where that costs less."""
-        return _taken(self.encodings, self.bucket, replicas)
+        """Return what is sent at each rung with so many replicas.
+
+        Where its encoding would cost more than that, a rung is a dense step, or sends
+        what the rung before it does: of few entries turns may save less than the scales
+        of more rows weigh.
+        """
+        taken: list[Encoding] = []
+        cost = lambda x: x.traffic(self.bucket, replicas).wire_bytes
+        for encoding in self.encodings if self.bucket.n else ():
+            same = [x for x in taken[-1:] if type(x) is type(encoding)]
+            same = [x for x in same if _of_many(encoding) < _of_many(x)]
+            taken.append(min([encoding, *same, Dense()], key=cost))
+        return tuple(taken) or (Dense(),) * len(self.encodings)
 
     def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:
         """Return the cost of a rung, with its energies and so many figures beside."""
         encoding = self.taken(replicas)[rung]
         own = encoding.traffic(self.bucket, replicas)
         energies = 2 + len(self.encodings) * self.is_looked_at
-        together, apart = energies + figures, 0
-        if not _carries_all(own, replicas):
-            together, apart = energies, figures
-        beside = own.figures(together, replicas)
-        if apart:
-            beside = beside.plus(_network.mean_traffic(apart, replicas))
+        rides = _carries_all(own, replicas)
+        beside = own.figures(energies + figures * rides, replicas)
+        if figures and not rides:
+            beside = beside.plus(_network.mean_traffic(figures, replicas))
         return own.plus(beside)._replace(bits=own.bits)
 
     def shares(
@@ -101,13 +110,10 @@ class Ladder:
         for encoding in self.taken(comm.replicas):
             kind = _kind(encoding)
             if kind not in looked:
-                state = states.get(kind, ())
-                looked[kind] = encoding.look(x, state, self.bucket, key)
-            given = looked[kind], self.bucket, comm.replicas
-            found.append(
-                1 / (1 + encoding.waits(*given)) if waiting else encoding.share(*given)
-            )
-        return jnp.stack(found)
+                looked[kind] = encoding.look(x, states.get(kind, ()), self.bucket, key)
+            estimate = encoding.waits if waiting else encoding.share
+            found.append(estimate(looked[kind], self.bucket, comm.replicas))
+        return 1 / (1 + jnp.stack(found)) if waiting else jnp.stack(found)
 
     def exchange(
         self,
@@ -143,26 +149,22 @@ class Ladder:
         energy = _arrays.energy(x)
         looked = jnp.zeros_like(x, shape=(len(self.encodings),))
         if self.is_looked_at:
-            share = lambda: self.shares(x, states, key, comm, waiting=False)
-            look = lambda: share() * energy
+            look = lambda: self.shares(x, states, key, comm, waiting=False) * energy
             looked = _xla.chosen(looks, look, looked)
 
         def branch(i: int, encoding: Encoding) -> tuple[Exchanged, Any]:
-            all_of_it = looked if self.is_looked_at else ()
-            state = states.get(_kind(encoding), ())
-            rides = _carries_all(
-                encoding.traffic(self.bucket, comm.replicas), comm.replicas
-            )
-            beside = energy, all_of_it, figures if rides else ()
-            carrier = Carrier(comm.axis_name, beside)
+            kind, own = _kind(encoding), encoding.traffic(self.bucket, comm.replicas)
+            rides = _carries_all(own, comm.replicas)
+            beside = (looked if self.is_looked_at else ()), (figures if rides else ())
+            carrier = Carrier(comm.axis_name, (energy, *beside))
+            state = states.get(kind, ())
             sent, after = encoding.exchange(x, state, **given, comm=carrier)
-            own, (mean_energy, others, told) = carrier.mean_of_figures(sent.energy)
-            told = told if rides else comm.mean(figures)
-            others = (
-                others if self.is_looked_at else jnp.zeros_like(own, shape=looked.shape)
-            )
-            found = Exchanged(sent, others.at[i].set(own), mean_energy, told)
-            kind = _kind(encoding)
+            mean, (whole, others, means) = carrier.mean_of_figures(sent.energy)
+            if not rides:
+                means = comm.mean(figures)
+            if not self.is_looked_at:
+                others = jnp.zeros_like(mean, shape=looked.shape)
+            found = Exchanged(sent, others.at[i].set(mean), whole, means)
             return found, states | {kind: after} if kind in states else states
 
         taken = self.taken(comm.replicas)
@@ -184,29 +186,9 @@ def _kind(encoding: Encoding) -> str:
     return type(encoding).__name__
 
 
-@functools.lru_cache(maxsize=1024)
-def _taken(
-    encodings: tuple[Encoding, ...], bucket: Bucket, replicas: int
-) -> tuple[Encoding, ...]:
-    """Return what is sent at each rung of a bucket.
-
-    It is all of it where that costs less. Of few entries, turns may save less than the
-    scales of more rows weigh: then it is what the rung before sends.
-    """
-    taken: list[Encoding] = []
-    for encoding in encodings:
-        choices = [encoding, Dense()]
-        if taken and type(taken[-1]) is type(encoding) and _falls(taken[-1], encoding):
-            choices.insert(1, taken[-1])
-        cost = lambda x: x.traffic(bucket, replicas).wire_bytes
-        taken.append(min(choices, key=cost) if bucket.n else Dense())
-    return tuple(taken)
-
-
-def _falls(before: Encoding, after: Encoding) -> bool:
-    """Return whether, of many entries, an encoding sends less than the one before."""
-    cost = lambda x: x.traffic(Bucket(2**24), 2).wire_bytes
-    return cost(after) < cost(before)
+def _of_many(encoding: Encoding) -> float:
+    """Return the bytes that an encoding sends of many entries."""
+    return encoding.traffic(Bucket(2**24), 2).wire_bytes
 
 
 def _carries_all(own: Traffic, replicas: int) -> bool:

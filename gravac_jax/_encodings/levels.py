@@ -94,21 +94,17 @@ def mean(messages: jax.Array, rows: int, bits: int) -> jax.Array:
       rows: how many rows a part has.
       bits: one of `WIDTHS`.
     """
-    words, scales = _split(messages, rows, bits)
-    return _mean(words, scales, bits).reshape(rows, -1)
+    return _mean(*_split(messages, rows, bits), bits)
 
 
 def in_order(messages: jax.Array, rows: int, bits: int) -> jax.Array:
     """Return the rows of several replicas, one after the other: `[rows, entries]`.
 
-    Args:
-      messages: `[replicas, words]` uint32, the message of each.
-      rows: how many rows each message has.
-      bits: one of `WIDTHS`.
+    The arguments are those of `mean`, with the whole message of each replica.
     """
-    all_of_them = lambda x: x.reshape(1, -1, *x.shape[2:])
-    words, scales = map(all_of_them, _split(messages, rows, bits))
-    return _mean(words, scales, bits).reshape(rows * len(messages), -1)
+    words, scales = _split(messages, rows, bits)
+    joined = lambda x: x.reshape(1, -1, *x.shape[2:])
+    return _mean(joined(words), joined(scales), bits)
 
 
 def energy(x: jax.Array, entries: jax.Array, bits: int) -> jax.Array:
@@ -283,7 +279,7 @@ def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
       bits: one of `WIDTHS`.
 
     Returns:
-      `[rows, bits, 32 / bits, entries / 32]` float32: the rows in their order.
+      `[rows, entries]` float32.
     """
     decoded = lambda words, scales: decode(unpack(words, bits), scales, bits)
 
@@ -294,7 +290,7 @@ def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
         total = functools.reduce(operator.add, map(decoded, words, scales))
         return _xla.in_its_shape(total / len(words))
 
-    return _xla.own_kernel(add_up, scales)
+    return _xla.own_kernel(add_up, scales).reshape(words.shape[1], -1)
 
 
 def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:

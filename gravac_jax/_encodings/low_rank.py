@@ -1,20 +1,42 @@
-"""Matrices of low rank: two thin matrices travel in place of a large one."""
+"""Matrices of low rank: two thin matrices travel in place of a large one.
+
+A step is one power iteration, Algorithm 1 of PowerSGD (Vogels et al., NeurIPS 2019).
+For a matrix M_i on each replica the left basis P, orthonormal, is that of mean(M_i) Q.
+Replica i sends P P^T M_i, and the next Q is the mean of M_i^T P.
+"""
 
 import dataclasses
+import functools
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _network, _refuse
-from gravac_jax._encodings import power_iteration, top_k
+from gravac_jax._encodings import top_k
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
-from gravac_jax._encodings.power_iteration import Collective, PowerState
+from gravac_jax._encodings.dense import VALUES
 from gravac_jax._network import Comm, Traffic
 
-VALUES = ("float32", "bfloat16")
+# At lower precision, as on TPUs and on GPUs that round to TF32, a mean of products
+# would not be the product of means.
+_multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+class PowerState(NamedTuple):
+    """What is known about one matrix.
+
+    Attributes:
+      right: `[columns, ranks]` float32, where the next iteration begins: the mean right
+        matrix of the last one, each column scaled to at most 1; random at first.
+      remaining_shares: `[ranks]` float32, the share of the remaining energy that each
+        further rank took when it was last sent.
+    """
+
+    right: jax.Array
+    remaining_shares: jax.Array
 
 
 class _Matrix(NamedTuple):
@@ -32,9 +54,6 @@ class _Matrix(NamedTuple):
     def top_rank(self) -> int:
         """The highest rank at which two thin matrices are smaller than the whole."""
         return max(0, self.entries - 1) // (self.rows + self.columns)
-
-    def sent(self, rank: int) -> int:
-        return min(rank * (self.rows + self.columns), self.entries)
 
     def of(self, bucket: jax.Array) -> jax.Array:
         part = jax.lax.slice_in_dim(bucket, self.start, self.start + self.entries)
@@ -119,15 +138,17 @@ class LowRank(Encoding):
         """Whether entries are either sent or held back: no, a part of each is sent."""
         return False
 
-    def _is_low(self, bucket: Bucket) -> list[bool]:
+    def _low(self, bucket: Bucket) -> list[int]:
         """Return which arrays go as two thin matrices; the others go whole."""
-        return [self.rank <= x.top_rank for x in _matrices(bucket)]
+        matrices = enumerate(_matrices(bucket))
+        return [i for i, matrix in matrices if self.rank <= matrix.top_rank]
 
     def _sent(self, bucket: Bucket) -> tuple[int, int]:
         """Return the entries of the first message, and of the second."""
         matrices = _matrices(bucket)
-        right = sum(self.rank * x.columns for x in matrices if self.rank <= x.top_rank)
-        return sum(x.sent(self.rank) for x in matrices) - right, right
+        low = [matrices[i] for i in self._low(bucket)]
+        saved = sum(x.entries - self.rank * x.rows for x in low)
+        return bucket.n - saved, self.rank * sum(x.columns for x in low)
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry of the thin matrices, or 2."""
@@ -159,20 +180,32 @@ class LowRank(Encoding):
         step: jax.Array | int,
         comm: Comm,
     ) -> tuple[Sent, tuple[PowerState, ...]]:
-        """Run one power iteration."""
+        """Run one power iteration, in two collectives, or in one if none is low."""
         del key, step
-        collective = Collective(lambda x: x, comm.mean, comm.tell)
+        rounded, average = (lambda x: x), comm.mean
         if self.values == "bfloat16":
-            collective = Collective(
-                _arrays.round_to_bfloat16, comm.bfloat16_mean, comm.tell
-            )
+            rounded, average = _arrays.round_to_bfloat16, comm.bfloat16_mean
         mine = [matrix.of(x) for matrix in _matrices(bucket)]
-        sent = power_iteration.send(
-            mine, comm.cast(state), self._is_low(bucket), self.rank, collective
-        )
-        residual = x - _arrays.ravel(sent.own)
-        found = Sent(_arrays.ravel(sent.means), residual, sent.energy)
-        return found, tuple(comm.cast(sent.states))
+        states, low = list(comm.cast(state)), self._low(bucket)
+        sketch = lambda i: _multiply(mine[i], states[i].right[:, : self.rank])
+        sent = [rounded(sketch(i) if i in low else x) for i, x in enumerate(mine)]
+        energies = [_arrays.energy(x) for i, x in enumerate(sent) if i not in low]
+        if not low:
+            comm.tell(_arrays.total(energies))
+        means = average(sent)
+        lefts = [jnp.linalg.qr(means[i])[0] for i in low]
+        pairs = zip(low, lefts, strict=True)
+        rights = [rounded(_multiply(mine[i].T, left)) for i, left in pairs]
+        # Left matrices are orthonormal.
+        energy = _arrays.total([*energies, *map(_arrays.energy, rights)])
+        if low:
+            comm.tell(energy)
+        right_means = average(rights) if low else []
+        for i, left, right, mean in zip(low, lefts, rights, right_means, strict=True):
+            sent[i], means[i] = _multiply(left, right.T), _multiply(left, mean.T)
+            states[i] = _learn(states[i], right, mean, _arrays.energy(mine[i]))
+        residual = x - _arrays.ravel(sent)
+        return Sent(_arrays.ravel(means), residual, energy), tuple(comm.cast(states))
 
     def look(
         self,
@@ -188,10 +221,9 @@ class LowRank(Encoding):
     def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
         """Return what each further rank took of the rest when it was last sent."""
         del replicas
-        shares = [
-            power_iteration.sent_share(state, self.rank) if low else 1.0
-            for state, low in zip(looked.states, self._is_low(bucket), strict=True)
-        ]
+        shares: list[Any] = [1.0] * len(looked.states)
+        for i in self._low(bucket):
+            shares[i] = 1 - jnp.prod(1 - looked.states[i].remaining_shares[: self.rank])
         sent = _arrays.total(map(operator.mul, looked.energies, shares))
         energy = _arrays.total(looked.energies)
         return sent / jnp.maximum(energy, _arrays.SMALLEST_NORMAL)
@@ -201,3 +233,25 @@ class LowRank(Encoding):
         del replicas
         share = top_k.share_of_largest(looked.sums, sum(self._sent(bucket)), bucket.n)
         return (1 - share) / share
+
+
+def _learn(
+    state: PowerState, right: jax.Array, mean: jax.Array, energy: jax.Array
+) -> PowerState:
+    """Return the state after `right` (`[columns, rank]`) with this `mean` was sent.
+
+    A direction in which nothing was found is kept. Scaled columns neither overflow nor
+    vanish, and span the same space.
+    """
+    rank = right.shape[1]
+    largest = jnp.max(jnp.abs(mean), axis=0, keepdims=True)
+    is_found = largest >= _arrays.SMALLEST_NORMAL
+    scaled = mean / jnp.where(is_found, largest, 1)
+    sent = jnp.sum(jnp.square(right), axis=0)
+    left = energy - jnp.cumsum(sent) + sent
+    shares = jnp.clip(sent / jnp.where(left > 0, left, 1), 0, 1)
+    begun = jnp.where(is_found, scaled, state.right[:, :rank])
+    return PowerState(
+        state.right.at[:, :rank].set(begun),
+        state.remaining_shares.at[:rank].set(shares),
+    )

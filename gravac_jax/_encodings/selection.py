@@ -21,11 +21,9 @@ ALL = 2**31 - 1  # stands for "every tie is among the k"
 
 SAMPLE_ENTRIES = 2**16  # of a bucket; arbitrary: a count is 1% off at factor 10
 SPREAD = 4  # standard deviations of a count in the sample
-SURVIVORS_SHARE = 32  # at most one entry in 32 may lie within a bracket; arbitrary
-
 WORD_BITS = 32
 
-# No bucket has more entries (`_buckets.py`). The index of an empty slot is PAD + slot:
+# No bucket has more entries (`bucketing.py`). The index of an empty slot is PAD + slot:
 # outside every bucket, never repeated, and within int32.
 PAD = 2**30
 
@@ -65,8 +63,8 @@ def kth(
 
     In the tail of a gradient counts fall like a power of the magnitude, and magnitude
     bits grow like its logarithm. So log counts are interpolated linearly: five to seven
-    tries are enough on gradients. From the eighth on every second try halves the
-    bracket, so that the search ends after at most 70.
+    tries are enough on a sample of gradients. From the eighth on every second try
+    halves the bracket, so that the search ends after at most 70.
 
     Args:
       bits: `[n]` int32, magnitude bits.
@@ -116,10 +114,6 @@ def kth(
     return Cut(jnp.maximum(reached, SMALLEST), ties)
 
 
-def _kth(bits: jax.Array, k: jax.Array) -> Cut:
-    return jax.tree.map(lambda x: x[0], kth(bits, k[None]))
-
-
 class Bracket(NamedTuple):
     """Bounds of the k-th largest magnitude, in bits, estimated from a sample.
 
@@ -149,27 +143,17 @@ def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:
     spread = SPREAD * jnp.sqrt(rank * (1 - share)) + float(share < 1)
     floats = jnp.stack([rank + spread, rank, rank - spread])
     ranks = jnp.round(floats).astype(jnp.int32)
-    low, middle, high = _reached(bits, ranks)
+    searched = lambda bits, k: kth(bits, k).bits
+    at_ranks = lambda bits, k: jnp.maximum(jnp.sort(bits)[bits.size - k], SMALLEST)
+    k = jnp.clip(ranks, 1, bits.size)
+    # A sort takes an accelerator less time than its host to read how a search goes.
+    found = jax.lax.platform_dependent(bits, k, cpu=searched, default=at_ranks)
+    low, middle, high = jnp.where(ranks > bits.size, SMALLEST, found)
     high = jnp.where(ranks[-1] < 1, BEYOND, high)
     # Bits of magnitudes are nearly their logarithm.
     fall = (middle - low).astype(jnp.float32) / OCTAVE
     slope = fall / jnp.maximum(jnp.log2(floats[0] / floats[1]), 1e-6)
     return Bracket(low, middle, high, slope)
-
-
-def _reached(bits: jax.Array, ranks: jax.Array) -> jax.Array:
-    """Return magnitude bits that `ranks` of `bits` reach."""
-
-    def searched(bits: jax.Array, k: jax.Array) -> jax.Array:
-        return kth(bits, k).bits
-
-    def at_ranks(bits: jax.Array, k: jax.Array) -> jax.Array:
-        return jnp.maximum(jnp.sort(bits)[bits.size - k], SMALLEST)
-
-    k = jnp.clip(ranks, 1, bits.size)
-    # A sort takes an accelerator less time than its host to read how a search goes.
-    found = jax.lax.platform_dependent(bits, k, cpu=searched, default=at_ranks)
-    return jnp.where(ranks > bits.size, SMALLEST, found)
 
 
 def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.Array:
@@ -182,25 +166,15 @@ def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.
     return places + start.astype(jnp.int32)
 
 
-def kth_between(bits: jax.Array, k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
-    """Find the border of the k largest in two passes, given a bracket.
+def k_largest(
+    bits: jax.Array, k: int, low: jax.Array | int = 0, high: jax.Array | int = BEYOND
+) -> jax.Array:
+    """Return a mask of the k largest of `bits`, of equal ones the earlier: `[n]`.
 
-    The entries between `low` and `high` are compacted and searched alone. If there are
-    too many of them, or the bracket missed, all entries are searched.
+    `low` and `high` are the first tries of the search (`kth`).
     """
-    capacity = -(-bits.size // SURVIVORS_SHARE)
-    above = count(bits >= high)
-    between = mark((bits >= low) & (bits < high))
-    survivors = bits.at[places(between, capacity)].get(mode="fill", fill_value=0)
-    rank = k - above
-    is_caught = (rank > 0) & (rank <= between.total) & (between.total <= capacity)
-    cut = _kth(survivors, jnp.clip(rank, 1, capacity))
-    return _xla.only_if(~is_caught, lambda _: _kth(bits, k), cut)
-
-
-def k_largest(bits: jax.Array, k: jax.Array | int) -> jax.Array:
-    """Return a mask of the k largest of `bits`, of equal ones the earlier: `[n]`."""
-    return at_or_above(bits, _kth(bits, jnp.asarray(k, jnp.int32)))
+    cut = kth(bits, jnp.full(1, k, jnp.int32), low, high)
+    return at_or_above(bits, jax.tree.map(lambda x: x[0], cut))
 
 
 def at_or_above(bits: jax.Array, cut: Cut) -> jax.Array:
@@ -248,12 +222,7 @@ def marks_of(words: jax.Array) -> Marks:
 
 def count(mask: jax.Array) -> jax.Array:
     """Count the set entries of `mask` (`[n]` bool); faster than `jnp.sum`."""
-    return count_bits(pack(mask))
-
-
-def count_bits(words: jax.Array) -> jax.Array:
-    """Count the set bits of `words` (uint32), `[]` int32."""
-    counts = jax.lax.population_count(words).astype(jnp.int32)
+    counts = jax.lax.population_count(pack(mask)).astype(jnp.int32)
     return jnp.sum(_xla.once(counts), dtype=jnp.int32)
 
 
@@ -273,29 +242,21 @@ def pack(mask: jax.Array) -> jax.Array:
     return jnp.concatenate([pack_rows(mask[:whole]), pack_rows(rest)])
 
 
-def thin(marks: Marks, k: jax.Array | int, gap: jax.Array | int) -> Marks:
-    """Return at most `k` (`[]` int32) of the marks.
+def thin(marks: Marks, k: jax.Array | int, gap: jax.Array | int) -> jax.Array:
+    """Return the words of at most `k` (`[]` int32) of the marks.
 
     The surplus is removed as one run that begins at the gap-th mark and wraps around to
     the front. If `gap` is uniform in [0, count), every marked entry has the same chance
     to stay.
     """
-    total = marks.total
-    excess = jnp.maximum(total - k, 0)
-    wrapped = jnp.maximum(gap + excess - total, 0)  # removed from the front
-    before = jnp.minimum(marks.starts, wrapped) + jnp.clip(
-        marks.starts - gap, 0, excess - wrapped
-    )
+    excess = jnp.maximum(marks.total - k, 0)
+    wrapped = jnp.maximum(gap + excess - marks.total, 0)  # removed from the front
     # Places of the first mark of the run, and of the first one after it.
     ranks = jnp.stack([gap, jnp.where(wrapped > 0, wrapped, gap + excess)])
-    ends = jnp.where(ranks < total, places_of_ranks(marks, ranks), PAD)
+    ends = jnp.where(ranks < marks.total, places_of_ranks(marks, ranks), PAD)
     begin, end = (_bits_below(marks, place) for place in ends)
     outside = jnp.where(wrapped > 0, begin & ~end, begin | ~end)
-    words = jnp.where(excess > 0, marks.words & outside, marks.words)
-    starts = marks.starts - before
-    # Without the barrier XLA computes both again for every entry that needs its word.
-    words, starts = _xla.once((words, starts))
-    return Marks(words, starts, total - excess)
+    return jnp.where(excess > 0, marks.words & outside, marks.words)
 
 
 def _bits_below(marks: Marks, place: jax.Array) -> jax.Array:

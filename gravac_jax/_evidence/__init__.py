@@ -1,6 +1,6 @@
 """What a controller may believe of a step.
 
-`compression_gain.py`: the share of the gradient that was sent. `progress.py`: what a
-step is worth whose gradient waits. `cost_model.py`: its seconds, by bytes and messages.
-`step_time_filter.py`: its seconds, as they are measured.
+`compression_gain.py`: what it is worth, by the share of the gradient that it sends and
+how long the rest waits. `cost_model.py`: how long it takes, predicted from bytes and
+messages, and then learned from step times.
 """

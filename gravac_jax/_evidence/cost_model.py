@@ -1,11 +1,40 @@
-"""The cost model: from bytes and messages to seconds.
+"""The cost model: how long a step takes at each rung, predicted and then learned.
 
-Until the first measured step time arrives, it predicts the seconds of a step.
+`WireCost` predicts the seconds from bytes and messages. As soon as step times are
+measured, a filter corrects them: a step is a sum of parts (compute, selection,
+messages, bytes), and only the proportions of each part between rungs are kept of the
+prediction. How long the parts really take is learned by Bayesian linear regression
+that forgets: a Kalman filter of four numbers. A single time at one rung does not tell
+how it divides into parts. The filter then is uncertain about the other rungs, and that
+gives a visit to them its worth.
+
+Sums over the four parts are written out, so that XLA makes a few kernels of it all.
 """
 
 import dataclasses
+from typing import NamedTuple
 
-from gravac_jax import _refuse
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gravac_jax import _arrays, _refuse
+
+PARTS = 4  # compute, selection, messages, bytes
+IS_COMPUTE = np.arange(PARTS) == 0
+
+# All of these are arbitrary. Networks drift more than chips.
+DRIFT = np.array([0.002, 0.002, 0.03, 0.03], "f")  # of a part in a step
+LEAST_PART = 0.3  # of a step; a smaller part wanders as if it were this large
+JUMP = np.array([0.3, 0.3, 1.0, 1.0], "f")  # of a step: what a part may be after one
+
+NOISE = 0.2  # relative standard deviation of a time, before any is measured
+LEAST_NOISE = 0.01
+NOISE_WEIGHT = 0.05  # of the newest time
+OUTLIER = 3.0  # standard deviations that a single time may count for
+SURPRISE_WEIGHT = 0.3  # of the newest time
+ALARM = 2.2  # a surprise that four outliers in a row make
+LEAST_SHARE = 0.02  # of the last time: no rung is predicted to take less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +87,189 @@ class WireCost:
             self.latency_seconds * messages,
             wire_bytes / self.bytes_per_second,
         )
+
+
+class Timing(NamedTuple):
+    """What is known about the parts.
+
+    Attributes:
+      scale: `[parts]` float32, seconds of each part at the rung that has most of it;
+        before the first time the prediction is used instead.
+      covariance: `[parts, parts]` float32, the covariance of `scale`.
+      noise: `[]` float32, the relative variance of a measured time.
+      surprise: `[]` float32, the recent mean error in standard deviations, signed.
+      times: `[]` int32, how many times were measured.
+      seconds: `[]` float32, the last measured time.
+      at: `[parts]` float32, the share of each part at the rung of that time.
+    """
+
+    scale: jax.Array
+    covariance: jax.Array
+    noise: jax.Array
+    surprise: jax.Array
+    times: jax.Array
+    seconds: jax.Array
+    at: jax.Array
+
+
+class Seconds(NamedTuple):
+    """The predicted seconds of steps, and how sure they are.
+
+    Attributes:
+      mean: `[kinds]` float32, for each kind of step, such as one at a rung.
+      covariance: `[kinds, kinds]` float32, the covariance of the errors of `mean`.
+    """
+
+    mean: jax.Array
+    covariance: jax.Array
+
+
+def no_times() -> Timing:
+    """Return the state before any time was measured."""
+    return Timing(
+        scale=jnp.ones(PARTS, jnp.float32),
+        covariance=jnp.zeros((PARTS, PARTS), jnp.float32),
+        noise=jnp.full((), NOISE**2, jnp.float32),
+        surprise=jnp.zeros((), jnp.float32),
+        times=jnp.zeros((), jnp.int32),
+        seconds=jnp.zeros((), jnp.float32),
+        at=jnp.zeros(PARTS, jnp.float32),
+    )
+
+
+def predict(timing: Timing, guess: jax.Array) -> Seconds:
+    """Predict the seconds of each kind of step.
+
+    Args:
+      timing: the state.
+      guess: `[kinds, parts]` float32, seconds by `WireCost`.
+    """
+    shares, scale = _shares(timing, guess)
+    mean = jnp.maximum(_dot(shares, scale[None]), LEAST_SHARE * timing.seconds)
+    with_parts = _dot(shares[:, None], timing.covariance[None])
+    return Seconds(mean, _dot(with_parts[:, None], shares[None]))
+
+
+def in_rounds(kinds: Seconds, steps: jax.Array) -> Seconds:
+    """Predict the mean seconds of a step in rounds: an exchange, then local steps.
+
+    Args:
+      kinds: the seconds of a step that exchanges at each rung, and of a local one.
+      steps: `[rounds]` float32, how many steps a round has.
+
+    Returns:
+      The mean seconds, `[rounds * rungs]`, and their covariance with those of each
+      kind, `[rounds * rungs, kinds]`.
+    """
+
+    def of_rounds(x: jax.Array) -> jax.Array:
+        each = jnp.expand_dims(steps, tuple(range(1, x.ndim + 1)))
+        means = (x[None, :-1] + (each - 1) * x[None, -1:]) / each
+        return means.reshape(-1, *x.shape[1:])
+
+    return jax.tree.map(of_rounds, kinds)
+
+
+def least_compute(timing: Timing) -> jax.Array:
+    """Return a lower bound of the seconds of compute, `[]` float32; 0 if unknown."""
+    deviation = jnp.sqrt(jnp.maximum(timing.covariance[0, 0], 0))
+    least = jnp.maximum(timing.scale[0] - 2 * deviation, 0)
+    return jnp.where(timing.times == 0, 0.0, least)
+
+
+def observe(
+    timing: Timing, guess: jax.Array, kind: jax.Array | int, seconds: jax.Array
+) -> tuple[Timing, jax.Array]:
+    """Learn from the time of a step.
+
+    The first time sets the scale of all parts. An outlier counts for at most three
+    standard deviations. Several outliers in a row mean that the network has changed,
+    and what was known about it counts less.
+
+    Args:
+      timing: the state.
+      guess: `[kinds, parts]` float32, seconds by `WireCost`.
+      kind: `[]` int32, the row of the step in `guess`.
+      seconds: `[]` float32, its time; nothing is learned from NaN.
+
+    Returns:
+      The new state, and whether the network has changed, `[]` bool.
+    """
+    is_first = timing.times == 0
+    shares, scale = _shares(timing, guess)
+    at = shares[kind]
+    guessed = _dot(at, scale)
+    scale *= jnp.where(is_first & (guessed > 0), seconds / guessed, 1.0)
+    # Any part may be all of a step, unless no rung has any of it.
+    whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
+    likely = jnp.clip(scale, 0, seconds / at)
+    # A part that was believed to be zero may turn out not to be.
+    drift = DRIFT * jnp.maximum(likely, LEAST_PART * whole)
+    covariance = timing.covariance + jnp.diag(jnp.square(drift))
+    covariance += jnp.diag(jnp.square(jnp.where(is_first, whole, 0.0)))
+
+    expected = jnp.maximum(_dot(at, scale), LEAST_SHARE * seconds)
+    share = at / expected
+    with_time = _dot(covariance, share[None])
+    deviation = jnp.sqrt(_dot(with_time, share) + timing.noise)
+    error = (seconds / expected - _dot(share, scale)) / deviation
+    error = jnp.clip(error, -OUTLIER, OUTLIER)
+    moved = with_time / deviation
+    scale += moved * error
+    covariance -= jnp.outer(moved, moved)
+    scale, covariance = _positive_scale(scale, covariance)
+
+    surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
+    is_alarm = jnp.abs(surprise) > ALARM
+    covariance += jnp.diag(jnp.square(jnp.where(is_alarm, JUMP * whole, 0.0)))
+    learned = Timing(
+        scale=scale,
+        covariance=covariance,
+        noise=_noise(timing, at, seconds),
+        surprise=jnp.where(is_alarm, 0.0, surprise),
+        times=timing.times + 1,
+        seconds=seconds,
+        at=at,
+    )
+    # If float32 was not enough, begin again.
+    is_sound = jnp.isfinite(jnp.sum(learned.scale) + jnp.sum(learned.covariance))
+    learned = _arrays.where(is_sound, learned, no_times())
+    is_time = seconds > 0  # False for NaN
+    return _arrays.where(is_time, learned, timing), is_time & is_alarm
+
+
+def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
+    """Learn the noise from two times in a row at one rung, which need no model."""
+    is_pair = (timing.times > 0) & jnp.all(timing.at == at)
+    change = 2 * (seconds - timing.seconds) / (seconds + timing.seconds)
+    seen = jnp.minimum(jnp.square(change) / 2, OUTLIER**2 * timing.noise)
+    weight = jnp.where(is_pair, NOISE_WEIGHT, 0.0)
+    return jnp.maximum(timing.noise + weight * (seen - timing.noise), LEAST_NOISE**2)
+
+
+def _positive_scale(
+    scale: jax.Array, covariance: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Move the most negative part half the way to 0, and what goes with it."""
+    i = jnp.argmin(scale)
+    with_part, variance = covariance[i], covariance[i, i]
+    is_negative = (scale[i] < 0) & (variance > 0)
+    root = jnp.where(is_negative, jnp.sqrt(0.5 / variance), 0.0)
+    moved = with_part * root
+    return scale - moved * root * scale[i], covariance - jnp.outer(moved, moved)
+
+
+def _shares(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the share of each part at each rung, at most 1, and seconds of the parts.
+
+    Compute is the same at all rungs, whatever was predicted.
+    """
+    largest = jnp.max(guess, axis=0)
+    shares = guess / jnp.where(largest > 0, largest, 1)[None]
+    scale = jnp.where(timing.times == 0, largest, timing.scale)
+    return jnp.where(IS_COMPUTE[None], 1, shares), scale
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the sum of products over the parts, the last axis of both."""
+    return _arrays.total(a[..., i] * b[..., i] for i in range(PARTS))

@@ -5,7 +5,6 @@ Optax that holds whole arrays is taken to remember gradients, and wrappers are k
 their names.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _refuse, _state
-from gravac_jax._encodings import Bits, Dense
+from gravac_jax import _refuse
 from gravac_jax._memory.momentum import MomentumState
 from gravac_jax._outer import OuterState
-from gravac_jax._state import (
-    Round,
-    TransformState,
-    is_transform_state,
-    placed_replicas,
-    transform_states,
-)
+from gravac_jax._step import states
+from gravac_jax._step.states import TransformState, transform_states
 
-# They keep gradients, or decide by them, before the optimizer inside sees them.
+# They keep gradients, or decide or step by them, before the optimizer inside sees them.
 _WRAPPERS = (
     optax.ApplyIfFiniteState,
     optax.ConditionallyMaskState,
     optax.ConditionallyTransformState,
     optax.MultiStepsState,
+    optax.contrib.SAMState,
 )
 
 _MOMENTA = (MomentumState, optax.TraceState)
-
-# With these, momentum should come before an exchange in rounds.
-_WHOLE = frozenset(
-    _state.names([Dense(), Dense("bfloat16"), Bits(8), Bits(4)]).tolist()
-)
 
 
 def the_transform(state: Any, caller: str) -> TransformState:
@@ -88,21 +77,14 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     tx = optax.with_extra_args_support(tx)
 
     def jvp(x: Any, dx: Any, state: Any, params: Any) -> Any:
-        around = lambda x: tx.update(x, state, params, deliver="probe", **extra)[0]
+        around = lambda x: tx.update(x, state, params, deliver="identity", **extra)[0]
         return jax.jvp(around, (x,), (dx,))
 
-    def traced(shape: Callable[[Any], tuple[int, ...]]) -> Any:
-        like = lambda x: jax.ShapeDtypeStruct(shape(x), jnp.result_type(x))
-        update = lambda x: jax.ShapeDtypeStruct(shape(x), jnp.float32)
-        updates = jax.tree.map(update, params)
-        given = jax.tree.map(like, (opt_state, params))
-        return jax.make_jaxpr(jvp)(updates, updates, *given).jaxpr
-
+    like = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    state, params = jax.tree.map(like, (opt_state, params))
+    updates = jax.tree.map(lambda x: x.update(dtype=jnp.float32), params)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        try:  # on single entries, as JAX traces functions of one shape once
-            jaxpr = traced(lambda x: (1,) * jnp.ndim(x))
-        except (TypeError, ValueError):  # from an optimizer that knows its shapes
-            jaxpr = traced(jnp.shape)
+        jaxpr = jax.make_jaxpr(jvp)(updates, updates, state, params).jaxpr
     n, m = len(jax.tree.leaves(params)), len(jaxpr.outvars) // 2
     others = [False] * (len(jaxpr.invars) - 2 * n)
     of_x = _refuse.reached(jaxpr, [True] * n + [False] * n + others)
@@ -114,7 +96,7 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
 def check_momentum(state: Any) -> None:
     """Refuse an optimizer with a momentum beside the one in its transform's memory."""
     for ours in transform_states(state):
-        axes = 0 if placed_replicas(ours.local) is None else 1
+        axes = 0 if states.placed_replicas(ours.local) is None else 1
         others = []
         if _instances(ours.local.memory, _MOMENTA):
             # An Adam may be one without a first moment, which its state does not tell.
@@ -130,43 +112,19 @@ def check_momentum(state: Any) -> None:
             )
 
 
-def warn_of_late_momentum(state: Any) -> None:
-    """Warn about rounds of nearly whole gradients with momentum after the exchange.
-
-    In rounds of 8 whole gradients a step was worth 0.45 dense steps, and 0.82 with
-    momentum before the exchange; in two bits and one there was no such difference
-    (docs/results.md).
-    """
-    in_rounds = [x for x in transform_states(state) if isinstance(x.round, Round)]
-    is_whole = any(int(x.ladder[0]) in _WHOLE for x in in_rounds)
-    if is_whole and _instances(state, optax.TraceState):
-        warnings.warn(
-            "momentum comes after an exchange in rounds: with whole gradients a step in"
-            " rounds of 8 was worth 0.45 dense steps, and 0.82 with momentum before the"
-            " exchange, as in gravac.sgd(0.1) and"
-            " memory=gravac.OwnOptimizer(optax.sgd(0.1, momentum=0.9)).",
-            stacklevel=4,
-        )
-
-
 def check_chains(tree: Any) -> None:
     """Refuse any optimizer in `tree` that is put together wrongly."""
-    for wrapper in _instances(tree, _WRAPPERS):
-        if transform_states(wrapper):
+    for around in _instances(tree, _WRAPPERS):
+        # In opaque mode optax.contrib.sam has no cache, and asks for gradients itself.
+        if transform_states(around) and getattr(around, "cache", around) is not None:
             raise ValueError(
                 f"gravac.transform is inside an"
-                f" optax.{type(wrapper).__name__.removesuffix('State')}, which sees"
-                f" each replica's own gradients: put it around what comes after the"
-                f" transform, or use gravac.value_and_grad(loss, micro_batches=...), or"
-                f" gravac.guard for gradients that are not finite."
-            )
-
-    for sam in _instances(tree, optax.contrib.SAMState):
-        if sam.cache is not None and transform_states(sam):
-            raise ValueError(
-                "gravac.transform is inside an optax.contrib.sam that moves the params"
-                " by each replica's own gradients: give it opaque_mode=True, and pass"
-                " tx.update(..., grad_fn=lambda params, _: grad(params, batch)[1])."
+                f" optax.{type(around).__name__.removesuffix('State')}, which sees each"
+                f" replica's own gradients: put it around what comes after the"
+                f" transform, or take gravac.value_and_grad(loss, micro_batches=...) in"
+                f" place of optax.MultiSteps, and gravac.guard of apply_if_finite; give"
+                f" optax.contrib.sam opaque_mode=True, and pass tx.update(...,"
+                f" grad_fn=lambda params, _: grad(params, batch)[1])."
             )
 
     def is_chain(x: Any) -> bool:
@@ -175,24 +133,18 @@ def check_chains(tree: Any) -> None:
 
     for chain in filter(is_chain, jax.tree.leaves(tree, is_leaf=is_chain)):
         check_momentum(chain)
-        if type(chain) is tuple:
-            _check_order(chain)
-
-
-def _check_order(chain: tuple[Any, ...]) -> None:
-    """Refuse a chain in which something that remembers gradients comes first."""
-    at = [_is_transform(part) for part in chain].index(True)
-    for before in _remembering(chain[:at]):
-        raise ValueError(
-            f"gravac.transform comes after a {type(before).__name__}, which remembers"
-            f" each replica's own gradients: put it first, as in optax.chain("
-            f"gravac.transform(), optax.sgd(0.1, momentum=0.9)), or use"
-            f" gravac.adamw(1e-3)."
-        )
+        at = list(map(_is_transform, chain)).index(True) if type(chain) is tuple else 0
+        for before in _remembering(chain[:at]) if at else ():
+            raise ValueError(
+                f"gravac.transform comes after a {type(before).__name__}, which"
+                f" remembers each replica's own gradients: put it first, as in"
+                f" optax.chain(gravac.transform(), optax.sgd(0.1, momentum=0.9)), or"
+                f" use gravac.adamw(1e-3)."
+            )
 
 
 def _is_transform(x: Any) -> bool:
-    return is_transform_state(x) or isinstance(x, OuterState)
+    return states.is_transform_state(x) or isinstance(x, OuterState)
 
 
 def _instances(tree: Any, kind: Any) -> list[Any]:
@@ -206,8 +158,8 @@ def _remembering(tree: Any, axes: int = 0) -> list[Any]:
     is_array = lambda x: jnp.ndim(x) > axes and is_float(x)
     of_optax = lambda x: type(x).__module__.startswith("optax.")
     # What wraps a transform, such as optax.inject_hyperparams, holds its arrays, too.
-    states = _found(tree, lambda x: of_optax(x) and not transform_states(x))
-    return [x for x in states if any(map(is_array, jax.tree.leaves(x)))]
+    found = _found(tree, lambda x: of_optax(x) and not transform_states(x))
+    return [x for x in found if any(map(is_array, jax.tree.leaves(x)))]
 
 
 def _found(tree: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:

@@ -4,7 +4,7 @@ Both ask the transform for a *delivery* (`_step/update.py`), which is no step: n
 gradient is exchanged, and nothing is decided or counted.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,6 @@ import optax
 
 from gravac_jax import _refuse, _xla
 from gravac_jax._loop import chain
-
-Delivery = Literal["mean", "own", "nothing", "probe"]
 
 
 def flush(
@@ -140,19 +138,12 @@ def own_params(
             " one that is not, such as Adam or a clip: take gravac.adamw(1e-3) and"
             " gravac.transform(clip=...), or gradients at the shared params."
         )
-    return of_linear(tx, params, opt_state, **extra)
-
-
-def of_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> Any:
-    """Return own params, with an optimizer that is known to be linear."""
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange.
     params, opt_state = jax.tree.map(_xla.once, (params, opt_state))
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    look = lambda delivery: tx.update(
-        zeros, opt_state, params, deliver=delivery, **extra
-    )[0]
+    look = lambda how: tx.update(zeros, opt_state, params, deliver=how, **extra)[0]
     # The difference is the part of what is held back: decay and momentum act even on
     # an update of zeros.
     own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))

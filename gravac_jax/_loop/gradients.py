@@ -48,10 +48,10 @@ def value_and_grad(
 
     Raises:
       TypeError: if `fun` is no function or `axis_name` not an axis name. When called:
-        if an argument to differentiate is not given by position, or has leaves that
-        are not real; if the loss is not one number.
+        if an argument to differentiate has leaves that are not real; if the loss is not
+        one number, or the batch does not divide.
       ValueError: if `micro_batches` is not a positive number. When called: outside the
-        axis, with a batch that does not divide, or if `fun` changes its arguments.
+        axis, or if `fun` changes its arguments.
 
     Law:
       If the loss is a mean over its batch, micro-batches give the value and the
@@ -78,97 +78,68 @@ def value_and_grad(
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "value_and_grad")
-        if any(not -len(args) <= i < len(args) for i in chosen):
-            raise TypeError(
-                f"value_and_grad differentiates the arguments {chosen}, got {len(args)}"
-                f" positional arguments: pass them by position."
-            )
-        comm = Comm(axis_name)
-        places = {i % len(args) for i in chosen}
-        for i in places:
-            _refuse.gradients(
-                jax.tree.map(jnp.asarray, args[i]), f"leaves of argument {i}"
-            )
-        cast = [comm.cast(x) if i in places else x for i, x in enumerate(args)]
-        local = functools.partial(_local, fun, argnums, has_aux, comm)
+        comm, params, others = Comm(axis_name), {}, {}
+        for i, x in enumerate(args):
+            if i in chosen or i - len(args) in chosen:
+                leaves = jax.tree.map(jnp.asarray, x)
+                _refuse.gradients(leaves, f"leaves of argument {i}")
+                params[i] = comm.cast(x)
+            else:
+                others[i] = x
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            before = jax.tree.map(lambda x: x, args)
+            out = fun(*args, **kwargs)
+            _refuse.changed_arguments(before, args)
+            value, aux = out if has_aux else (out, None)
+            # Without the cast, a loss that JAX knows to be the same on all replicas
+            # would count once, and any other loss once for each replica.
+            return comm.cast(value), (value, aux)
+
+        grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)
+
+        def of_part(part: Any) -> Any:
+            mine, named = params | part[0], part[1]
+            (_, out), grads = grad(*(mine[i] for i in range(len(args))), **named)
+            return out, grads
+
         if micro_batches == 1:
-            return local(*cast, **kwargs)
-        split_args = {i: x for i, x in enumerate(cast) if i not in places}
-        _refuse.micro_batches({**split_args, **kwargs}, micro_batches)
-
-        def part_of(part: Any) -> Any:
-            mine, named = part
-            return local(*(mine.get(i, x) for i, x in enumerate(cast)), **named)
-
-        batch = (split_args, kwargs)
-        return _over_micro_batches(part_of, batch, micro_batches, has_aux, comm)
+            (value, aux), grads = of_part((others, kwargs))
+        else:
+            batch = others, kwargs
+            (value, aux), grads = _mean_over_parts(of_part, batch, micro_batches, comm)
+        return ((value, aux) if has_aux else value), grads
 
     return wrapped
 
 
-def _local(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    comm: Comm,
-    *args: Any,
-    **kwargs: Any,
+def _mean_over_parts(
+    of_part: Callable[[Any], Any], batch: Any, parts: int, comm: Comm
 ) -> Any:
-    """Differentiate the sum of what all replicas' `fun` returns.
-
-    Without the cast, a loss that JAX knows to be the same on all replicas would count
-    once, and any other loss once for each replica.
-    """
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        before = jax.tree.map(lambda x: x, args)
-        out = fun(*args, **kwargs)
-        _refuse.changed_arguments(before, args)
-        value, _ = _refuse.loss(out, has_aux)
-        return comm.cast(value), out
-
-    grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)
-    (_, out), grads = grad(*args, **kwargs)
-    return out, grads
-
-
-def _over_micro_batches(
-    value_and_grad: Callable[[Any], Any],
-    batch: Any,
-    micro_batches: int,
-    has_aux: bool,
-    comm: Comm,
-) -> Any:
-    """Return the mean of `value_and_grad` over parts of the batch, one by one.
+    """Return the mean of `of_part` over parts of the batch, one by one.
 
     Args:
-      value_and_grad: returns the value and the gradients of one part.
+      of_part: returns ((value, aux), gradients) of one part.
       batch: arrays that are split along their first axis.
-      micro_batches: the number of parts.
-      has_aux: whether `value_and_grad` returns ((value, aux), gradients).
+      parts: the number of parts.
       comm: the replicas; nothing is exchanged with them.
 
     Returns:
-      What `value_and_grad` returns; the aux of all parts is stacked along a new first
-      axis.
+      What `of_part` returns; the aux of all parts is stacked along a new first axis.
     """
-    split = lambda x: x.reshape(micro_batches, -1, *x.shape[1:])
-    parts = jax.tree.map(split, batch)
-
-    def part_of(part: Any) -> tuple[Any, Any]:
-        value, grads = value_and_grad(part)
-        value, aux = value if has_aux else (value, ())
-        return (value, grads), aux
-
-    like, _ = jax.eval_shape(part_of, jax.tree.map(lambda x: x[0], parts))
+    split = lambda x: jnp.reshape(x, (parts, -1, *jnp.shape(x)[1:]))
+    batches = jax.tree.map(split, batch)
+    first = jax.tree.map(lambda x: x[0], batches)
+    (value, _), grads = jax.eval_shape(of_part, first)
+    like = value, grads
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
 
     def add(total: Any, part: Any) -> tuple[Any, Any]:
-        mine, aux = part_of(part)
-        return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, mine), aux
+        (value, aux), grads = of_part(part)
+        plus = lambda t, x: t + x.astype(jnp.float32)
+        return jax.tree.map(plus, total, (value, grads)), aux
 
-    zeros = comm.cast(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
-    total, aux = jax.lax.scan(add, zeros, parts)
-    value, grads = jax.tree.map(
-        lambda t, x: (t / micro_batches).astype(x.dtype), total, like
-    )
-    return ((value, aux) if has_aux else value), grads
+    total, aux = jax.lax.scan(add, comm.cast(zeros), batches)
+    mean = lambda t, x: (t / parts).astype(x.dtype)
+    value, grads = jax.tree.map(mean, total, like)
+    return (value, aux), grads

@@ -4,8 +4,8 @@ Flax is an extra, so it is imported where it is used.
 """
 
 import contextlib
-import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,16 +16,6 @@ import numpy as np
 from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._loop import delivery, gradients, parallel, placement
 from gravac_jax._network import AxisName, Comm
-
-Objects = tuple[Any, ...]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _BatchAt:
-    """The place of the batch among a step's arguments; a tree without arrays."""
-
-    index: int
 
 
 def nnx_value_and_grad(
@@ -48,7 +38,8 @@ def nnx_value_and_grad(
       stay as they are, and their counts go on: both are the same on all replicas. Keys
       that the step draws outside of the loss are the same on all replicas, too.
     - Other variables are written back as they are. They must not differ between
-      replicas; under `check_vma=False` and `pmap` nobody knows whether they do.
+      replicas: `gravac.nnx_data_parallel` refuses a step that returns them different;
+      under `check_vma=False` and `pmap` nobody knows whether they do.
 
     With `axis_name=None` it is `flax.nnx.value_and_grad`.
 
@@ -71,9 +62,9 @@ def nnx_value_and_grad(
     Raises:
       ImportError: if Flax is missing.
       TypeError: when called: if the first argument has no variables to train.
-      ValueError: when called: outside the axis; if the loss changes a variable that is
-        known to differ between replicas then; if it adds, removes or changes anything
-        but the values of variables. With an `optimizer`, as `gravac.own_params`.
+      ValueError: when called: outside the axis; if the loss adds, removes or changes
+        anything but the values of variables. With an `optimizer`, as
+        `gravac.own_params`.
 
     Law:
       The mean over replicas of the gradients, and the batch statistics that are written
@@ -94,45 +85,70 @@ def nnx_value_and_grad(
       >>> grads["bias"].tolist(), model.mean.tolist()
       ([2.0], [1.0])
     """
-    nnx = _flax("nnx_value_and_grad")
+    from flax import nnx
+
     if optimizer is not None:
-        _refuse_optimizer(optimizer)
+        model_of = "the nnx.Optimizer of the model"
+        _refuse.instance(optimizer, nnx.Optimizer, "optimizer", model_of)
     wrt = nnx.Param if optimizer is None else optimizer.wrt
     is_trained = nnx.filterlib.to_predicate(wrt)
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "nnx_value_and_grad")
-        comm = Comm(axis_name)
-        given = (*args, kwargs)
+        comm, given = Comm(axis_name), (*args, kwargs)
         is_param = lambda path, x: path[0] == 0 and is_trained(path[1:], x)
-        graph, params, rest = nnx.split(given, is_param, ...)
+        graph, params, keys, rest = nnx.split(given, is_param, nnx.RngKey, ...)
         if not jax.tree.leaves(params):
-            kind = type(args[0]).__name__ if args else "no positional argument"
             raise TypeError(
                 f"the first argument must be a model with variables {wrt!r}, got"
-                f" {kind}: pass it by position, or to gravac.value_and_grad a pytree."
+                f" {type(given[0]).__name__}: pass it by position."
             )
         if optimizer is not None:
             params = _own_params(params, optimizer)
-        rest = _with_own_keys(rest, comm)
+        keys = jax.tree.map(functools.partial(_key_of, comm), keys)
 
         def of_params(params: Any) -> Any:
-            own = nnx.merge(graph, params, rest, copy=True)
+            own = nnx.merge(graph, params, keys, rest, copy=True)
             objects = _objects_in(own)
-            before, structures = _values(objects), _structures(objects)
-            out = loss_fn(*own[:-1], **own[-1])
-            _refuse_structure(objects, structures, "the loss")
-            changed = _changed(before, objects)
-            loss, aux = _refuse.loss(out, has_aux)
-            return loss, (aux, changed)
+            before = {
+                path: jax.tree.leaves(x)
+                for path, x in nnx.to_flat_state(nnx.state(objects))
+            }
+            with _only_values_change(objects, "the loss"):
+                out = loss_fn(*own[:-1], **own[-1])
+            loss, aux = out if has_aux else (out, None)
+            is_new = lambda path, x: any(
+                map(operator.is_not, jax.tree.leaves(x), before[path])
+            )
+            return loss, (aux, nnx.state(objects, is_new))
 
         value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
         (loss, (aux, changed)), grads = value_and_grad(params)
-        _write_back(_objects_in(given), changed, comm)
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        all_float = lambda path, x: all(map(is_float, jax.tree.leaves(x)))
+        is_statistic = nnx.All(nnx.BatchStat, all_float)
+        statistics, others = nnx.split_state(changed, is_statistic, ...)
+        nnx.update(_objects_in(given), comm.mean(statistics), others)
         return ((loss, aux) if has_aux else loss), grads[0]
 
     return wrapped
+
+
+def _own_params(params: Any, optimizer: Any) -> Any:
+    from flax import nnx
+
+    shared, opt_state = nnx.as_pure(params[0]), nnx.as_pure(optimizer.opt_state)
+    own = delivery.own_params(optimizer.tx, shared, opt_state)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(own))
+
+
+def _key_of(comm: Comm, keys: jax.Array) -> jax.Array:
+    """Fold every random key with the index of the replica."""
+    if comm.axis_name is None:
+        return keys
+    fold_in = jax.vmap(jax.random.fold_in, (0, None))
+    return fold_in(keys.reshape(-1), comm.replica()).reshape(keys.shape)
 
 
 def nnx_data_parallel(
@@ -178,7 +194,8 @@ def nnx_data_parallel(
       TypeError: when called: if another argument than the batch is no nnx object; if
         the step returns nnx objects.
       ValueError: if `mesh` is neither a mesh nor a positive number; otherwise as
-        `gravac.data_parallel`. When called: if objects share a variable;
+        `gravac.data_parallel`, also for a variable that the step leaves different on
+        different replicas. When called: if objects share a variable;
         if a metric cannot be added up over replicas, such as `nnx.metrics.Welford`, or
         is computed in the step; if the step adds, removes or changes anything but the
         values of variables.
@@ -208,26 +225,20 @@ def nnx_data_parallel(
       >>> float(metrics.total[...]), int(metrics.count[...])
       (0.0, 2)
     """
-    nnx = _flax("nnx_data_parallel")
+    from flax import nnx
+
     comm = Comm(_network.join(axis_name, fast_axis_name))
 
-    def on_one_replica(at: _BatchAt, *args: Any, **shared: Any) -> Any:
-        *state, batch = args
-        objects = tuple(state)
-        in_order = (*state[: at.index], batch, *state[at.index :])
-        before, structures = _values(objects), _structures(objects)
-        with _metrics_of(objects, comm):
-            metrics = train_step(*in_order, **shared)
-        _refuse_structure(objects, structures, "the step")
-        _check_alike(objects, before, nnx.state(objects), comm, "the step")
-        is_object = lambda x: isinstance(x, nnx.Pytree)
-        returned = jax.tree.leaves(metrics, is_leaf=is_object)
-        if kinds := [type(x).__name__ for x in returned if is_object(x)]:
+    def on_one_replica(objects: dict[int, Any], batch: Any, **shared: Any) -> Any:
+        args = [objects.get(i, batch) for i in range(len(objects) + 1)]
+        with _only_values_change(objects, "the step"), _metrics_of(objects, comm):
+            metrics = train_step(*args, **shared)
+        if any(isinstance(x, nnx.Pytree) for x in _objects_in(metrics)):
             raise TypeError(
-                f"the step must return metrics or None, got nnx objects, {kinds}:"
-                f" change its arguments in place."
+                "the step must return metrics or None, got nnx objects: change its"
+                " arguments in place."
             )
-        return (at, *objects, metrics)
+        return objects, metrics
 
     run = parallel.data_parallel(
         on_one_replica, mesh, axis_name, fast_axis_name, donate=donate
@@ -235,14 +246,100 @@ def nnx_data_parallel(
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        at = _batch_among(args)
-        objects = (*args[:at], *args[at + 1 :])
-        _refuse_shared(objects)
-        _, *after, metrics = run(_BatchAt(at), *objects, args[at], **shared)
-        nnx.update(objects, nnx.state(tuple(after)))
+        objects = dict(enumerate(args))
+        batch = objects.pop(_batch_among(args))
+        has_variables = lambda path, x: bool(jax.tree.leaves(x))
+        if twice := nnx.find_duplicates(objects, only=has_variables):
+            raise ValueError(
+                f"the step's arguments share variables, got one at each of {twice[0]}:"
+                f" keep one, and hand it over where the other is used."
+            )
+        after, metrics = run(objects, batch, **shared)
+        nnx.update(objects, nnx.state(after))
         return metrics
 
     return step
+
+
+def _batch_among(args: Sequence[Any]) -> int:
+    """Return the index of the one argument that is no nnx object."""
+    leaves = [jax.tree.leaves(x, is_leaf=_is_object) for x in args]
+    others = [i for i, found in enumerate(leaves) if not all(map(_is_object, found))]
+    places = others or [i for i, found in enumerate(leaves) if not found][-1:]
+    if len(places) != 1:
+        kinds = [f"argument {i} ({type(args[i]).__name__})" for i in places]
+        raise TypeError(
+            f"an nnx step takes nnx objects and one batch by position, got"
+            f" {len(args)} arguments, and those that are no nnx objects are:"
+            f" {', '.join(kinds) or 'none'}. Make the batch one tuple or dict, pass"
+            f" what all replicas share by keyword, or use gravac.data_parallel."
+        )
+    return places[0]
+
+
+def _is_object(x: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _objects_in(tree: Any) -> tuple[Any, ...]:
+    """Return the nnx objects in `tree` that are not parts of others."""
+    return tuple(filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+
+
+@contextlib.contextmanager
+def _only_values_change(objects: Any, who: str) -> Iterator[None]:
+    """Refuse to change more of nnx objects than the values of their variables."""
+    before = jax.tree.structure(objects)
+    yield
+    if jax.tree.structure(objects) != before:
+        raise ValueError(
+            f"{who} may change values of variables only, got other attributes or"
+            f" variables, {[path for path, _ in _arrays.named_leaves(objects)]}: call"
+            f" model.train() or model.eval() outside, and take out by"
+            f" nnx.pop(model, nnx.Intermediate) what self.sow stored."
+        )
+
+
+@contextlib.contextmanager
+def _metrics_of(objects: Any, comm: Comm) -> Iterator[None]:
+    """Let each replica count for itself, then add up what all have counted.
+
+    The first replica goes on from the sums so far and all others begin at zero, so that
+    a sum over replicas is right also where the step resets a metric.
+    """
+    from flax import nnx
+
+    nodes = dict(nnx.iter_graph(objects))
+    metrics = [x for x in nodes.values() if isinstance(x, nnx.metrics.Metric)]
+    is_sum = lambda x: isinstance(x, nnx.metrics.MetricState)
+    sums = {path: x for path, x in nodes.items() if is_sum(x)}
+    for path in sums:
+        if not isinstance(metric := nodes[path[:-1]], nnx.metrics.Average):
+            raise ValueError(
+                f"the {type(metric).__name__} at {path[:-1]} cannot be added up over"
+                f" replicas: use a subclass of nnx.metrics.Average, or return values"
+                f" from the step and update it outside."
+            )
+    for x in sums.values():
+        so_far = x.get_value()
+        x.set_value(jnp.where(comm.replica() == 0, so_far, jnp.zeros_like(so_far)))
+    for x in metrics:  # a function of the instance hides that of the class
+        vars(x)["compute"] = _refuse_to_compute
+    yield
+    for x in metrics:
+        del vars(x)["compute"]
+    totals = comm.sum([x.get_value() for x in sums.values()])
+    for x, total in zip(sums.values(), totals, strict=True):
+        x.set_value(total)
+
+
+def _refuse_to_compute() -> None:
+    raise ValueError(
+        "the step calls `compute` of a metric, which has the sums of one replica alone:"
+        " call it after the step, on the same metric."
+    )
 
 
 def nnx_flush(
@@ -270,7 +367,7 @@ def nnx_flush(
 
     Raises:
       ImportError: if Flax is missing.
-      TypeError: if `optimizer` is no `nnx.Optimizer`.
+      TypeError: if `optimizer` is no nnx object.
       ValueError: as `gravac.nnx_data_parallel` and `gravac.flush`.
 
     Cost:
@@ -289,19 +386,16 @@ def nnx_flush(
       >>> model, optimizer = gravac.place((model, optimizer), mesh)
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
-    _flax("nnx_flush")
-    _refuse_optimizer(optimizer)
-    axes = _network.join(axis_name, fast_axis_name)
-    _refuse.mesh(mesh, axis_name, fast_axis_name)
     deliver = _delivery(mesh, axis_name, fast_axis_name)
-    replicas = placement.count_replicas(mesh, axes)
-    deliver(model, optimizer, np.zeros(replicas, np.float32))
+    axes = _network.join(axis_name, fast_axis_name)
+    nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
+    deliver(model, optimizer, nothing)
 
 
 @functools.cache  # or each call would compile
 def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., Any]:
     """Return what delivers into a model and an optimizer of all replicas."""
-    nnx = _flax("nnx_flush")
+    from flax import nnx
 
     def deliver(model: Any, optimizer: Any, batch: Any) -> None:
         del batch
@@ -312,217 +406,3 @@ def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., A
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
     return nnx_data_parallel(deliver, mesh, axis_name, fast_axis_name)
-
-
-def _flax(name: str) -> Any:
-    try:
-        from flax import nnx
-    except ImportError as error:
-        raise ImportError(
-            f"gravac.{name} needs Flax, which is an extra of gravac_jax, and it could"
-            f" not be imported ({error}): pip install flax."
-        ) from error
-    return nnx
-
-
-def _refuse_optimizer(optimizer: Any) -> None:
-    if not (hasattr(optimizer, "tx") and hasattr(optimizer, "opt_state")):
-        raise TypeError(
-            f"`optimizer` must be the nnx.Optimizer of the model, or None for gradients"
-            f" at the shared params, got {type(optimizer).__name__}."
-        )
-
-
-def _batch_among(args: Sequence[Any]) -> int:
-    """Return the index of the one argument that is no nnx object."""
-    is_object = _is_object()
-    leaves = [jax.tree.leaves(x, is_leaf=is_object) for x in args]
-    others = [i for i, found in enumerate(leaves) if not all(map(is_object, found))]
-    places = others or [i for i, found in enumerate(leaves) if not found][-1:]
-    if len(places) != 1 or len(args) < 2:
-        kinds = [f"argument {i} ({type(args[i]).__name__})" for i in places]
-        raise TypeError(
-            f"an nnx step takes nnx objects and one batch by position, got"
-            f" {len(args)} arguments, and those that are no nnx objects are:"
-            f" {', '.join(kinds) or 'none'}. Make the batch one tuple or dict, pass"
-            f" what all replicas share by keyword, or use gravac.data_parallel."
-        )
-    return places[0]
-
-
-def _refuse_shared(objects: Objects) -> None:
-    """Refuse a variable that two objects, or two attributes, share."""
-    from flax import nnx
-
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    seen: dict[int, str] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(tuple(objects), is_leaf=is_variable)
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path)
-        if is_variable(x) and (first := seen.setdefault(id(x), name)) != name:
-            raise ValueError(
-                f"the step's arguments share the {type(x).__name__} at {first} and at"
-                f" {name}: keep one, and hand it over where the other is used."
-            )
-
-
-def _refuse_structure(objects: Objects, structures: Sequence[Any], who: str) -> None:
-    """Refuse to change more of nnx objects than the values of their variables."""
-    for x, before in zip(objects, structures, strict=True):
-        if jax.tree.structure(x) != before:
-            paths = [path for path, _ in _arrays.named_leaves(x)]
-            raise ValueError(
-                f"{who} may change values of variables only, got a {type(x).__name__}"
-                f" with {paths}: call model.train() or model.eval() outside, and take"
-                f" out what self.sow stored, nnx.pop(model, nnx.Intermediate)."
-            )
-
-
-def _refuse_to_compute() -> None:
-    raise ValueError(
-        "the step calls `compute` of a metric, which has the sums of one replica alone:"
-        " call it after the step, on the same metric."
-    )
-
-
-def _is_object() -> Callable[[Any], bool]:
-    from flax import nnx
-
-    return lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))
-
-
-def _objects_in(tree: Any) -> Objects:
-    """Return the nnx objects in `tree` that are not parts of others."""
-    is_object = _is_object()
-    return tuple(filter(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
-
-
-def _structures(objects: Objects) -> list[Any]:
-    return [jax.tree.structure(x) for x in objects]
-
-
-def _values(objects: Objects) -> dict[Any, list[Any]]:
-    """Return the arrays of each variable, by its path."""
-    from flax import nnx
-
-    return {
-        path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(nnx.state(objects))
-    }
-
-
-def _changed(before: dict[Any, list[Any]], objects: Objects) -> Any:
-    """Return the state of those variables that hold other arrays than `before`."""
-    from flax import nnx
-
-    return nnx.from_flat_state(
-        [
-            (path, x)
-            for path, x in nnx.to_flat_state(nnx.state(objects))
-            if any(
-                new is not old
-                for new, old in zip(jax.tree.leaves(x), before[path], strict=True)
-            )
-        ]
-    )
-
-
-def _own_params(params: Any, optimizer: Any) -> Any:
-    from flax import nnx
-
-    shared, opt_state = nnx.as_pure(params[0]), nnx.as_pure(optimizer.opt_state)
-    own = delivery.own_params(optimizer.tx, shared, opt_state)
-    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(own))
-
-
-def _with_own_keys(state: Any, comm: Comm) -> Any:
-    """Fold every random key of `state` with the index of the replica."""
-    from flax import nnx
-
-    if comm.axis_name is None:
-        return state
-    fold_in = jax.vmap(jax.random.fold_in, (0, None))
-
-    def own(keys: jax.Array) -> jax.Array:
-        return fold_in(keys.reshape(-1), comm.replica()).reshape(keys.shape)
-
-    return jax.tree.map(
-        lambda x: jax.tree.map(own, x) if isinstance(x, nnx.RngKey) else x,
-        state,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-
-
-def _write_back(objects: Objects, changed: Any, comm: Comm) -> None:
-    """Write the state that a loss has changed into the objects that it was given."""
-    from flax import nnx
-
-    def is_statistic(path: Any, x: Any) -> bool:
-        del path
-        is_real = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
-        return isinstance(x, nnx.BatchStat) and all(map(is_real, jax.tree.leaves(x)))
-
-    statistics, others = nnx.split_state(changed, is_statistic, ...)
-    _check_alike(objects, _values(objects), others, comm, "the loss")
-    if jax.tree.leaves(statistics):
-        nnx.update(objects, comm.mean(statistics))
-    nnx.update(objects, others)
-
-
-def _check_alike(
-    objects: Objects, before: dict[Any, list[Any]], state: Any, comm: Comm, who: str
-) -> None:
-    """Refuse variables in `state` that were the same on all replicas and may differ."""
-    from flax import nnx
-
-    alike = lambda x: comm.is_known_alike(jnp.asarray(x))
-    flat: Any = nnx.to_flat_state(state)
-    for path, x in flat:
-        pairs = zip(before[path], jax.tree.leaves(x), strict=True)
-        if any(old is not new and alike(old) and not alike(new) for old, new in pairs):
-            first, *names = path
-            owner = type(objects[first]).__name__
-            name = ".".join(map(str, (owner, *names)))
-            raise ValueError(
-                f"{who} changes {name}, of type {type(x).__name__}, to what may differ"
-                f" between replicas: make a statistic of the batch an nnx.BatchStat of"
-                f" the loss, average by jax.lax.pmean, or return it as aux, with"
-                f" has_aux=True; params change by a gravac.transform that comes first."
-            )
-
-
-@contextlib.contextmanager
-def _metrics_of(objects: Objects, comm: Comm) -> Iterator[None]:
-    """Let each replica count for itself, then add up what all have counted.
-
-    The first replica goes on from the sums so far and all others begin at zero, so that
-    a sum over replicas is right also where the step resets a metric.
-    """
-    from flax import nnx
-
-    is_average = lambda x: isinstance(x, nnx.metrics.Average)
-    is_metric = lambda x: isinstance(x, nnx.metrics.Metric)
-    is_single = lambda x: is_metric(x) and not isinstance(x, nnx.MultiMetric)
-    is_sum = lambda x: isinstance(x, nnx.metrics.MetricState)
-    is_held = lambda x: is_single(x) or is_sum(x)
-    at_paths = jax.tree_util.tree_leaves_with_path(tuple(objects), is_leaf=is_held)
-    for path, x in at_paths:
-        held = any(map(is_sum, jax.tree.leaves(x, is_leaf=is_sum)))
-        if held and not is_average(x):
-            raise ValueError(
-                f"the {type(x).__name__} at {jax.tree_util.keystr(path)} cannot be"
-                f" added up over replicas: use a subclass of nnx.metrics.Average, or"
-                f" return values from the step and update it outside."
-            )
-    sums = [x for x in jax.tree.leaves(objects, is_leaf=is_sum) if is_sum(x)]
-    is_first = comm.replica() == 0
-    for x in sums:
-        x.set_value(jnp.where(is_first, x.get_value(), jnp.zeros_like(x.get_value())))
-    metrics = [x for _, x in nnx.iter_graph(objects) if is_metric(x)]
-    for x in metrics:  # a function of the instance hides that of the class
-        vars(x)["compute"] = _refuse_to_compute
-    yield
-    for x in metrics:
-        del vars(x)["compute"]
-    totals = comm.sum([x.get_value() for x in sums])
-    for x, total in zip(sums, totals, strict=True):
-        x.set_value(total)

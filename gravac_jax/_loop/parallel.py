@@ -3,16 +3,17 @@
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gravac_jax import _arrays, _network, _refuse, _state
+from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._loop import placement
 from gravac_jax._network import AxisName, Comm
+from gravac_jax._step import states
 
 Step = Callable[..., Any]
 
@@ -84,102 +85,69 @@ def data_parallel(
     Example:
       See `gravac.transform`.
     """
-    axes = _network.join(axis_name, fast_axis_name)
-    call = "gravac.data_parallel(train_step, mesh)"
-    _refuse.function(train_step, "train_step", call)
+    _refuse.function(train_step, "train_step", "gravac.data_parallel(train_step, mesh)")
     _refuse.mesh(mesh, axis_name, fast_axis_name)
-    if not isinstance(mesh, jax.sharding.Mesh):
-        return simulate(
-            train_step,
-            mesh,
-            axis_name,
-            carried=carried,
-            donate=donate,
-            average_metrics=average_metrics,
-        )
-    _count_carried(carried)
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    replicas, devices = (placement.count_replicas(mesh, x) for x in (axis_name, axes))
+    if carried:
+        _refuse.count(carried, "carried", "arguments, or is 0 for none")
     _refuse.instance(average_metrics, bool, "average_metrics", "False")
-    body = _on_one_replica(train_step, axes, check_vma, average_metrics)
-    body_of_vmap = _on_one_replica(train_step, axes, True, average_metrics)
-    out = jax.P() if average_metrics else jax.P(axes)
-    divided = functools.partial(
-        _refuse.divided,
-        carried=carried,
-        replicas=max(1, devices // jax.process_count()),
-        is_donated=donate,
-    )
-    has_others = bool(_network.inner_axes(mesh, axis_name))
+    axes = _network.join(axis_name, fast_axis_name)
+    parts = placement.count_replicas(mesh, axes)
+    may_be_sliced = fast_axis_name is None and _network.inner_axes(mesh, axis_name)
+    is_mesh = isinstance(mesh, jax.sharding.Mesh)
+    if is_mesh:  # each process brings its own part of a batch
+        parts = max(1, parts // jax.process_count())
+    body = _on_one_replica(train_step, axes, average_metrics)
+    by_vmap = functools.partial(_by_vmap, body, mesh, axis_name, average_metrics)
 
-    def run(
-        state: Any, own: Any, batch: Any, shared: Any, specs: Any, has_slices: bool
-    ) -> Any:
-        if has_slices:
-            _refuse.by_hand(mesh, axis_name)
-            placement.check_has_slices(state, mesh.size)
-            of_all = _by_vmap(body_of_vmap, replicas, axis_name, average_metrics, mesh)
-            state, own, metrics = of_all(state, own, batch, shared)
-            return placement.constrained(state, specs, mesh), own, metrics
-        placement.check_placed(state, replicas)
-        of_state = placement.state_specs(state, axis_name)
+    def by_shard_map(state: Any, *others: Any) -> Any:
+        _check_parts(state, placement.count_replicas(mesh, axis_name))
+        specs = placement.state_specs(state, axis_name), jax.P(axes)
+        metrics = jax.P() if average_metrics else jax.P(axes)
         return jax.shard_map(
             body,
-            mesh=mesh,
-            in_specs=(of_state, jax.P(axes), jax.P(axes), jax.P()),
-            out_specs=(of_state, jax.P(axes), out),
+            mesh=cast(jax.sharding.Mesh, mesh),
+            in_specs=(*specs, jax.P(axes), jax.P()),
+            out_specs=(*specs, metrics),
             check_vma=check_vma,
-        )(state, own, batch, shared)
+        )(state, *others)
 
-    jitted = jax.jit(
-        run, donate_argnums=(0, 1) if donate else (), static_argnums=(4, 5)
-    )
+    @functools.cache
+    def program(is_vmapped: bool, lies: placement.Lies) -> Any:
+        return jax.jit(
+            by_vmap if is_vmapped else by_shard_map,
+            donate_argnums=(0, 1) if donate else (),
+            # XLA drops the names of axes that are one device long.
+            out_shardings=(placement.shardings(lies, mesh), None, None),
+        )
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, *split = divided(args, shared=shared)
-        specs, has_slices = None, False
-        if has_others:
-            state = jax.tree.map(lambda x: _place(x, everywhere), state)
-            specs = placement.specs_if_known(state)
-            has_slices = fast_axis_name is None and placement.has_slices(
-                state, specs, mesh, axis_name
-            )
-        put = functools.partial(_put, mesh, axes, has_slices)
-        own, batch = jax.tree.map(put, split)
-        shared = jax.tree.map(lambda x: _share(x, everywhere), shared)
-        state, own, metrics = jitted(state, own, batch, shared, specs, has_slices)
-        if specs and 1 in mesh.shape.values():
-            # XLA drops the names of axes that are one device long.
-            state = jax.device_put(state, placement.shardings(state, specs, mesh))
+        state, own, batch = _refuse.divided(args, carried, parts, donate, shared)
+        is_vmapped, lies = not is_mesh, None
+        if may_be_sliced:
+            is_vmapped, lies = placement.how_it_lies(state, mesh, axis_name)
+        if isinstance(mesh, jax.sharding.Mesh):
+            rows, whole = (jax.NamedSharding(mesh, x) for x in (jax.P(axes), jax.P()))
+            put = functools.partial(_put, rows, is_vmapped)
+            own, batch = jax.tree.map(put, (own, batch))
+            shared = jax.tree.map(functools.partial(_put, whole, False), shared)
+        state, own, metrics = program(is_vmapped, lies)(state, own, batch, shared)
         return (*state, *own, *metrics)
 
     return step
 
 
-def _place(x: Any, sharding: jax.NamedSharding) -> Any:
-    # A linen TrainState begins with the Python number 0 for its step.
-    return x if isinstance(x, jax.Array) else _share(np.asarray(x), sharding)
-
-
-def _share(x: Any, sharding: jax.NamedSharding) -> Any:
-    # Each of several processes may bring its own values, such as its step times.
-    if sharding.is_fully_addressable or not isinstance(x, (np.ndarray, np.generic)):
-        return jax.device_put(x, sharding)
-    return jax.make_array_from_callback(x.shape, sharding, lambda at: np.asarray(x)[at])
-
-
-def _put(mesh: jax.sharding.Mesh, axes: AxisName, stays: bool, x: Any) -> jax.Array:
-    """Split a batch over replicas; if it `stays`, what lies on the mesh does."""
-    lies = None if isinstance(x, core.Tracer) else getattr(x, "sharding", None)
-    is_there = isinstance(x, core.Tracer) or getattr(lies, "mesh", None) == mesh
-    return x if stays and is_there else _shard(x, jax.NamedSharding(mesh, jax.P(axes)))
-
-
-def _shard(x: Any, sharding: jax.NamedSharding) -> jax.Array:
-    # Several processes each bring their own part of the batch.
-    is_global = lambda: isinstance(x, jax.Array) and not x.is_fully_addressable
-    if sharding.is_fully_addressable or is_global():
+def _put(sharding: jax.NamedSharding, stays: bool, x: Any) -> jax.Array:
+    """Put a batch, or what all replicas share; if it `stays`, not what lies there."""
+    is_traced = isinstance(x, core.Tracer)
+    lies = None if is_traced else getattr(x, "sharding", None)
+    if stays and (is_traced or getattr(lies, "mesh", None) == sharding.mesh):
+        return x
+    # Each of several processes brings its own part of a batch, in NumPy or JAX, and may
+    # bring its own values of what is shared, such as its step times, in NumPy.
+    is_host = isinstance(x, (np.ndarray, np.generic))
+    is_part = lambda: not sharding.is_fully_replicated and x.is_fully_addressable
+    if sharding.is_fully_addressable or not (is_host or is_part()):
         return jax.device_put(x, sharding)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
@@ -236,84 +204,60 @@ def simulate(
     call = "gravac.simulate(train_step, replicas)"
     _refuse.function(train_step, "train_step", call)
     _refuse.count(replicas, "replicas", "replicas")
-    _count_carried(carried)
-    _refuse.instance(average_metrics, bool, "average_metrics", "False")
-    body = _on_one_replica(train_step, axis_name, True, average_metrics)
-    of_all = _by_vmap(body, replicas, axis_name, average_metrics)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
-    def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
-        placement.check_placed(state, replicas)
-        return of_all(state, own, batch, shared)
-
-    @functools.wraps(train_step)
-    def step(*args: Any, **shared: Any) -> Any:
-        divided = _refuse.divided(args, carried, replicas, donate, shared)
-        state, own, batch = divided
-        state, own, metrics = run(state, own, batch, shared)
-        return (*state, *own, *metrics)
-
-    return step
+    how = {"carried": carried, "donate": donate, "average_metrics": average_metrics}
+    return data_parallel(train_step, replicas, axis_name, **how)
 
 
 def _by_vmap(
-    body: Step,
-    replicas: int,
-    axis_name: Any,
-    averages: bool,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Step:
-    """Return what runs the step of one replica on all: on one device, or on a mesh.
+    body: Step, mesh: Any, axis_name: Any, averages: bool, state: Any, *others: Any
+) -> Any:
+    """Run the step of one replica on all: on one device, or in slices on a mesh.
 
-    On a mesh, `axis_name` is the axis along which replicas lie, and all others are the
-    compiler's. A step is then mapped by vmap and not by shard_map, because XLA cannot
-    partition all of a model where only some axes are mapped by shard_map: a look-up in
-    a sharded table ends the process (jaxlib 0.10.2).
+    On a mesh the compiler shards the model over all axes but that of the replicas. vmap
+    maps that axis, and not shard_map, because XLA cannot partition all of a model where
+    only some axes are mapped by shard_map: a look-up in a sharded table ends the
+    process (jaxlib 0.10.2).
     """
+    is_mesh = isinstance(mesh, jax.sharding.Mesh)
+    replicas = placement.count_replicas(mesh, axis_name)
+    if is_mesh:
+        _refuse.by_hand(mesh, axis_name)
+    _check_parts(state, mesh.size if is_mesh else replicas, is_mesh)
 
     def split(x: jax.Array) -> jax.Array:
         rows = x.reshape(replicas, x.shape[0] // replicas, *x.shape[1:])
-        if mesh is None:
+        if not is_mesh:
             return rows
         spec = jax.P(axis_name, *[jax.P.UNCONSTRAINED] * (rows.ndim - 1))
         return jax.lax.with_sharding_constraint(rows, jax.NamedSharding(mesh, spec))
 
-    join = lambda x: x.reshape(-1, *x.shape[2:])
-    of_each = lambda change, state: _state.map_local(
-        state, lambda local: jax.tree.map(change, local), lambda x: x
+    axes = states.per_leaf(state, 0, None)
+    mapped = jax.vmap(
+        body,
+        in_axes=(axes, 0, 0, None),
+        out_axes=(axes, 0, None if averages else 0),
+        axis_name=axis_name,
+        spmd_axis_name=axis_name if is_mesh else None,
     )
-
-    def run(state: Any, own: Any, batch: Any, shared: Any) -> Any:
-        state = state if mesh is None else of_each(split, state)
-        own, batch = jax.tree.map(split, (own, batch))
-        axes = _state.per_leaf(state, 0, None)
-        mapped = jax.vmap(
-            body,
-            in_axes=(axes, 0, 0, None),
-            out_axes=(axes, 0, None if averages else 0),
-            axis_name=axis_name,
-            spmd_axis_name=None if mesh is None else axis_name,
-        )
-        state, own, metrics = mapped(state, own, batch, shared)
-        state = state if mesh is None else of_each(join, state)
-        metrics = metrics if averages else jax.tree.map(join, metrics)
-        return state, jax.tree.map(join, own), metrics
-
-    return run
+    *rows, shared = others
+    own, batch = jax.tree.map(split, rows)
+    state, own, metrics = mapped(_of_local(split, state), own, batch, shared)
+    join = lambda x: x.reshape(-1, *x.shape[2:])
+    metrics = metrics if averages else jax.tree.map(join, metrics)
+    return _of_local(join, state), jax.tree.map(join, own), metrics
 
 
-def _count_carried(carried: int) -> None:
-    if carried:
-        _refuse.count(carried, "carried", "arguments, or is 0 for none")
+def _of_local(change: Step, state: Any) -> Any:
+    return states.map_local(state, lambda x: jax.tree.map(change, x), lambda x: x)
 
 
-def _on_one_replica(
-    train_step: Step, axis_name: AxisName, is_checked: bool, averages: bool
-) -> Step:
-    """Wrap a step: split its results into state and metrics, and average these.
+def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
+    for local in states.locals_of(state):
+        _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
-    Without the check nobody can tell what differs between replicas.
-    """
+
+def _on_one_replica(train_step: Step, axis_name: AxisName, averages: bool) -> Step:
+    """Wrap a step: split its results into state and metrics, and average these."""
     comm = Comm(axis_name)
 
     def body(
@@ -328,39 +272,34 @@ def _on_one_replica(
         results = results if type(results) is tuple else (results,)
         _refuse.other_state(results, given)
         first, last = len(state), len(given)
-        after, own_after = results[:first], results[first:last]
+        after, own_after, metrics = results[:first], results[first:last], results[last:]
         _refuse.other_carry(own_after, own)
         comm.check_alike(state, after)
         if averages:
-            metrics = _reported(results[last:], comm, is_checked)
+            metrics = _reported(metrics, comm)
         else:
-            each = lambda x: jnp.asarray(x)[None]
-            metrics = comm.cast(jax.tree.map(each, results[last:]))
+            metrics = comm.cast(jax.tree.map(lambda x: jnp.asarray(x)[None], metrics))
         return after, comm.cast(own_after), metrics
 
     return body
 
 
-def _reported(metrics: Any, comm: Comm, is_checked: bool) -> Any:
+def _reported(metrics: Any, comm: Comm) -> Any:
     """Return the mean of floats over replicas; what is no float is the same on all."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    known = lambda x: (
-        not isinstance(x, jax.Array) or (is_checked and comm.is_known_alike(x))
-    )
+    can_tell = comm.is_checked or comm.is_simulated
+    is_alike = lambda x: can_tell and comm.is_known_alike(x)
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
     for path, x in _arrays.named_leaves(metrics):
-        if not (hasattr(x, "dtype") or isinstance(x, numbers.Number)):
-            raise TypeError(
-                f"the metric at {path} must be an array or a number, got"
-                f" {type(x).__name__}: add names outside of the step."
-            )
-        if not is_float(jnp.asarray(x)) and not known(x):
+        is_number = hasattr(x, "dtype") or isinstance(x, numbers.Number)
+        is_ours = isinstance(x, jax.Array) and not is_float(x)
+        if not is_number or (is_ours and not is_alike(x)):
             raise TypeError(
                 f"the metric at {path} must be a float, which is averaged, got a"
-                f" {jnp.result_type(x)}: write gravac.Comm({comm.axis_name!r}).sum(x),"
-                f" or under check_vma=False return a float."
+                f" {getattr(x, 'dtype', type(x).__name__)}: write"
+                f" gravac.Comm({comm.axis_name!r}).sum(x), return a float under"
+                f" check_vma=False, and add names outside of the step."
             )
     metrics = jax.tree.map(jnp.asarray, metrics)
     floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)
     pick = lambda x, mean: x if mean is None else mean
-    means = comm.reported_mean(floats)
-    return jax.tree.map(pick, metrics, means, is_leaf=lambda x: x is None)
+    return jax.tree.map(pick, metrics, comm.reported_mean(floats))

@@ -1,16 +1,94 @@
-"""Put training state on the devices: per-replica state sharded, the rest replicated."""
+"""Where things lie: a mesh over all devices, and training state on it."""
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.experimental import mesh_utils
 
-from gravac_jax import _network, _refuse, _state
+from gravac_jax import _network, _refuse
 from gravac_jax._loop import chain
 from gravac_jax._network import AxisName
+from gravac_jax._step import states
+
+# The structure of a tree, and how each array of it is sharded; None if not known.
+Lies = tuple[Any, tuple[jax.P, ...]] | None
+
+
+def make_mesh(
+    axis_names: Sequence[str] = ("data",),
+    *,
+    hosts: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> jax.sharding.Mesh:
+    """Lay a mesh over devices, on one host or on many.
+
+    With one name, all devices lie along one axis. With two, the first axis has the
+    hosts, between which the network is slow, and the second the devices of each. A host
+    here is what JAX calls a slice: the GPUs of a machine, or of several that NVLink
+    connects, however many processes they have; the TPUs of a slice. Where JAX knows of
+    no slices, as on most CPUs, a host is a process.
+
+    `jax.make_mesh` refuses devices of several slices, such as GPUs of several machines.
+
+    Args:
+      axis_names: one or two names, the slow network's first, as in `("dcn", "ici")`.
+      hosts: into how many hosts to divide the devices, in their order, where JAX cannot
+        tell, as when one machine plays several. Default: what JAX tells.
+      devices: the devices. Default: those of all processes.
+
+    Returns:
+      A mesh whose axes are Auto. Devices of a host are neighbours along every axis.
+
+    Raises:
+      ValueError: if there are not one or two different names, there are no devices, or
+        hosts have different numbers of devices.
+
+    Example:
+      >>> import gravac_jax as gravac
+      >>> gravac.make_mesh().axis_names
+      ('data',)
+      >>> mesh = gravac.make_mesh(("dcn", "ici"), hosts=2, devices=jax.devices()[:4])
+      >>> dict(mesh.shape)
+      {'dcn': 2, 'ici': 2}
+    """
+    names = tuple(axis_names)
+    is_one_name = isinstance(axis_names, str)
+    if is_one_name or len(names) not in (1, 2) or len(set(names)) < len(names):
+        raise ValueError(
+            f"`axis_names` must be a tuple of one or two names that differ, such as"
+            f" ('data',) or ('dcn', 'ici'), got {axis_names!r}. For more axes reshape"
+            f" the `devices` of the mesh, and hand them to jax.sharding.Mesh."
+        )
+    chosen = list(jax.devices() if devices is None else devices)
+    if hosts is None:
+        rows = _by_host(chosen)
+    else:
+        _refuse.count(hosts, "hosts", "groups of devices")
+        rows = np.array_split(np.array(chosen, object), hosts)
+    if len(names) == 1:
+        return jax.sharding.Mesh(np.concatenate(rows), names)
+    sizes = sorted({len(x) for x in rows})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"hosts must have as many devices each, got {sizes[0]} to {sizes[-1]}:"
+            f" give `devices` that are spread evenly, `hosts` that divides them, or one"
+            f" axis name."
+        )
+    return jax.sharding.Mesh(np.stack(rows), names)
+
+
+def _by_host(devices: Sequence[Any]) -> list[np.ndarray]:
+    host = lambda device: getattr(device, "slice_index", device.process_index)
+    ordered = sorted(devices, key=lambda x: (host(x), x.id))
+    groups = [list(x) for _, x in itertools.groupby(ordered, host)]
+    # JAX orders TPUs by how they are wired.
+    return [mesh_utils.create_device_mesh((len(x),), x) for x in groups]
 
 
 def place(
@@ -33,7 +111,6 @@ def place(
       The tree, of the same structure, in new memory.
 
     Raises:
-      TypeError: if the arguments are swapped.
       ValueError: if the mesh does not have the axis, the state is placed on another
         number of replicas, or `mesh` is neither a mesh nor a positive number. If the
         optimizer has a momentum that the transform's memory has already. If something
@@ -51,29 +128,19 @@ def place(
       >>> opt_state[0].local.memory[0].residual.shape
       (2, 65536)
     """
-    is_place = lambda x: isinstance(x, (jax.sharding.Mesh, int))
-    if is_place(tree) and not is_place(mesh):
-        raise TypeError(
-            f"the arguments are swapped, got {type(tree).__name__} before"
-            f" {type(mesh).__name__}: write gravac.place(tree, mesh)."
-        )
     _refuse.mesh(mesh, axis_name)
-    if not isinstance(mesh, jax.sharding.Mesh):
-        replicas, devices, inner, owners = mesh, mesh, (), axis_name
-    else:
-        replicas, devices = count_replicas(mesh, axis_name), mesh.size
-        inner = _network.inner_axes(mesh, axis_name)
-        owners = _network.join(axis_name, inner or None)
-    on_mesh = functools.partial(_sharding_on, mesh)
     chain.check_chains(tree)
+    inner = _network.inner_axes(mesh, axis_name)
+    owners = _network.join(axis_name, inner or None)
+    replicas, devices = (count_replicas(mesh, x) for x in (axis_name, owners))
+    on_mesh = functools.partial(_on_mesh, mesh)
 
     def place_local(state: Any) -> Any:
-        placed = _state.placed_replicas(state)
-        local = on_mesh(jax.P(axis_name))
+        placed, local = states.placed_replicas(state), on_mesh(axis_name)
         if placed is None:
             return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
         if placed == devices:  # a state of slices
-            local = on_mesh(jax.P(owners))
+            local = on_mesh(owners)
         elif placed != replicas:
             raise ValueError(
                 f"the state is placed on {placed} replicas, got {replicas}: to move"
@@ -83,17 +150,11 @@ def place(
         return jax.tree.map(lambda x: _copy(x, local), state)
 
     def place_shared(x: Any) -> jax.Array:
-        # Under jax.set_mesh JAX makes scalars whose spec has a dimension: P(None).
-        spec = _shortened(specs_of(x))
+        spec = specs_of(x)
         is_inside = _names_in(spec) <= set(inner)
-        return _copy(x, on_mesh(spec if is_inside else jax.P()))
+        return _copy(x, on_mesh(*spec) if is_inside else on_mesh())
 
-    return _state.map_local(tree, place_local, place_shared)
-
-
-def _sharding_on(mesh: Any, spec: jax.P) -> jax.NamedSharding | None:
-    is_mesh = isinstance(mesh, jax.sharding.Mesh)
-    return jax.NamedSharding(mesh, spec) if is_mesh else None
+    return states.map_local(tree, place_local, place_shared)
 
 
 def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
@@ -103,10 +164,9 @@ def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     return int(np.prod([mesh.shape[name] for name in _refuse.axis_names(axis_name)]))
 
 
-def check_placed(tree: Any, replicas: int) -> None:
-    """Raise unless `tree` is placed on this many replicas."""
-    for local in _state.locals_of(tree):
-        _refuse.placed(_state.placed_replicas(local), replicas)
+def _on_mesh(mesh: Any, *spec: Any) -> jax.NamedSharding | None:
+    is_mesh = isinstance(mesh, jax.sharding.Mesh)
+    return jax.NamedSharding(mesh, jax.P(*spec)) if is_mesh else None
 
 
 def _copy(x: Any, sharding: Any) -> jax.Array:
@@ -129,73 +189,48 @@ def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
 
 
 def _from_host(x: np.ndarray, sharding: Any) -> jax.Array:
-    # By callback each process makes only the shards of its own devices, each in memory
-    # of its own.
+    # Each process makes only the shards of its own devices, each in memory of its own.
     return jax.make_array_from_callback(
         x.shape, sharding, lambda index: np.array(x[index])
     )
 
 
-def specs_of(tree: Any) -> Any:
-    """Return the `PartitionSpec` of each array of `tree`, or `P()`."""
-    spec = lambda x: getattr(getattr(x, "sharding", None), "spec", jax.P())
-    return jax.tree.map(spec, tree)
+def specs_of(x: Any) -> jax.P:
+    """Return the `PartitionSpec` of an array, or `P()`.
 
-
-def specs_if_known(tree: Any) -> tuple[jax.P, ...] | None:
-    """Return how each array of `tree` is sharded; None if that is not known."""
-    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree)):
-        return None
-    return tuple(map(_shortened, jax.tree.leaves(specs_of(tree))))
-
-
-def _shortened(spec: jax.P) -> jax.P:
-    """Return `spec` as XLA returns it; jit would compile anew for one that differs."""
-    parts = list(spec)
+    It is as short as XLA returns it; jit would compile anew for one that differs. Under
+    jax.set_mesh JAX makes scalars whose spec has an axis: P(None).
+    """
+    parts = list(getattr(getattr(x, "sharding", None), "spec", ()))
     while parts and parts[-1] is None:
         parts.pop()
     return jax.P(*parts)
 
 
-def has_slices(
-    tree: Any,
-    specs: tuple[jax.P, ...] | None,
-    mesh: jax.sharding.Mesh,
-    axis_name: AxisName,
-) -> bool:
-    """Return whether the compiler shards each replica of a state.
+def how_it_lies(tree: Any, mesh: Any, axis_name: AxisName) -> tuple[bool, Lies]:
+    """Return whether the compiler shards each replica of a state, and how.
 
-    It does if any array of `tree` is sharded over an axis of the mesh that is not of
-    replicas. Of traced arrays the transform's own state shows it, which then has a part
-    for every device.
+    The compiler does if any array of `tree` is sharded over an axis of the mesh that is
+    not of replicas. Of traced arrays the shardings are not known. The transform's own
+    state then shows it, by a part for every device.
     """
-    if specs is None:
-        placed = {_state.placed_replicas(x) for x in _state.locals_of(tree)}
-        return mesh.size in placed - {count_replicas(mesh, axis_name)}
-    inner = set(_network.inner_axes(mesh, axis_name))
-    return any(_names_in(spec) & inner for spec in specs)
+    leaves, structure = jax.tree.flatten(tree)
+    if any(isinstance(x, core.Tracer) for x in leaves):
+        placed = {states.placed_replicas(x) for x in states.locals_of(tree)}
+        return mesh.size in placed - {count_replicas(mesh, axis_name)}, None
+    specs, inner = (
+        tuple(map(specs_of, leaves)),
+        set(_network.inner_axes(mesh, axis_name)),
+    )
+    return any(_names_in(spec) & inner for spec in specs), (structure, specs)
 
 
-def check_has_slices(tree: Any, devices: int) -> None:
-    """Raise unless the transform has a part for each device of a mesh."""
-    for local in _state.locals_of(tree):
-        leading = _state.placed_replicas(local)
-        _refuse.sliced(leading, devices)
-
-
-def constrained(
-    tree: Any, specs: tuple[jax.P, ...] | None, mesh: jax.sharding.Mesh
-) -> Any:
-    """Return a traced `tree` that the compiler shards by `specs`; None: as it likes."""
-    if specs is None:
-        return tree
-    return jax.lax.with_sharding_constraint(tree, shardings(tree, specs, mesh))
-
-
-def shardings(tree: Any, specs: tuple[jax.P, ...], mesh: jax.sharding.Mesh) -> Any:
-    """Return a tree like `tree` of the shardings on a mesh that `specs` list."""
-    on_mesh = [jax.NamedSharding(mesh, spec) for spec in specs]
-    return jax.tree.unflatten(jax.tree.structure(tree), on_mesh)
+def shardings(lies: Lies, mesh: Any) -> Any:
+    """Return the shardings on a mesh of what `how_it_lies` has seen."""
+    if lies is None:
+        return None
+    on_mesh = [jax.NamedSharding(mesh, spec) for spec in lies[1]]
+    return jax.tree.unflatten(lies[0], on_mesh)
 
 
 def _names_in(spec: jax.P) -> set[str]:
@@ -223,4 +258,4 @@ def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:
       (P('data',), P())
     """
     _refuse.axis(axis_name)
-    return _state.per_leaf(tree, jax.P(axis_name), jax.P())
+    return states.per_leaf(tree, jax.P(axis_name), jax.P())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gravac_jax import _arrays
+from gravac_jax import _refuse
 
 AHEAD = 4  # steps that the host may be ahead of the devices; later times are of no use
 
@@ -19,7 +19,7 @@ class _Step(NamedTuple):
     number: int
     begin: float
     is_compiled: bool
-    done: concurrent.futures.Future[tuple[float, Exception | None]]
+    end: concurrent.futures.Future[float]
 
 
 class StepClock:
@@ -56,12 +56,8 @@ class StepClock:
     """
 
     def __init__(self, steps: int = 0):
-        if not hasattr(steps, "__index__") or steps < 0:
-            raise ValueError(
-                f"steps must be 0 or more, got {_arrays.brief(steps)}. Give the"
-                " number of steps that the state of gravac.transform has counted: 0 in"
-                " a new run."
-            )
+        hint = "it is how many the state has counted, 0 in a new run"
+        _refuse.number(steps, "steps", hint, is_whole=True, low=0)
         self._number = steps
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
         self._end = 0.0  # of the last step that is known to be done
@@ -79,25 +75,22 @@ class StepClock:
         """
         number, seconds = self._number - 1, np.nan
         while self._running and (
-            len(self._running) >= AHEAD or self._running[0].done.done()
+            len(self._running) >= AHEAD or self._running[0].end.done()
         ):
             step = self._running.popleft()
-            end, error = step.done.result()
-            if error is not None:
+            if error := step.end.exception():
                 warnings.warn(
                     f"the time of step {step.number} is unknown: {error}. Give"
                     " gravac.StepClock what the step returns and no other step donates,"
                     " such as its loss.",
                     stacklevel=2,
                 )
-            elif not step.is_compiled:
-                number, seconds = step.number, end - max(self._end, step.begin)
-            self._end = end
+                continue
+            begin, self._end = max(self._end, step.begin), step.end.result()
+            if not step.is_compiled:
+                number, seconds = step.number, self._end - begin
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
-        return {
-            "step_seconds": np.float32(seconds),
-            "measured_step": np.int32(number),
-        }
+        return {"step_seconds": np.float32(seconds), "measured_step": np.int32(number)}
 
     def record(self, output: Any) -> None:
         """Record that the step was dispatched.
@@ -115,23 +108,19 @@ class StepClock:
                 " returns, such as its loss."
             )
         is_compiled = len(_compilations()) > self._compilations
-        done = self._waiting.submit(_end, output)
-        self._running.append(_Step(self._number, self._begin, is_compiled, done))
+        end = self._waiting.submit(_end, output)
+        self._running.append(_Step(self._number, self._begin, is_compiled, end))
         self._number += 1
 
     def wait(self) -> None:
         """Wait until all recorded steps are done."""
-        concurrent.futures.wait([step.done for step in self._running])
+        concurrent.futures.wait([step.end for step in self._running])
 
 
-def _end(output: Any) -> tuple[float, Exception | None]:
-    """Wait for `output` and return the time, with the error if the step failed."""
-    error = None
-    try:
-        jax.block_until_ready(output)
-    except Exception as caught:
-        error = caught
-    return time.perf_counter(), error
+def _end(output: Any) -> float:
+    """Wait for `output` and return the time."""
+    jax.block_until_ready(output)
+    return time.perf_counter()
 
 
 @functools.cache

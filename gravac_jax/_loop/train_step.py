@@ -1,19 +1,21 @@
 """A whole train step in one call: everything that a loop should not forget."""
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import core
 
 from gravac_jax import _network, _refuse
-from gravac_jax._loop import ahead, chain, delivery, gradients, parallel, placement
-from gravac_jax._loop.ahead import Ahead, Kind
+from gravac_jax._loop import chain, delivery, gradients, parallel, placement
 from gravac_jax._loop.step_clock import StepClock
 from gravac_jax._network import AxisName
+from gravac_jax._step.states import Round, TransformState
 
 
 def train_step(
@@ -93,10 +95,8 @@ def train_step(
     _refuse.function(loss_fn, "loss_fn", call)
     _refuse.optimizer(tx, call)
     tx = chain.checked(tx, "gravac.train_step")
-    if at is not None:
-        _refuse.one_of(at, "at", ("own", "shared"))
+    _refuse.one_of(at, "at", (None, "own", "shared"))
     axes = _network.join(axis_name, fast_axis_name)
-    _refuse.mesh(mesh, axis_name, fast_axis_name)
     loss_and_grad = gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
@@ -104,25 +104,27 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where, own = _own(at, tx, params, opt_state)
+        where, own = at, params
+        if where is None:  # what waits needs own params, and says so where it cannot
+            is_own = chain.waits(opt_state) or chain.is_linear(tx, params, opt_state)
+            where = "own" if is_own else "shared"
+        if where == "own":
+            own = delivery.own_params(tx, params, opt_state)
         value, grads = loss_and_grad(own, batch)
-        known = {name: x for name, x in kind._asdict().items() if x is not None}
         updates, opt_state = tx.update(
-            grads, opt_state, params, at=where, **known, **times
+            grads, opt_state, params, at=where, **kind._asdict(), **times
         )
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
-        if kind.looks_ahead:
+        if kind.tells_host:
             # The state is donated, so that the host cannot read in it.
-            ours = chain.the_transform(opt_state, call)
-            metrics = *metrics, ahead.what_follows(ours)
+            metrics = *metrics, _what_follows(_transform_of(opt_state))
         return params, opt_state, *metrics
 
     def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
         del batch
         return delivery.flush(tx, params, opt_state)
 
-    has_branches = _has_branches(branches, mesh)
     run = functools.partial(
         parallel.data_parallel,
         mesh=mesh,
@@ -135,105 +137,129 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    is_timed = isinstance(mesh, jax.sharding.Mesh)
-    replicas = placement.count_replicas(mesh, axes)
-    init = lambda params: placement.place((params, tx.init(params)), mesh, axis_name)
     deliver_all = run(deliver)
-    return TrainStep(init, program, has_branches, deliver_all, replicas, is_timed)
-
-
-def _own(at: str | None, tx: Any, params: Any, opt_state: Any) -> tuple[str, Any]:
-    """Return where gradients are taken, by default where they are best, and at what."""
-    # What waits needs own params, and says so where they cannot be.
-    if at is None and not chain.waits(opt_state):
-        if chain.is_linear(tx, params, opt_state):
-            return "own", delivery.of_linear(tx, params, opt_state)
-        at = "shared"
-    if at == "shared":
-        return at, params
-    return "own", delivery.own_params(tx, params, opt_state)
-
-
-def _has_branches(branches: bool | None, mesh: Any) -> bool:
-    """Return whether a program has a branch for each rung."""
+    nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
-        devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else []
-        return all(x.platform == "cpu" for x in devices)
+        branches = all(x.platform == "cpu" for x in devices)
     _refuse.instance(branches, bool, "branches", "False")
-    return branches
+    return TrainStep(
+        init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
+        _program=program,
+        flush=lambda params, opt_state: deliver_all(params, opt_state, nothing),
+        _new_view=functools.partial(HostView, has_branches=branches),
+        _new_clock=StepClock if len(devices) else None,
+    )
 
 
+def _transform_of(opt_state: Any) -> TransformState:
+    return chain.the_transform(opt_state, "gravac.train_step")
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
     """A compiled train step; see `gravac.train_step`, which makes it.
 
     It counts and measures its own steps. Of a state that its last step did not return,
-    such as one from `init` or from a checkpoint, it reads where the run stands, and
-    waits for the devices to do so. Runs that take turns step by step would wait in
-    every step, and are not timed: give each a step of its own.
+    such as one from `init`, from `flush` or from a checkpoint, it reads where the run
+    stands, and waits for the devices to do so. Runs that take turns step by step would
+    wait in every step, and are not timed: give each a step of its own.
     """
 
-    def __init__(
-        self,
-        init: Callable[[Any], tuple[Any, Any]],
-        program: Callable[[Kind], Callable[..., Any]],
-        has_branches: bool,
-        deliver: Callable[..., Any],
-        replicas: int,
-        is_timed: bool,
-    ):
-        self.init = init
-        self._program, self._deliver = program, deliver
-        self._has_branches = has_branches
-        self._replicas, self._is_timed = replicas, is_timed
-        self._steps: Any = None  # the count in the state that the last step returned
+    init: Callable[[Any], tuple[Any, Any]]
+    flush: Callable[[Any, Any], tuple[Any, Any]]
+    _program: "Callable[[Kind], Callable[..., Any]]"
+    _new_view: "Callable[[TransformState], HostView]"
+    _new_clock: type[StepClock] | None
+    _steps: Any = None  # the count in the state that the last step returned
 
-    def __call__(
-        self, params: Any, opt_state: Any, batch: Any, *others: Any, **named: Any
-    ) -> Any:
-        """Take a step; `params` and `opt_state` are donated. Others are refused."""
-        if others or named:
-            raise TypeError(
-                f"a step of gravac.train_step takes params, opt_state and one batch,"
-                f" got {len(others) + 3} arguments and the names {list(named)}: make"
-                f" the batch a tuple such as (x, y). What has no rows, such as a key,"
-                f" needs gravac.data_parallel, which passes on what comes by name."
-            )
-        if _steps(opt_state) is not self._steps:
-            self._begin(params, opt_state)
-        kind = self._ahead.next()
+    def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        """Take a step; `params` and `opt_state` are donated."""
+        state = _transform_of(opt_state)
+        if state.steps is not self._steps:  # no two states share this array
+            _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
+            self._view = self._new_view(state)
+            self._clock = self._new_clock and self._new_clock(int(state.steps))
+        kind = self._view.next()
         times = self._clock.times() if self._clock else {}
         take = self._program(kind)
         params, opt_state, *metrics = take(params, opt_state, batch, **times)
-        metrics = self._ahead.count(kind, metrics)
+        metrics = self._view.count(kind, metrics)
         if self._clock:
             self._clock.record(metrics)
-        self._steps = _steps(opt_state)
+        self._steps = _transform_of(opt_state).steps
         return params, opt_state, *metrics
 
-    def _begin(self, params: Any, opt_state: Any) -> None:
-        """Read from the state where the run stands."""
-        _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
-        state = chain.the_transform(opt_state, "gravac.train_step")
-        if isinstance(state.steps, core.Tracer):
-            raise TypeError(
-                "a step of gravac.train_step is compiled already, got a traced state:"
-                " call it outside of jax.jit and jax.lax.scan, or write the step for"
-                " gravac.data_parallel."
-            )
-        chain.warn_of_late_momentum(opt_state)
-        self._ahead = Ahead(state, self._has_branches)
-        self._clock = StepClock(int(state.steps)) if self._is_timed else None
 
-    def flush(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
-        """Deliver what all replicas hold back; see `gravac.flush`."""
-        nothing = np.zeros(self._replicas, np.float32)
-        goes_on = _steps(opt_state) is self._steps
-        params, opt_state = self._deliver(params, opt_state, nothing)
-        if goes_on:
-            self._steps = _steps(opt_state)
-        return params, opt_state
+class Kind(NamedTuple):
+    """The kind of a step. Each kind has its own program; both fields are static.
+
+    Attributes:
+      is_due: whether it exchanges; None if all steps do.
+      rung: the rung that it takes; None if the program has a branch for each.
+    """
+
+    is_due: bool | None = None
+    rung: int | None = None
+
+    @property
+    def tells_host(self) -> bool:
+        """Whether it tells the host what follows: some exchanges do, no local step."""
+        return bool(self.is_due) or self.rung is not None
 
 
-def _steps(opt_state: Any) -> jax.Array:
-    """Return a state's count of steps; no two states share this array."""
-    return chain.the_transform(opt_state, "gravac.train_step").steps
+class HostView:
+    """What the host knows of coming steps, so that it starts the right program.
+
+    The rung and the round of a step are agreed on one exchange before the host asks.
+    When it starts a step, it waits for the one before the last: the devices then still
+    have the last one to do.
+
+    Args:
+      state: the transform's state before the first step.
+      has_branches: whether each program has a branch for each rung.
+    """
+
+    def __init__(self, state: TransformState, has_branches: bool):
+        self._has_rounds = isinstance(state.round, Round)
+        self._has_branches = has_branches or state.ladder.size == 1
+        self._local_steps = int(state.info.local_steps)
+        lengths: Any = (1, 1)
+        if self._has_rounds:
+            lengths = (state.round.length, state.round.next_length)
+        # The rung and the length of the next exchange, and of the one after.
+        pairs = zip(_numbers(state.next_rungs), map(int, lengths), strict=True)
+        self._coming: collections.deque[Any] = collections.deque(pairs)
+
+    def next(self) -> Kind:
+        """Return the kind of the next step."""
+        if self._has_branches and not self._has_rounds:
+            return Kind()
+        rung, length = self._coming[0] = _numbers(self._coming[0])
+        is_due = self._local_steps + 1 >= length if self._has_rounds else None
+        is_known = not self._has_branches and is_due is not False
+        return Kind(is_due, rung if is_known else None)
+
+    def count(self, kind: Kind, metrics: list[Any]) -> list[Any]:
+        """Count a step that was taken, and return its metrics without what follows."""
+        if not kind.tells_host:
+            self._local_steps += 1
+            return metrics
+        *metrics, following = metrics
+        self._local_steps = 0
+        self._coming.popleft()
+        self._coming.append(following)
+        return metrics
+
+
+def _what_follows(state: TransformState) -> jax.Array:
+    """Return the rung and the round after the next ones, `[2]` int32."""
+    length = state.round.next_length if state.round else jnp.int32(1)
+    return jnp.stack([state.next_rungs[1], length])
+
+
+def _numbers(x: Any) -> tuple[int, int]:
+    """Return two numbers that all replicas have; a process reads its own copy."""
+    own = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    first, second, *_ = map(int, np.ravel(own))  # simulated replicas each have both
+    return first, second

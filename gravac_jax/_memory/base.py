@@ -4,7 +4,7 @@ A memory sees one bucket of one replica. It does not know how entries were selec
 """
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,6 +18,12 @@ class Memory(abc.ABC):
       Over a run, the sum of what was sent plus the last residual is the sum of what the
       memory made of the gradients.
 
+    Attributes:
+      is_at_own_params: whether it is only used with gradients that are taken at own
+        params.
+      masking: whether it needs to know which entries were sent.
+      by_leaf: whether it must see whole leaves, in place of a flat vector.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import gravac_jax as gravac
@@ -28,32 +34,21 @@ class Memory(abc.ABC):
       ...         return gradient + state, state
       ...     def held(self, state, n):
       ...         return state
-      ...     def retain(self, residual, compensated, state):
+      ...     def hold(self, residual, compensated, state):
       ...         return residual
       >>> memory = PlainResidual()
-      >>> state = memory.retain(jnp.ones(2), jnp.ones(2), memory.init(2))
+      >>> state = memory.hold(jnp.ones(2), jnp.ones(2), memory.init(2))
       >>> memory.compensate(jnp.ones(2), state)[0].tolist()
       [2.0, 2.0]
     """
 
-    @property
-    def masks(self) -> bool:
-        """Whether it needs to know which entries were sent."""
-        return False
-
-    @property
-    def is_at_own_params(self) -> bool:
-        """Whether it is only used with gradients that are taken at own params."""
-        return False
+    is_at_own_params: ClassVar[bool] = False
+    masking: bool = False
+    by_leaf: bool = False
 
     @property
     def needs_params(self) -> bool:
         """Whether `compensate` takes the params of the bucket, too: `[n]` float32."""
-        return False
-
-    @property
-    def needs_leaves(self) -> bool:
-        """Whether it must see whole leaves, one by one, in place of a flat vector."""
         return False
 
     def of_leaves(self, leaves: Leaves) -> "Memory":
@@ -71,30 +66,21 @@ class Memory(abc.ABC):
 
         Args:
           gradient: `[n]` float32, this replica's own gradient.
-          state: from `init` or `retain`.
+          state: from `init` or `hold`.
 
         Returns:
           compensated: `[n]` float32, the gradient plus what was held back.
-          state: the state that `retain` takes.
+          state: the state that `hold` takes.
         """
-
-    def keep(self, compensated: jax.Array, state: Any) -> Any:
-        """Return the state in which all of `compensated` waits for a later exchange.
-
-        Args:
-          compensated: `[n]` float32, from `compensate`.
-          state: from `compensate`.
-        """
-        return self.retain(compensated, compensated, state)
 
     @abc.abstractmethod
     def held(self, state: Any, n: int) -> jax.Array:
         """Return what is held back, which a replica with a bad gradient sends from.
 
-        `keep` must return `state` as it was when it is given this.
+        `hold` must return `state` as it was if all of this is held back again.
 
         Args:
-          state: from `init` or `retain`.
+          state: from `init` or `hold`.
           n: entries of the bucket.
 
         Returns:
@@ -102,8 +88,8 @@ class Memory(abc.ABC):
         """
 
     @abc.abstractmethod
-    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
-        """Return the state after an exchange.
+    def hold(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+        """Return the state after an exchange, or in which all waits for a later one.
 
         Args:
           residual: `[n]` float32, the part of `compensated` that was not sent.

@@ -22,30 +22,6 @@ class MomentumState(NamedTuple):
     residual: jax.Array
 
 
-def masked(
-    velocity: jax.Array, residual: jax.Array, compensated: jax.Array
-) -> jax.Array:
-    """Zero the momentum of entries that were sent: momentum factor masking.
-
-    The paper does this to get rid of the stale momentum of entries that had to wait. A
-    step that sends everything would lose all momentum, so the rule is not applied
-    there.
-
-    Args:
-      velocity: `[n]` float32.
-      residual: `[n]` float32, what was not sent of `compensated`.
-      compensated: `[n]` float32.
-
-    Returns:
-      `[n]` float32, the new velocity.
-
-    References:
-      Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3.
-    """
-    kept = jnp.where(jnp.any(residual != 0), 0, velocity)
-    return jnp.where(residual == compensated, velocity, kept)
-
-
 @dataclasses.dataclass(frozen=True)
 class Momentum(ErrorFeedback):
     """Deep Gradient Compression: each replica accumulates its own momentum.
@@ -84,7 +60,7 @@ class Momentum(ErrorFeedback):
       >>> import gravac_jax as gravac
       >>> memory = gravac.Momentum(0.5)
       >>> compensated, state = memory.compensate(jnp.ones(2), memory.init(2))
-      >>> state = memory.retain(jnp.array([1.0, 0.0]), compensated, state)
+      >>> state = memory.hold(jnp.array([1.0, 0.0]), compensated, state)
       >>> memory.compensate(jnp.ones(2), state)[0].tolist()
       [2.5, 1.5]
 
@@ -102,11 +78,6 @@ class Momentum(ErrorFeedback):
         _refuse.instance(self.nesterov, bool, "nesterov", "False")
         _refuse.instance(self.masking, bool, "masking", "False")
 
-    @property
-    def masks(self) -> bool:
-        """Whether it needs to know which entries were sent: only if it masks."""
-        return self.masking
-
     def init(self, n: int) -> MomentumState:
         """Return no velocity and an empty residual."""
         return MomentumState(jnp.zeros(n, jnp.float32), jnp.zeros(n, jnp.float32))
@@ -122,11 +93,17 @@ class Momentum(ErrorFeedback):
             velocity = added = self.decay * state.velocity + gradient
         return state.residual + added, state._replace(velocity=velocity)
 
-    def retain(
+    def hold(
         self, residual: jax.Array, compensated: jax.Array, state: MomentumState
     ) -> MomentumState:
-        """Return the new residual, and the velocity after masking."""
+        """Return the new residual, and the velocity after momentum factor masking.
+
+        It zeroes the momentum of entries that were sent, to get rid of the stale
+        momentum of entries that had to wait. A step that sends everything would lose
+        all momentum, so the rule is not applied there.
+        """
         velocity = state.velocity
         if self.masking:
-            velocity = masked(velocity, residual, compensated)
+            kept = jnp.where(jnp.any(residual != 0), 0, velocity)
+            velocity = jnp.where(residual == compensated, velocity, kept)
         return MomentumState(velocity, residual)

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._memory import suitable
 from gravac_jax._memory.base import Leaves
 from gravac_jax._memory.residual import ErrorFeedback
-
-LARGEST = 1e18  # a gradient entry counts for at most this, so that squares are finite
 
 
 class OwnOptimizerState(NamedTuple):
@@ -57,11 +54,10 @@ class OwnOptimizer(ErrorFeedback):
 
     Law:
       The sum of what was sent plus what is held is the sum of the optimizer's steps.
-      With one replica that sends everything it is the optimizer itself; an entry of a
-      gradient counts for at most 1e18. With N replicas, what is sent is the mean of
-      steps, not the step of a mean. For SGD with momentum both are the same. A single
-      replica's gradients are noisier than their mean, so Adam's steps are shorter here,
-      by up to sqrt(N).
+      With one replica that sends everything it is the optimizer itself. With N
+      replicas, what is sent is the mean of steps, not the step of a mean. For SGD with
+      momentum both are the same. A single replica's gradients are noisier than their
+      mean, so Adam's steps are shorter here, by up to sqrt(N).
 
     Cost:
       The optimizer's state and 4 bytes, per parameter and replica: 8 bytes of state in
@@ -106,14 +102,11 @@ class OwnOptimizer(ErrorFeedback):
         _refuse.instance(self.optimizer, kind, "optimizer", "optax.sgd(0.1)")
         _refuse.instance(self.by_leaf, bool, "by_leaf", "False")
         if not self.by_leaf:
-            suitable.refuse_masks(self.optimizer)
+            _refuse_masks(self.optimizer)
             self._try(needs_params=self.needs_params)
-        suitable.refuse_start(self.optimizer, self.by_leaf)
+        _refuse_start(self.optimizer, self.by_leaf)
 
-    @property
-    def is_at_own_params(self) -> bool:
-        """Whether gradients are taken at own params: yes, see above."""
-        return True
+    is_at_own_params = True
 
     @property
     def needs_params(self) -> bool:
@@ -139,15 +132,8 @@ class OwnOptimizer(ErrorFeedback):
                 f" gravac.OwnOptimizer(..., by_leaf=True). It said: {error}"
             ) from error
 
-    @property
-    def needs_leaves(self) -> bool:
-        """Whether the optimizer sees whole leaves."""
-        return self.by_leaf
-
     def of_leaves(self, leaves: Leaves) -> "OwnOptimizer":
         """Return the memory of a bucket that holds these leaves, in this order."""
-        if not self.by_leaf:
-            return self
         paths = [path for path, _ in leaves]
         if len(set(paths)) < len(paths):
             raise ValueError(f"two leaves of the params have the same path: {paths}")
@@ -171,7 +157,6 @@ class OwnOptimizer(ErrorFeedback):
         """Return the residual plus this replica's own step."""
         if self._is_empty:
             return state.residual, state
-        gradient = jnp.clip(gradient, -LARGEST, LARGEST)
         own = params
         if params is not None:
             own = self._cut(params + state.residual)
@@ -202,8 +187,41 @@ class OwnOptimizer(ErrorFeedback):
             return jnp.asarray(seen)
         return _arrays.ravel([seen[path] for path, _ in self._leaves], n)
 
-    def keep(
-        self, compensated: jax.Array, state: OwnOptimizerState
-    ) -> OwnOptimizerState:
-        """Return the state in which all of `compensated` waits."""
-        return state._replace(residual=compensated)
+
+def _refuse_masks(optimizer: optax.GradientTransformation) -> None:
+    """Refuse an optimizer that treats leaves differently: it would see none."""
+    is_mask = lambda x: isinstance(x, optax.MaskedState)
+    try:
+        state = jax.eval_shape(lambda: optimizer.init(jnp.zeros(1, jnp.float32)))
+        has_mask = any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
+    except (ValueError, TypeError):  # a mask that has the form of the params
+        has_mask = True
+    if has_mask:
+        raise ValueError(
+            "gravac.OwnOptimizer runs its optimizer on flat vectors of many leaves, got"
+            " one that looks at the tree of the params: For Muon and others of its kind"
+            " write gravac.OwnOptimizer(..., by_leaf=True), or put what is masked after"
+            " the transform."
+        )
+
+
+def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None:
+    """Refuse an optimizer that remembers the params that it began with.
+
+    The steps of the other replicas move the params, and it would not know. Nothing is
+    run to find it out: jax.distributed.initialize, which may come later, wants to be
+    called before any program runs.
+    """
+    of = lambda x: {"['leaf']": x[None]} if by_leaf else x
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    try:
+        begun = jax.make_jaxpr(lambda x: optimizer.init(of(x)))(one).jaxpr
+    except (ValueError, TypeError, KeyError):  # one that asks for certain leaves
+        return
+    if any(_refuse.reached(begun, [True])):
+        raise ValueError(
+            "gravac.OwnOptimizer needs an optimizer of gradients alone, got one that"
+            " remembers the params that it began with: let it come after the exchange,"
+            " optax.chain(gravac.transform(), optimizer), with gradients at the shared"
+            " params."
+        )

@@ -17,7 +17,7 @@ class ErrorFeedback(Memory):
         del n
         return state.residual
 
-    def retain(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
+    def hold(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
         """Return the state with the new residual."""
         del compensated
         return state._replace(residual=residual)
@@ -52,7 +52,7 @@ class Residual(ErrorFeedback):
       >>> import gravac_jax as gravac
       >>> memory = gravac.Residual()
       >>> compensated, state = memory.compensate(jnp.ones(3), memory.init(3))
-      >>> state = memory.retain(jnp.array([0.0, 1.0, 1.0]), compensated, state)
+      >>> state = memory.hold(jnp.array([0.0, 1.0, 1.0]), compensated, state)
       >>> memory.compensate(jnp.ones(3), state)[0].tolist()
       [1.0, 2.0, 2.0]
 

@@ -1,17 +1,18 @@
 """One step of the transform.
 
-`update.py` takes its six phases in their order: prepare, feed, figures, exchange,
-decide, report.
+`update.py` checks what came and begins a step, of the `components.py` of a transform;
+`phases.py` takes its six phases in their order: prepare, feed, figures, exchange,
+decide, report. `states.py` and `step_info.py` are what is carried from step to step.
 
 With a delay of one step, the memory is fed last: the exchange sends what the last step
 left in the memory, so that it depends on nothing that this step computes, and the
 network works while the devices do. What is on its way lies in the memory, as does
 everything else that a replica holds back. Nothing else in a step differs.
 
-With rounds (`every=`), each step feeds the memory, and only the
-last step of a round exchanges what has gathered there. The others are *local*: they
-have no collective, and all but the memory stays as it is. Replicas know which step is
-which because all count alike.
+With rounds (`every=`), each step feeds the memory, and only the last step of a round
+exchanges what has gathered there. The others are *local*: they have no collective, and
+change nothing but the memory and what is counted. Replicas know which step is which
+because all count alike.
 
 Two more things may happen to a step, and they are separate. A *bad* gradient is not
 finite: its replica leaves it out, sends from what it holds back, and tells the others,

@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _buckets, _info, _refuse, _state
-from gravac_jax._buckets import Buckets
-from gravac_jax._clipping import Clip
+from gravac_jax import _arrays, _refuse
 from gravac_jax._controllers.base import Controller, check_ladder
 from gravac_jax._encodings.base import Bucket
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
-from gravac_jax._slices import Slices
-from gravac_jax._state import LocalState, TransformState
+from gravac_jax._step import bucketing, states, step_info
+from gravac_jax._step.bucketing import Buckets
+from gravac_jax._step.clipping import Clip
+from gravac_jax._step.slicing import Slices
+from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +70,13 @@ class Components:
                 f" out, or `rounds`."
             )
         for encoding in self.controller.ladder:
-            if self.memory.masks and not encoding.sends_whole_entries:
+            if self.memory.masking and not encoding.sends_whole_entries:
                 raise ValueError(
                     f"a memory that masks needs encodings that send whole entries, such"
                     f" as gravac.TopK(100), got {encoding!r}: write"
                     f" memory=gravac.Momentum(0.9, masking=False)."
                 )
-        if self.memory.needs_leaves and self.slices is not None:
+        if self.memory.by_leaf and self.slices is not None:
             raise ValueError(
                 "`memory` runs an optimizer on whole leaves, and with `shardings` each"
                 " device has slices of them: use one that works entry by entry,"
@@ -102,15 +103,15 @@ class Components:
         if self.controller.has_rounds:
             return self.controller.round_steps(step, state)
         steps = self.every(step) if callable(self.every) else self.every
-        return jnp.int32(jnp.round(steps))
+        return jnp.maximum(jnp.int32(jnp.round(steps)), 1)
 
     def init(self, params: Any) -> TransformState:
         """Return the state before the first step, in its local form."""
         _refuse.gradients(params, "params")
         buckets = self.plan(params)
-        _buckets.warn_if_wide(buckets)
+        bucketing.warn_if_wide(buckets)
         if self.compress is not False:
-            _buckets.warn_if_empty(buckets)
+            bucketing.warn_if_empty(buckets)
         if self.slices is None:
             return self.initial(buckets)
         self.slices.check(params)
@@ -127,9 +128,9 @@ class Components:
         compress, ladder = self.compress, self.controller.ladder
         if compress is None and all(x.suits_small_leaves for x in ladder):
             compress = True
-        buckets = _buckets.plan(asked, compress, self._padded_size)
+        buckets = bucketing.plan(asked, compress, self._padded_size)
         if like is not None:
-            buckets = dataclasses.replace(buckets, leaves=_buckets.leaves_of(tree))
+            buckets = dataclasses.replace(buckets, leaves=bucketing.leaves_of(tree))
         if self.slices is None:
             return buckets
         # Few bits would round the zeros that stand for a leaf of another device.
@@ -142,16 +143,16 @@ class Components:
     def initial(self, buckets: Buckets) -> TransformState:
         """Return the state before the first step, of what a device owns."""
         ladder = self.controller.ladder
-        memories = zip(self.memories(buckets), buckets.part_sizes, strict=True)
+        memories = zip(self.memories(buckets), buckets.sizes, strict=True)
         rung, controller = self.controller.init()
         told, rounds = (), ()
         if self.waits:
-            told = _state.nothing_told(self.controller, self.kinds)
+            told = states.nothing_told(self.controller, self.kinds)
         if self.has_rounds:
-            rounds = _state.first_round(self.round_steps, controller)
+            rounds = states.first_round(self.round_steps, controller)
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
-            ladder=jnp.asarray(_state.names(ladder)),
+            ladder=jnp.asarray(states.ladder_checksums(ladder)),
             layout=self._layout(buckets),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
@@ -160,11 +161,11 @@ class Components:
                 encodings=tuple(x.init() for x in self.ladders(buckets)),
             ),
             decided=rung,
-            ahead=jnp.stack([rung, rung]),
+            next_rungs=jnp.stack([rung, rung]),
             controller=controller,
-            past_rungs=jnp.full(_state.PAST_STEPS, -1, jnp.int32),
+            past_rungs=jnp.full(PAST_STEPS, -1, jnp.int32),
             round=rounds,
-            info=_info.before_the_first_step(len(ladder)),
+            info=step_info.before_the_first_step(len(ladder)),
         )
 
     def _layout(self, buckets: Buckets) -> jax.Array:
@@ -174,22 +175,28 @@ class Components:
 
     def memories(self, buckets: Buckets) -> list[Memory]:
         """Return the memory of each bucket, and of the leaves that go dense."""
-        if not self.memory.needs_leaves:
-            return [self.memory for _ in buckets.part_sizes]
-        if not buckets.are_whole:
+        if not self.memory.by_leaf:
+            return [self.memory for _ in buckets.sizes]
+        named = [
+            tuple(zip(names, (x.shape for x in part), strict=True))
+            for names, part in zip(buckets.names, buckets.parts, strict=True)
+        ]
+        leaves = [x.leaf for part in buckets.parts for x in part]
+        if len(set(leaves)) < len(leaves):
             raise ValueError(
                 f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
-                f" {len(buckets.sizes)} buckets: use one that works entry by entry,"
+                f" {len(named) - 1} buckets: use one that works entry by entry,"
                 f" memory=gravac.OwnOptimizer(optax.adam(1e-3))."
             )
-        return [self.memory.of_leaves(x) for x in buckets.named_shapes]
+        return list(map(self.memory.of_leaves, named))
 
     def ladders(self, buckets: Buckets) -> list[Ladder]:
         """Return the encodings of each bucket."""
         ladder = self.controller.ladder
         is_looked_at = len(ladder) > 1 and self.controller.looks_at == "bucket"
-        both = zip(buckets.sizes, buckets.shapes, strict=True)
-        return [Ladder(ladder, Bucket(*x), is_looked_at) for x in both]
+        pairs = zip(buckets.sizes[:-1], buckets.parts[:-1], strict=True)
+        each = [Bucket(n, tuple(x.shape for x in part)) for n, part in pairs]
+        return [Ladder(ladder, bucket, is_looked_at) for bucket in each]
 
     def _padded_size(self, n: int) -> int:
         """Return the size of a bucket that suits all encodings."""

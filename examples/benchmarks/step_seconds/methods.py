@@ -129,7 +129,9 @@ class Runner:
 
         def alone(params: Any, opt_state: Any, batch: Any, rung: jax.Array) -> Any:
             if name not in PLAIN:
-                opt_state = optax.tree.set(opt_state, ahead=jnp.stack([rung, rung]))
+                opt_state = optax.tree.set(
+                    opt_state, next_rungs=jnp.stack([rung, rung])
+                )
             return by_itself(params, opt_state, batch)
 
         state = gravac.place((params, tx.init(params)), mesh)

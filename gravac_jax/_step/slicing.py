@@ -23,22 +23,21 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from gravac_jax import _arrays, _refuse, _state
+from gravac_jax import _arrays, _refuse
 from gravac_jax._network import AxisName, Comm, inner_axes
 from gravac_jax._refuse import axis_names
-from gravac_jax._state import TransformState
+from gravac_jax._step import states
+from gravac_jax._step.states import TransformState
 
 
 class Cut(NamedTuple):
     """How one leaf is cut.
 
     Attributes:
-      model: along which inner axes the compiler shards each of its axes.
-      spec: along which inner axes the exchange cuts each of them.
+      spec: along which inner axes the exchange cuts each of its axes.
       copies: the inner axes along which it could not be cut.
     """
 
-    model: jax.P
     spec: jax.P
     copies: tuple[str, ...]
 
@@ -69,58 +68,51 @@ class Slices:
 
     def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shape of a device's slice of each leaf."""
-        if not leaves:
-            return ()  # optax.tree.map_params asks for the state of no params at all
-
-        def slice_of(x: Any, cut: Cut) -> jax.ShapeDtypeStruct:
-            shape = jax.NamedSharding(self.mesh, cut.spec).shard_shape(x.shape)
-            return jax.ShapeDtypeStruct(shape, x.dtype)
-
-        return tuple(map(slice_of, leaves, self._cuts(leaves)))
+        shape = lambda x, cut: self._on_mesh(cut.spec).shard_shape(x.shape)
+        cuts = zip(leaves, self._cuts(leaves), strict=True)
+        return tuple(jax.ShapeDtypeStruct(shape(x, cut), x.dtype) for x, cut in cuts)
 
     def are_cut(self, leaves: Sequence[Any]) -> list[bool]:
         """Return whether each leaf divides, so that a device owns a part of each."""
-        return [not cut.copies for cut in self._cuts(leaves)] if leaves else []
+        return [not cut.copies for cut in self._cuts(leaves)]
+
+    def _on_mesh(self, spec: jax.P) -> jax.NamedSharding:
+        return jax.NamedSharding(self.mesh, spec)
 
     def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
-        fits = lambda x, spec: len(spec) <= len(x.shape)
-        if len(leaves) != len(self.specs) or not all(map(fits, leaves, self.specs)):
+        if not leaves:
+            return []  # optax.tree.map_params asks for the state of no params at all
+        pairs = list(zip(leaves, self.specs, strict=False))
+        wrong = [(x, spec) for x, spec in pairs if not self._lies_so(x, spec)]
+        if len(leaves) != len(self.specs) or wrong:
+            lies = [(x.shape, getattr(x, "sharding", None)) for x, _ in wrong]
             raise ValueError(
-                f"`shardings` told of {len(self.specs)} leaves, sharded by"
-                f" {_arrays.brief(self.specs)}, got {len(leaves)} of the shapes"
-                f" {_arrays.brief([x.shape for x in leaves])}: give gravac.transform"
-                f" the params that the optimizer sees, shardings=params."
+                f"`shardings` told of {len(self.specs)} leaves over"
+                f" {dict(self.mesh.shape)}, {_arrays.brief([x for _, x in wrong])}, got"
+                f" {len(leaves)}, {_arrays.brief(lies)}: give gravac.transform the"
+                f" params that the optimizer sees, as they lie, shardings=params."
             )
-        pairs = zip(leaves, self.specs, strict=True)
         return [cut(x.shape, spec, self.mesh, self.axes) for x, spec in pairs]
 
+    def _lies_so(self, x: Any, spec: jax.P) -> bool:
+        lies = None if isinstance(x, core.Tracer) else getattr(x, "sharding", None)
+        if len(spec) > len(x.shape) or not isinstance(lies, jax.NamedSharding):
+            return len(spec) <= len(x.shape)
+        return lies.is_equivalent_to(self._on_mesh(spec), len(x.shape))
+
     def check(self, params: Any) -> None:
-        """Raise if params lie otherwise on their mesh, as far as they tell."""
-        for x, spec in zip(jax.tree.leaves(params), self.specs, strict=False):
-            lies = getattr(x, "sharding", None)
-            if isinstance(x, core.Tracer) or not isinstance(lies, jax.NamedSharding):
-                continue  # nothing tells
-            if not lies.is_equivalent_to(jax.NamedSharding(self.mesh, spec), x.ndim):
-                raise ValueError(
-                    f"`shardings` told of {spec} over {dict(self.mesh.shape)}, got an"
-                    f" array of shape {x.shape} sharded by {lies.spec} over"
-                    f" {dict(lies.mesh.shape)}: give gravac.transform the params as"
-                    f" they lie, shardings=params."
-                )
+        """Raise if params are others, or lie otherwise on their mesh, if they tell."""
+        self._cuts(jax.tree.leaves(params))
 
     def place(self, make: Callable[[], TransformState]) -> TransformState:
         """Return the state that `make` returns for one device, of all devices."""
-        owners = (*axis_names(self.axis_name), *self.axes)
-        own = jax.NamedSharding(self.mesh, jax.P(owners))
-        whole = jax.NamedSharding(self.mesh, jax.P())
+        own = self._on_mesh(jax.P((*axis_names(self.axis_name), *self.axes)))
         every = lambda x: jnp.broadcast_to(x, (own.num_devices, *x.shape))
-
-        def of_all() -> TransformState:
-            local = lambda state: jax.tree.map(every, state)
-            return _state.map_local(make(), local, lambda x: x)
-
-        shardings = _state.per_leaf(jax.eval_shape(make), own, whole)
-        return jax.jit(of_all, out_shardings=shardings)()
+        of_all = lambda: states.map_local(
+            make(), lambda local: jax.tree.map(every, local), lambda x: x
+        )
+        lies = states.per_leaf(jax.eval_shape(make), own, self._on_mesh(jax.P()))
+        return jax.jit(of_all, out_shardings=lies)()
 
     def run(
         self,
@@ -148,36 +140,40 @@ class Slices:
                 f" got a step that shard_map or pmap maps over {self.axis_name!r}: run"
                 f" it by gravac.data_parallel without a `fast_axis_name`."
             )
-        _state.check_sliced(state, self.inner_devices)
+        if not states.is_transform_state(state):
+            _refuse.no_state(state)
+        _refuse.placed(states.placed_replicas(state.local), self.inner_devices, True)
         alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
         # The gradient of what does not depend on the batch is alike on all replicas.
         if deliver is None and len(alike) == len(self.specs):
             _refuse.summed(alike[0][0], axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 
-        def each(change: Callable[[Any, Cut], Any], tree: Any) -> Any:
+        def each(change: Callable[..., Any], tree: Any) -> Any:
             leaves, structure = jax.tree.flatten(tree)
-            return jax.tree.unflatten(structure, map(change, leaves, cuts))
+            changed = map(change, leaves, cuts, self.specs)
+            return jax.tree.unflatten(structure, changed)
 
         def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
-            mine = lambda x, cut: owned(x, cut.copies)
+            mine = lambda x, cut, _: owned(x, cut.copies)
             own = each(mine, updates), state, each(mine, params)
             updates, state = update(*own, **numbers)
-            return each(lambda x, cut: from_owner(x, cut.copies), updates), state
+            return each(lambda x, cut, _: from_owner(x, cut.copies), updates), state
 
-        specs = lambda tree: each(lambda _, cut: cut.spec, tree)
-        states = _state.per_leaf(state, jax.P(self.axes), jax.P())
-        in_specs = specs(updates), states, specs(params), _all(jax.P(), numbers)
-        out_specs = specs(updates), states
-        is_own = deliver in ("own", "nothing")
-        out_is_own = _all(is_own, updates), _state.per_leaf(state, True, False)
-        on_devices = self._escaped(on_device, in_specs, out_specs, out_is_own)
-
-        def as_model(x: jax.Array, cut: Cut) -> jax.Array:
+        def as_model(x: jax.Array, _: Cut, spec: jax.P) -> jax.Array:
             # Else the compiler might shard the model as the exchange cuts its leaves.
-            sharding = jax.NamedSharding(self.mesh, cut.model)
-            return jax.lax.with_sharding_constraint(x, sharding)
+            return jax.lax.with_sharding_constraint(x, self._on_mesh(spec))
 
+        all_of = lambda value, tree: jax.tree.map(lambda _: value, tree)
+        specs = lambda tree: each(lambda _, cut, __: cut.spec, tree)
+        lies = states.per_leaf(state, jax.P(self.axes), jax.P())
+        is_own = all_of(deliver in ("own", "nothing"), updates)
+        on_devices = self._escaped(
+            on_device,
+            (specs(updates), lies, specs(params), all_of(jax.P(), numbers)),
+            (specs(updates), lies),
+            (is_own, states.per_leaf(state, True, False)),
+        )
         updates, state = on_devices(each(as_model, updates), *given[1:])
         return each(as_model, updates), state
 
@@ -223,28 +219,22 @@ class Slices:
         return escaped
 
 
-def _all(value: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda _: value, tree)
-
-
 def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cut:
     """Cut a leaf that is sharded by `spec` along all other `axes` of `mesh`, too."""
     parts = [axis_names(x) for x in spec]
     parts += [()] * (len(shape) - len(parts))
     slices = lambda at: math.prod(mesh.shape[name] for name in parts[at])
     copies: list[str] = []
-    for name in axes:
-        if any(name in part for part in parts):
-            continue
+    for name in [x for x in axes if not any(x in part for part in parts)]:
         is_even = lambda at, more: shape[at] % (slices(at) * more) == 0
         fits = [i for i in range(len(shape)) if is_even(i, mesh.shape[name])]
-        if not fits:
+        if fits:
+            # Slices along an axis that is cut already stay whole rows or columns.
+            at = max(fits, key=lambda at: (slices(at) > 1, shape[at]))
+            parts[at] = (*parts[at], name)
+        else:
             copies.append(name)
-            continue
-        # Slices along an axis that is cut already stay whole rows or columns.
-        at = max(fits, key=lambda at: (slices(at) > 1, shape[at]))
-        parts[at] = (*parts[at], name)
-    return Cut(spec, jax.P(*(part or None for part in parts)), tuple(copies))
+    return Cut(jax.P(*(part or None for part in parts)), tuple(copies))
 
 
 def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
@@ -262,32 +252,17 @@ def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
 def said(
     shardings: Any, axis_name: AxisName, fast_axis_name: AxisName
 ) -> dict[str, Any]:
-    """Return what `shardings` says of the axes of `gravac.transform`."""
-    if not jax.tree.leaves(shardings):
-        return {"fast_axis_name": fast_axis_name, "slices": None}
-    slices = slices_of(shardings, axis_name)
-    if fast_axis_name is not None:
-        raise TypeError(
-            f"give `fast_axis_name` or `shardings`, not both, got {fast_axis_name!r}"
-            f" and {slices.mesh}: `shardings` tells the other axes."
-        )
-    # Without other axes nothing is cut.
-    is_cut = bool(slices.axes)
-    return {
-        "fast_axis_name": slices.axes or None,
-        "slices": slices if is_cut else None,
-    }
-
-
-def slices_of(shardings: Any, axis_name: AxisName) -> Slices:
-    """Return how params lie on their mesh.
+    """Return what `shardings` says of the axes of `gravac.transform`.
 
     Args:
-      shardings: a pytree of arrays on a mesh, or of `jax.NamedSharding`.
+      shardings: a pytree of arrays on a mesh, or of `jax.NamedSharding`; without leaves
+        it says nothing.
       axis_name: the slow axis, or axes.
+      fast_axis_name: the fast axis, if there are no `shardings`.
     """
+    if not jax.tree.leaves(shardings):
+        return {"fast_axis_name": fast_axis_name, "slices": None}
     each = [getattr(x, "sharding", x) for x in jax.tree.leaves(shardings)]
-    spec = lambda x: x.spec if isinstance(x, jax.NamedSharding) else jax.P()
     meshes = {x.mesh for x in each if isinstance(x, jax.NamedSharding)}
     if len(meshes) != 1:
         raise ValueError(
@@ -295,18 +270,23 @@ def slices_of(shardings: Any, axis_name: AxisName) -> Slices:
             f" jax.NamedSharding, got {len(meshes)} meshes, and"
             f" {sorted({type(x).__name__ for x in each})}: take them outside of jit."
         )
-    mesh, slow = meshes.pop(), set(axis_names(axis_name))
-    if missing := sorted(slow - set(mesh.axis_names)):
-        raise ValueError(
-            f"`axis_name` must be the slow axis of the mesh of `shardings`, which has"
-            f" {mesh.axis_names}, got {missing}: write"
-            f" gravac.transform({mesh.axis_names[0]!r}, shardings=params)."
+    mesh = meshes.pop()
+    if fast_axis_name is not None:
+        raise TypeError(
+            f"give `fast_axis_name` or `shardings`, not both, got {fast_axis_name!r}"
+            f" and {mesh}: `shardings` tells the other axes."
         )
-    slices = Slices(mesh, axis_name, tuple(map(spec, each)))
-    names = {x for spec in slices.specs for part in spec for x in axis_names(part)}
-    if both := sorted(names & slow):
+    _refuse.mesh(mesh, axis_name)
+    specs = tuple(getattr(x, "spec", jax.P()) for x in each)
+    names = {x for spec in specs for part in spec for x in axis_names(part)}
+    if both := sorted(names & set(axis_names(axis_name))):
         raise ValueError(
             f"the params are sharded over {both}, and each replica along `axis_name`"
             f" needs all of them: name another axis, or leave {both} out of the specs."
         )
-    return slices
+    slices = Slices(mesh, axis_name, specs)
+    # Without other axes nothing is cut.
+    return {
+        "fast_axis_name": slices.axes or None,
+        "slices": slices if slices.axes else None,
+    }

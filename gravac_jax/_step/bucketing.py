@@ -18,7 +18,9 @@ pad and to cut in every step would cost passes over the bucket.
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable
@@ -38,22 +40,22 @@ Predicate = Callable[[str, Any], bool]
 
 
 class Piece(NamedTuple):
-    """The part of a compressed leaf that lies in one bucket.
+    """What lies in a row in one part: a leaf, or what a bucket's border cut off of it.
 
     Attributes:
-      leaf: the index of the leaf among the compressed ones.
-      start: the first entry, counted in the raveled leaf.
-      stop: the entry after the last.
+      leaf: the index of the leaf.
+      start: its first entry, counted in the raveled leaf.
+      shape: that of the leaf; of a cut leaf `(entries,)`.
     """
 
     leaf: int
     start: int
-    stop: int
+    shape: tuple[int, ...]
 
     @property
-    def entries(self) -> int:
+    def size(self) -> int:
         """The number of entries."""
-        return self.stop - self.start
+        return math.prod(self.shape)
 
 
 def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
@@ -97,73 +99,64 @@ class Buckets:
     is_compressed: tuple[bool, ...]
     padded_size: Callable[[int], int]
 
-    @property
-    def _borders(self) -> list[int]:
-        """Where one bucket ends and the next begins, counted in entries of all."""
-        size = sum(x.size for x in self._chosen(self.leaves, True))
-        parts = max(1, -(-size // MAX_ENTRIES))
-        return [size * i // parts for i in range(parts + 1)]
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[Piece, ...], ...]:
+        """The pieces in each bucket, of small leaves first, then those that go dense.
 
-    @property
-    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces in each bucket, of small leaves first; one bucket may be empty."""
-        sizes = [x.size for x in self._chosen(self.leaves, True)]
-        order = sorted(range(len(sizes)), key=lambda leaf: sizes[leaf])
-        ends = itertools.accumulate((sizes[leaf] for leaf in order), initial=0)
-        spans = list(zip(order, itertools.pairwise(ends), strict=True))
-        return tuple(
+        There is at least one bucket, which may be empty.
+        """
+        size = lambda leaf: self.leaves[leaf].size
+        order = range(len(self.leaves))
+        chosen = sorted((i for i in order if self.is_compressed[i]), key=size)
+        ends = list(itertools.accumulate(map(size, chosen), initial=0))
+        count = max(1, -(-ends[-1] // MAX_ENTRIES))
+        borders = [ends[-1] * i // count for i in range(count + 1)]
+        spans = list(zip(chosen, itertools.pairwise(ends), strict=True))
+
+        def piece(leaf: int, start: int, stop: int) -> Piece:
+            is_cut = stop - start < size(leaf)
+            return Piece(
+                leaf, start, (stop - start,) if is_cut else self.leaves[leaf].shape
+            )
+
+        buckets = [
             tuple(
-                Piece(leaf, max(low, start) - start, min(high, end) - start)
+                piece(leaf, max(low, start) - start, min(high, end) - start)
                 for leaf, (start, end) in spans
                 if max(low, start) < min(high, end)
             )
-            for low, high in itertools.pairwise(self._borders)
-        )
+            for low, high in itertools.pairwise(borders)
+        ]
+        dense = [piece(i, 0, size(i)) for i in order if not self.is_compressed[i]]
+        return (*buckets, tuple(dense))
 
     @property
-    def _entries(self) -> tuple[int, ...]:
-        """Entries of leaves in each bucket; a single 0 if all leaves go dense."""
-        return tuple(sum(x.entries for x in bucket) for bucket in self.pieces)
+    def entries(self) -> tuple[int, ...]:
+        """Entries of leaves in each part."""
+        return tuple(sum(x.size for x in part) for part in self.parts)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size n of each bucket: its entries, and its padding."""
-        sizes = tuple(map(self.padded_size, self._entries))
-        if any(map(operator.lt, sizes, self._entries)):
+        """The size n of each part of `pack`: its entries, and its padding.
+
+        The last, of dense leaves, has one entry of 0 where there are none: XLA does not
+        shard an array without entries, and states should not differ in structure.
+        """
+        *compressed, dense = self.entries
+        sizes = tuple(map(self.padded_size, compressed))
+        if any(map(operator.lt, sizes, compressed)):
             raise ValueError(
                 f"`padded_size` of the encoding returned {list(sizes)} for"
-                f" {list(self._entries)} entries: return as many or more."
+                f" {list(compressed)} entries: return as many or more."
             )
-        return sizes
+        return (*sizes, max(1, dense))
 
     @property
-    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The shape of each piece of each bucket; a leaf that is cut is a vector."""
-        leaves = self._chosen(self.leaves, True)
-
-        def shape(x: Piece) -> tuple[int, ...]:
-            leaf = leaves[x.leaf]
-            return leaf.shape if x.entries == leaf.size else (x.entries,)
-
-        return tuple(tuple(map(shape, bucket)) for bucket in self.pieces)
-
-    @property
-    def named_shapes(self) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
-        """The path and the shape of each piece of each part of `pack`."""
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """The path of the leaf of each piece of each part."""
         tree = jax.tree.unflatten(self.structure, self.leaves)
-        named = [(path, x.shape) for path, x in _arrays.named_leaves(tree)]
-        paths = [path for path, _ in self._chosen(named, True)]
-        buckets = []
-        for pieces, shapes in zip(self.pieces, self.shapes, strict=True):
-            inside = [paths[x.leaf] for x in pieces]
-            buckets.append(tuple(zip(inside, shapes, strict=True)))
-        return (*buckets, tuple(self._chosen(named, False)))
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether no leaf is cut, because all of it lies in one bucket."""
-        leaves = [x.leaf for bucket in self.pieces for x in bucket]
-        return len(set(leaves)) == len(leaves)
+        paths = [path for path, _ in _arrays.named_leaves(tree)]
+        return tuple(tuple(paths[x.leaf] for x in part) for part in self.parts)
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
@@ -171,47 +164,29 @@ class Buckets:
 
         A part ends with its padding, whose leaf is `NO_LEAF`.
         """
-        order = range(len(self.leaves))
-        chosen, others = self._chosen(order, True), self._chosen(order, False)
-        parts = [[(chosen[x.leaf], x.entries) for x in part] for part in self.pieces]
-        parts.append([(i, self.leaves[i].size) for i in others])
-        padded = (
-            [*part, (NO_LEAF, size - sum(n for _, n in part))]
-            for part, size in zip(parts, self.part_sizes, strict=True)
-        )
-        return tuple(itertools.chain.from_iterable(padded))
-
-    @property
-    def dense_size(self) -> int:
-        """Entries of all leaves that go dense."""
-        return sum(x.size for x in self._chosen(self.leaves, False))
-
-    @property
-    def total_size(self) -> int:
-        """Entries of all leaves."""
-        return sum(x.size for x in self.leaves)
-
-    @property
-    def part_sizes(self) -> tuple[int, ...]:
-        """The size of each part of `pack`, `[n]` float32 each.
-
-        The last, of dense leaves, has one entry of 0 where there are none: XLA does not
-        shard an array without entries, and states should not differ in structure.
-        """
-        return (*self.sizes, max(1, self.dense_size))
+        rows: list[tuple[int, int]] = []
+        for part, size, entries in zip(
+            self.parts, self.sizes, self.entries, strict=True
+        ):
+            rows += [*((x.leaf, x.size) for x in part), (NO_LEAF, size - entries)]
+        return tuple(rows)
 
     def pack(self, tree: Any) -> tuple[jax.Array, ...]:
         """Return the parts of `tree`: buckets, then dense leaves, `[n]` float32."""
         leaves = jax.tree.leaves(tree)
-        flat = [jnp.ravel(x) for x in self._chosen(leaves, True)]
-        cut = lambda x: jax.lax.slice(flat[x.leaf], (x.start,), (x.stop,))
-        parts = [list(map(cut, bucket)) for bucket in self.pieces]
-        parts.append(self._chosen(leaves, False))
-        return tuple(map(_arrays.ravel, parts, self.part_sizes))
+
+        def cut(x: Piece) -> jax.Array:
+            flat = jnp.ravel(leaves[x.leaf])
+            is_whole = x.size == flat.size
+            ends = (x.start,), (x.start + x.size,)
+            return flat if is_whole else jax.lax.slice(flat, *ends)
+
+        parts = [list(map(cut, part)) for part in self.parts]
+        return tuple(map(_arrays.ravel, parts, self.sizes))
 
     def cleared(self, buckets: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
         """Return `buckets` with 0 in their padding, where rounding leaves something."""
-        return tuple(map(_xla.zero_after, buckets, self._entries))
+        return tuple(map(_xla.zero_after, buckets, self.entries))
 
     def unpack(self, parts: tuple[jax.Array, ...], count: jax.Array) -> Any:
         """Undo `pack`: return the leaves in their own dtypes.
@@ -220,25 +195,18 @@ class Buckets:
           parts: the buckets, then the leaves that go dense.
           count: as for `_arrays.unravel`.
         """
-        *buckets, dense = parts
-        specs = self._chosen(self.leaves, True)
-        cuts: list[list[jax.Array]] = [[] for _ in specs]
-        pairs = zip(self.pieces, self.shapes, strict=True)
-        for bucket, (pieces, shapes) in zip(buckets, pairs, strict=True):
+        cuts: list[list[jax.Array]] = [[] for _ in self.leaves]
+        for vector, pieces in zip(parts, self.parts, strict=True):
             like = [
-                jax.ShapeDtypeStruct(shape, specs[x.leaf].dtype)
-                for x, shape in zip(pieces, shapes, strict=True)
+                jax.ShapeDtypeStruct(x.shape, self.leaves[x.leaf].dtype) for x in pieces
             ]
-            arrays = _arrays.unravel(bucket, like, count)
+            arrays = _arrays.unravel(vector, like, count)
             for piece, x in zip(pieces, arrays, strict=True):
                 cuts[piece.leaf].append(x)
-        compressed = [
+        leaves = [
             cut[0] if len(cut) == 1 else _joined(cut, spec)
-            for cut, spec in zip(cuts, specs, strict=True)
+            for cut, spec in zip(cuts, self.leaves, strict=True)
         ]
-        rest = _arrays.unravel(dense, self._chosen(self.leaves, False), count)
-        by_kind = {True: iter(compressed), False: iter(rest)}
-        leaves = [next(by_kind[chosen]) for chosen in self.is_compressed]
         return jax.tree.unflatten(self.structure, leaves)
 
     def rounded(
@@ -247,10 +215,6 @@ class Buckets:
         """Return `parts` as the leaves hold them in their own dtypes."""
         is_narrow = any(x.dtype != jnp.float32 for x in self.leaves)
         return self.pack(self.unpack(parts, count)) if is_narrow else parts
-
-    def _chosen(self, leaves: Any, which: bool) -> list[Any]:
-        pairs = zip(leaves, self.is_compressed, strict=True)
-        return [x for x, is_compressed in pairs if is_compressed == which]
 
 
 def _joined(cut: list[jax.Array], spec: Any) -> jax.Array:
@@ -285,7 +249,6 @@ def plan(
     if isinstance(compress, bool):
         chosen = [compress] * len(leaves)
     elif callable(compress):
-        _refuse.not_path_and_leaf(compress)
         chosen = [bool(compress(path, x)) for path, x in _arrays.named_leaves(tree)]
     elif not leaves:
         chosen = []  # optax.tree.map_params asks for the state of no params at all
@@ -316,10 +279,10 @@ def warn_if_wide(buckets: Buckets) -> None:
 
 def warn_if_empty(buckets: Buckets) -> None:
     """Warn if nothing will be compressed."""
-    if buckets.dense_size and not any(buckets.is_compressed):
+    if buckets.entries[-1] and not any(buckets.is_compressed):
         warnings.warn(
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
-            f" ({buckets.dense_size:,} entries): all are one-dimensional or small."
+            f" ({buckets.entries[-1]:,} entries): all are one-dimensional or small."
             " Pass compress=True to compress all of them, or"
             " compress=gravac.matrices(min_entries=...).",
             stacklevel=2,

@@ -18,8 +18,6 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _refuse
 from gravac_jax._network import Comm
 
-NO_CLIP_HINT = "to clip nothing leave `clip` out"
-
 
 class Clip(abc.ABC):
     """Bounds a gradient. Subclass it to write your own.
@@ -41,15 +39,14 @@ class Clip(abc.ABC):
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], tuple[jax.Array, jax.Array]],
+        norm: Callable[[], jax.Array],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """Clip one replica's gradient.
 
         Args:
           parts: float32 vectors, which together are the gradient of the whole model.
-          norm: returns the norm of the gradient as a unit and a length, `[]` float32
-            each; their product is the norm.
+          norm: returns the norm of the gradient, `[]` float32.
           replicas: N.
 
         Returns:
@@ -93,38 +90,28 @@ class ClipByGlobalNorm(Clip):
     max_norm: float
 
     def __post_init__(self) -> None:
-        _refuse.number(self.max_norm, "max_norm", NO_CLIP_HINT, above=0)
+        _refuse.number(self.max_norm, "max_norm", "for none leave `clip` out", above=0)
 
     def clip(
         self,
         parts: tuple[jax.Array, ...],
-        norm: Callable[[], tuple[jax.Array, jax.Array]],
+        norm: Callable[[], jax.Array],
         replicas: int,
     ) -> tuple[jax.Array, ...]:
         """Scale the gradient to the bound if its norm is larger."""
         bound = self.max_norm * math.sqrt(replicas)
-        unit, length = norm()
-        is_long = length > bound / unit
+        length = norm()
+        is_long = length > bound
         scale = bound / jnp.where(is_long, length, 1)
-        return tuple(jnp.where(is_long, x / unit * scale, x) for x in parts)
+        return tuple(jnp.where(is_long, x * scale, x) for x in parts)
 
 
-def global_norm(
-    parts: tuple[jax.Array, ...], slices: Comm
-) -> tuple[jax.Array, jax.Array]:
-    """Return the norm of a gradient over the whole model, as a unit and a length.
+def global_norm(parts: tuple[jax.Array, ...], slices: Comm) -> jax.Array:
+    """Return the norm of a gradient over the whole model, `[]` float32.
 
     Args:
       parts: all leaves, or a device's slices of them.
       slices: the devices that hold the other slices; alone if nothing is sharded.
-
-    Returns:
-      Two `[]` float32 whose product is the norm. The unit is 1, or the largest entry if
-      slices are put together, so that no square overflows.
     """
-    if slices.axis_name is None:
-        return _arrays.norm(parts)
-    top = jnp.max(slices.gather(_arrays.largest_magnitude(parts)))
-    unit = jnp.where(top > 0, top, 1)
-    energy = _arrays.total(_arrays.energy(x / unit) for x in parts)
-    return unit, jnp.sqrt(slices.mean(energy) * slices.replicas)
+    energy = _arrays.total(map(_arrays.energy, parts))
+    return jnp.sqrt(slices.mean(energy) * slices.replicas)

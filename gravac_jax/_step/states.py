@@ -11,9 +11,10 @@ import numpy as np
 from gravac_jax import _refuse
 from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
-from gravac_jax._info import StepInfo
 from gravac_jax._network import Comm
+from gravac_jax._step.step_info import StepInfo
 
+Change = Callable[[Any], Any]
 PAST_STEPS = 8  # how late a measured step time may come; arbitrary
 
 
@@ -45,7 +46,7 @@ def nothing_told(controller: Controller, kinds: int) -> Told:
     return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds))
 
 
-def names(ladder: Sequence[Encoding]) -> np.ndarray:
+def ladder_checksums(ladder: Sequence[Encoding]) -> np.ndarray:
     """Return a number for the name of each encoding: `[rungs]` uint32."""
     return np.asarray([zlib.crc32(repr(x).encode()) for x in ladder], np.uint32)
 
@@ -104,7 +105,7 @@ class TransformState(NamedTuple):
         refuses a state with another number of pieces.
       local: what differs between replicas.
       decided: `[]` int32, the last decision: the rung of the third exchange from here.
-      ahead: `[2]` int32, the rungs of the next two exchanges, as all replicas have
+      next_rungs: `[2]` int32, the rungs of the next two exchanges, as all replicas have
         agreed: the decisions of the two exchanges before the last one. A step that
         `gravac.guard` skips moves them on, too.
       controller: the controller's state.
@@ -119,7 +120,7 @@ class TransformState(NamedTuple):
     layout: jax.Array
     local: LocalState
     decided: jax.Array
-    ahead: jax.Array
+    next_rungs: jax.Array
     controller: Any
     past_rungs: jax.Array
     round: Any
@@ -137,12 +138,6 @@ def transform_states(tree: Any) -> list[TransformState]:
     return list(filter(is_transform_state, found))
 
 
-def restored(new: TransformState, old: TransformState) -> TransformState:
-    """Return the state before a step, with the step counted."""
-    local = old.local._replace(replica=new.local.replica)
-    return new._replace(local=local, decided=old.decided, controller=old.controller)
-
-
 def _is_local(x: Any) -> bool:
     # flax.nnx.split turns NamedTuples into mappings from their fields.
     names = {"replica", "memory"}
@@ -154,22 +149,16 @@ def locals_of(tree: Any) -> list[Any]:
     return list(filter(_is_local, jax.tree.leaves(tree, is_leaf=_is_local)))
 
 
-def map_local(
-    tree: Any,
-    local: Callable[[LocalState], Any],
-    shared: Callable[[Any], Any],
-) -> Any:
+def map_local(tree: Any, local: Change, shared: Change) -> Any:
     """Apply `local` to per-replica states of `tree`, and `shared` to other leaves."""
-    return jax.tree.map(
-        lambda x: local(x) if _is_local(x) else shared(x), tree, is_leaf=_is_local
-    )
+    change = lambda x: local(x) if _is_local(x) else shared(x)
+    return jax.tree.map(change, tree, is_leaf=_is_local)
 
 
 def per_leaf(tree: Any, local: Any, shared: Any) -> Any:
     """Return `local` for each per-replica leaf of `tree`, `shared` for all others."""
-    return map_local(
-        tree, lambda state: jax.tree.map(lambda _: local, state), lambda _: shared
-    )
+    each = lambda state: jax.tree.map(lambda _: local, state)
+    return map_local(tree, each, lambda _: shared)
 
 
 def placed_replicas(local: Any) -> int | None:
@@ -177,14 +166,6 @@ def placed_replicas(local: Any) -> int | None:
     replica = local["replica"] if isinstance(local, Mapping) else local.replica
     shape = jax.tree.leaves(replica)[0].shape
     return shape[0] if shape else None
-
-
-def check_sliced(state: Any, devices: int) -> None:
-    """Refuse a state that does not have an own part for each device of a replica."""
-    if not is_transform_state(state):
-        _refuse.no_state(state)
-    leading = placed_replicas(state.local)
-    _refuse.sliced(leading, devices)
 
 
 def enter(state: Any, expected: Any, comm: Comm) -> LocalState:

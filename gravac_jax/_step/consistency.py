@@ -1,20 +1,18 @@
-"""Keep replicas the same: compare them, make them the same again, skip bad steps.
+"""Compare replicas, and make them the same again.
 
 Replicas hold the same params because they start from the same params and add the same
 updates. A memory fault, or a device that adds in another order, breaks that silently.
 """
 
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from gravac_jax import _arrays, _refuse, _state
-from gravac_jax._loop import chain
+from gravac_jax import _network, _refuse
 from gravac_jax._network import AxisName, Comm
+from gravac_jax._step.states import map_local
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -34,7 +32,6 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       `[replicas]` uint32, the same on every replica.
 
     Raises:
-      TypeError: for complex leaves.
       ValueError: if called outside the axis.
 
     Law:
@@ -53,7 +50,6 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       False
     """
     _refuse.bound_axis(axis_name, "checksum")
-    _refuse.complex_leaves(tree)
     return Comm(axis_name).gather(own_checksum(tree))
 
 
@@ -109,7 +105,6 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       The tree, of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: for complex leaves.
       ValueError: if called outside the axis.
 
     Cost:
@@ -123,7 +118,6 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
       [[1.0, 2.0], [1.0, 2.0]]
     """
     _refuse.bound_axis(axis_name, "resync")
-    _refuse.complex_leaves(tree)
     comm = Comm(axis_name)
     is_first = comm.replica() == 0
 
@@ -137,7 +131,7 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
             return sent.astype(bool)
         return jax.lax.bitcast_convert_type(sent.astype(words.dtype), x.dtype)
 
-    return _state.map_local(tree, lambda local: local, shared)
+    return map_local(tree, lambda local: local, shared)
 
 
 def is_apart(
@@ -162,12 +156,9 @@ def is_apart(
         sums = comm.gather(own_checksum(params))
         return jnp.any(sums != sums[0]).astype(jnp.float32)
 
-    # This zero varies over the axes that some of the params vary over.
-    firsts = [jnp.ravel(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(params)]
-    zero = _arrays.total([jnp.sum(comm.zeros(x)) for x in firsts])
     now = steps + 1
     is_due = now // check_every > (now - unseen) // check_every
-    return jax.lax.cond(is_due, compare, lambda: zero)[None]
+    return _network.exchange_if(is_due, compare, jnp.float32(0))[None]
 
 
 def _words(x: Any) -> jax.Array:
@@ -178,77 +169,3 @@ def _words(x: Any) -> jax.Array:
     if x.dtype == bool:
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])
-
-
-def guard(
-    tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Skip a step on all replicas when the gradient of one is not finite.
-
-    Without it, a replica whose gradient is not finite leaves that gradient out, and the
-    others go on. With `guard` around the whole chain, all updates of such a step are
-    zero and every state stays as it is, but for what the transform counts and reports.
-    That suits a loss scale, and an optimizer that must not move when all gradients are
-    bad: momentum and weight decay move on zeros, too. With a delay or rounds,
-    replicas hear of a gradient too late: `guard` then does nothing, and warns.
-
-    Args:
-      tx: a chain with exactly one `gravac.transform` in it.
-
-    Returns:
-      The same optimizer, guarded; its state is that of `tx`.
-
-    Raises:
-      TypeError: if `tx` is no optimizer of Optax.
-      ValueError: by `init` and `update`, if `tx` holds no `gravac.transform`, or more
-        than one.
-
-    Cost:
-      One select per leaf of the state, and as much memory as the state takes: the old
-      one is kept until the exchange is over.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import gravac_jax as gravac
-      >>> transform = gravac.transform(
-      ...     axis_name=None, send=gravac.TopK(2), compress=True
-      ... )
-      >>> sgd = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1))
-      >>> tx = gravac.guard(optax.chain(transform, sgd))
-      >>> params = {"w": jnp.ones(3)}
-      >>> bad = {"w": jnp.array([1.0, jnp.nan, 1.0])}
-      >>> updates, opt_state = tx.update(bad, tx.init(params), params)
-      >>> updates["w"].tolist()
-      [0.0, 0.0, 0.0]
-      >>> int(optax.tree.get(opt_state, "bad_steps"))
-      1
-    """
-    _refuse.optimizer(tx, "gravac.guard(tx)")
-    tx = chain.checked(tx, "gravac.guard")
-
-    def init(params: Any) -> Any:
-        state = tx.init(params)
-        if chain.waits(state):
-            warnings.warn(
-                "gravac.guard does nothing with a delay or with rounds, where replicas"
-                " hear too late of a gradient that is not finite: leave out the guard,"
-                " or what delays the news.",
-                stacklevel=2,
-            )
-        return state
-
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        chain.the_transform(state, "gravac.guard")
-        updates, after = tx.update(updates, state, params, **extra)
-        is_finite = chain.the_transform(after, "gravac.guard").info.is_finite
-
-        def restored(new: Any, old: Any) -> Any:
-            return _state.restored(new, old) if _state.is_transform_state(new) else old
-
-        before = jax.tree.map(restored, after, state, is_leaf=_state.is_transform_state)
-        nothing = jax.tree.map(jnp.zeros_like, updates)
-        return _arrays.where(is_finite, (updates, after), (nothing, before))
-
-    return optax.GradientTransformationExtraArgs(init, update)

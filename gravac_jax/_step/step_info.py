@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _network
-from gravac_jax._buckets import Buckets
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._network import Traffic
+from gravac_jax._step.bucketing import Buckets
 
 
 class StepInfo(NamedTuple):
@@ -45,8 +45,8 @@ class StepInfo(NamedTuple):
         an all-gather, 2 (N - 1) / N of the buffer for a ring all-reduce.
       dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
-      is_finite: `[]` bool, whether every gradient of every replica was finite and,
-        without a clip, below 2**50. Always True with a delay or rounds, where replicas
+      is_finite: `[]` bool, whether every gradient of every replica was finite, and
+        below 2**50. Always True with a delay or rounds, where replicas
         are told of a gradient after its step.
       dense_steps: `[]` int32, steps so far that sent everything.
       bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
@@ -62,11 +62,6 @@ class StepInfo(NamedTuple):
         `gravac.Fastest` makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
         rounds those of the last step.
-      alignment: `[]` float32, how alike the replicas' rounds were at the last exchange:
-        the energy of the mean of what they sent, as a share of the mean energy of what
-        each of them sent. It is 1 if all sent the same, and about 1/N if they have
-        nothing in common. 1 before the first exchange; 1 without rounds, where it is
-        not computed.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -95,7 +90,6 @@ class StepInfo(NamedTuple):
     alike_steps: jax.Array
     local_steps: jax.Array
     mean_wire_bytes: jax.Array
-    alignment: jax.Array
 
     @property
     def byte_factor(self) -> jax.Array:
@@ -153,21 +147,20 @@ def tables(
       replicas: N.
       rides: whether they travel with the first bucket, as do dense leaves.
     """
-    dense_bits = 8 * _network.FLOAT32_BYTES * sum(buckets.sizes)
-    figures = buckets.part_sizes[-1] + scalars
+    *sizes, dense_size = buckets.sizes
+    dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
+    figures = dense_size + scalars
     apart = _network.mean_traffic(0 if rides else figures, replicas)
     rows = []
     for rung in range(len(ladders[0].encodings)):
-        with_first = [figures * rides] + [0] * (len(ladders) - 1)
         parts = [
-            x.traffic(rung, n, replicas)
-            for x, n in zip(ladders, with_first, strict=True)
+            ladder.traffic(rung, figures * (rides and i == 0), replicas)
+            for i, ladder in enumerate(ladders)
         ]
         sent = functools.reduce(Traffic.plus, [*parts, *[apart] * (not rides)])
         bits = sum(x.bits for x in parts)
-        row = (sent.payload_bytes, sent.wire_bytes, sent.messages)
         is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
-        rows.append((dense_bits / bits if bits else 1.0, *row, is_dense))
+        rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
     # Without figures: beside a few entries they weigh more, and each kind of message
     # carries others.
     alone = [
@@ -180,11 +173,11 @@ def tables(
         listed = "".join(f"\n  {x!r:<28} {n:14,.0f}" for x, n in pairs)
         raise ValueError(
             f"the bytes of a ladder must fall, got for {replicas} replicas and a step"
-            f" of {sum(buckets.sizes):,} entries:{listed}\nPut the encodings in the"
+            f" of {sum(sizes):,} entries:{listed}\nPut the encodings in the"
             f" order of their bytes, or leave one out."
         )
     rows.append((np.inf, 0, 0, 0, False))
-    dense = _network.mean_traffic(buckets.total_size, replicas)
+    dense = _network.mean_traffic(sum(buckets.entries), replicas)
     return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
 
@@ -205,11 +198,6 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
         )
 
 
-def first_sparse(table: Tables) -> jax.Array:
-    """Return the lowest rung that is not dense, `[]` int32; `rungs` if none."""
-    return jnp.int32(int(np.argmin(table.is_dense)))
-
-
 def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
     """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
     costs = zip(table.wire_bytes, table.messages, table.is_dense, strict=True)
@@ -221,23 +209,13 @@ def before_the_first_step(rungs: int) -> StepInfo:
     """Return a report of nothing."""
     # Each field has an array of its own: a buffer that occurs twice in a state cannot
     # be donated.
-    return StepInfo(
-        rung=jnp.zeros((), jnp.int32),
+    is_count = lambda name: name == "rung" or name.endswith(("steps", "ments"))
+    dtype = lambda name: jnp.int32 if is_count(name) else jnp.float32
+    nothing = [jnp.zeros((), dtype(name)) for name in StepInfo._fields]
+    return StepInfo(*nothing)._replace(
         factor=jnp.ones((), jnp.float32),
-        gain=jnp.zeros((), jnp.float32),
         gains=jnp.zeros(rungs, jnp.float32),
-        payload_bytes=jnp.zeros((), jnp.float32),
-        wire_bytes=jnp.zeros((), jnp.float32),
-        dense_bytes=jnp.zeros((), jnp.float32),
-        dense_wire_bytes=jnp.zeros((), jnp.float32),
         is_finite=jnp.ones((), bool),
-        dense_steps=jnp.zeros((), jnp.int32),
-        bad_steps=jnp.zeros((), jnp.int32),
-        disagreements=jnp.zeros((), jnp.int32),
-        alike_steps=jnp.zeros((), jnp.int32),
-        local_steps=jnp.zeros((), jnp.int32),
-        mean_wire_bytes=jnp.zeros((), jnp.float32),
-        alignment=jnp.ones((), jnp.float32),
     )
 
 
@@ -246,45 +224,32 @@ def after(
     table: Tables,
     rung: jax.Array,
     gains: jax.Array,
-    alignment: jax.Array,
-) -> StepInfo:
-    """Return what a step at `rung` sent; `count_faults` adds what went wrong."""
-    is_local = rung == gains.size
-    at_rung = lambda figures: jnp.asarray(figures)[rung]
-    factor = at_rung(table.factors)
-    is_dense = at_rung(table.is_dense).astype(jnp.int32)
-    wire_bytes = at_rung(table.wire_bytes)
-    steps = before.local_steps + 1
-    mean_bytes = wire_bytes / steps.astype(jnp.float32)
-    return before._replace(
-        rung=jnp.asarray(rung, jnp.int32),
-        factor=factor,
-        gain=jnp.append(gains, jnp.float32(0))[rung],
-        gains=gains,
-        payload_bytes=at_rung(table.payload_bytes),
-        wire_bytes=wire_bytes,
-        dense_bytes=jnp.float32(table.dense.payload_bytes),
-        dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
-        dense_steps=before.dense_steps + is_dense,
-        local_steps=jnp.where(is_local, steps, 0),
-        mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
-        alignment=alignment,
-    )
-
-
-def count_faults(
-    info: StepInfo,
     *,
     is_bad: jax.Array,
     is_told_late: bool,
     is_alike: jax.Array,
     apart: jax.Array,
 ) -> StepInfo:
-    """Return `info` with its counters of what went wrong."""
-    is_apart = jnp.any(apart).astype(jnp.int32)
-    return info._replace(
+    """Return what a step at `rung` sent, and the counters of what went wrong."""
+    at_rung = lambda figures: jnp.asarray(figures)[rung]
+    count = lambda before, happened: before + happened.astype(jnp.int32)
+    wire_bytes, steps = at_rung(table.wire_bytes), before.local_steps + 1
+    is_local = rung == gains.size
+    mean_bytes = wire_bytes / steps.astype(jnp.float32)
+    return StepInfo(
+        rung=jnp.asarray(rung, jnp.int32),
+        factor=at_rung(table.factors),
+        gain=jnp.append(gains, jnp.float32(0))[rung],
+        gains=gains,
+        payload_bytes=at_rung(table.payload_bytes),
+        wire_bytes=wire_bytes,
+        dense_bytes=jnp.float32(table.dense.payload_bytes),
+        dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
         is_finite=~is_bad | is_told_late,
-        bad_steps=info.bad_steps + is_bad.astype(jnp.int32),
-        disagreements=info.disagreements + is_apart,
-        alike_steps=info.alike_steps + is_alike.astype(jnp.int32),
+        dense_steps=count(before.dense_steps, at_rung(table.is_dense)),
+        bad_steps=count(before.bad_steps, is_bad),
+        disagreements=count(before.disagreements, jnp.any(apart)),
+        alike_steps=count(before.alike_steps, is_alike),
+        local_steps=jnp.where(is_local, steps, 0),
+        mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
     )

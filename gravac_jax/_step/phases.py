@@ -1,0 +1,459 @@
+"""The phases of a step, from local gradients to the update and a decision.
+
+1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
+2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
+3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
+4. `exchange` both: the buckets at the rung, and these figures.
+5. `decide` the rung of a coming step from what this one showed.
+6. `report` what was sent.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gravac_jax import _arrays, _network, _xla
+from gravac_jax._controllers.base import Evidence
+from gravac_jax._encodings.ladder import Exchanged, Ladder
+from gravac_jax._evidence import compression_gain
+from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._memory.base import Memory
+from gravac_jax._network import Axes
+from gravac_jax._step import consistency, states, step_info
+from gravac_jax._step.bucketing import Buckets
+from gravac_jax._step.clipping import global_norm
+from gravac_jax._step.components import Components
+from gravac_jax._step.states import PAST_STEPS, LocalState, Round, Told, TransformState
+from gravac_jax._step.step_info import Tables
+from gravac_jax._step.values import Arrived, Figures, Taken
+
+# Bound of an entry of a gradient, so that sums of squares stay finite.
+LIMIT = 2.0**50
+# Norms that are closer are of the same gradients. Sums of float32 in other orders are.
+ALIKE = 1e-6
+
+# The buckets, then the leaves that go dense: `[n]` float32 each.
+Parts = tuple[jax.Array, ...]
+
+
+def held(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
+    """Return what the memory holds back, to which no gradient was added."""
+    pairs = zip(local.memory, buckets.sizes, strict=True)
+    return tuple(memory.held(*x) for x in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step: what it knows before it begins, and its phases.
+
+    Attributes:
+      components: what the transform is made of.
+      axes: the other replicas.
+      buckets: what is fused, and what goes dense.
+      state: the transform's state after the last step.
+      params: the params, or None if `update` was not given any.
+      reach: the rungs that steps may take, rising; static.
+      is_own: whether gradients are known to be taken at own params; static.
+      is_due: with rounds, whether this step exchanges, if the caller knows; static.
+      times: the measured time of each kind of step, and whether it is known:
+        `[kinds]` float32 both.
+      rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
+        `np.int32` if it never changes or the caller knows it.
+      own_params: this replica's own params, in parts, before an exchange that comes
+        before its gradient is added to the memory; None without such an exchange.
+    """
+
+    components: Components
+    axes: Axes
+    buckets: Buckets
+    state: TransformState
+    params: Any
+    reach: tuple[int, ...]
+    is_own: bool
+    is_due: bool | None
+    times: tuple[jax.Array, jax.Array]
+    rung: jax.Array | np.int32
+    own_params: Parts | None = None
+
+    @functools.cached_property
+    def ladders(self) -> list[Ladder]:
+        """The encodings of each bucket."""
+        ladders = self.components.ladders(self.buckets)
+        step_info.warn_if_dense(ladders, self.axes.slow.replicas)
+        return ladders
+
+    @property
+    def rides(self) -> bool:
+        """Whether the first bucket's exchange also averages what replicas agree on.
+
+        Devices that share a replica send other words, so that figures which ride with
+        them would not be known to be the same on all of them.
+        """
+        return self.axes.fast.axis_name is None
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """What each rung sends."""
+        components, controller = self.components, self.components.controller
+        # Every step averages a count, an energy, its contrast, the rung and the length
+        # of a round, if there are any, for each kind of step a time and how many
+        # replicas measured it, and for each rung an energy, if they are asked for.
+        scalars = 4 + components.has_rounds + 2 * components.kinds
+        scalars += len(controller.ladder) * (controller.looks_at == "gradient")
+        replicas = self.axes.slow.replicas
+        return step_info.tables(
+            self.buckets, self.ladders, scalars, replicas, self.rides
+        )
+
+    @property
+    def looks(self) -> jax.Array | bool:
+        """Whether it estimates what other rungs would send, `[]` bool or static."""
+        local_steps = self.state.info.local_steps
+        return self.components.controller.looks(self.state.steps, local_steps)
+
+    @property
+    def key(self) -> jax.Array:
+        """A random key, the same on all replicas, new at every step."""
+        return jax.random.fold_in(jax.random.key(0), self.state.steps)
+
+    def prepare(self, updates: Any) -> tuple[Parts, jax.Array]:
+        """Fuse, average over the fast axis, clip, and add weight decay.
+
+        Returns:
+          parts: this replica's own gradient.
+          bad: `[]` float32, 1 if an entry is not finite or beyond `LIMIT`.
+        """
+        components, axes = self.components, self.axes
+        parts = self.buckets.pack(updates)
+        parts = parts if axes.is_sliced else axes.fast.mean(parts)
+        bad = _arrays.is_bad(parts, LIMIT)
+        if components.clip is not None:
+            norm = functools.partial(global_norm, parts, axes.slice_holders)
+            parts = components.clip.clip(parts, norm, axes.slow.replicas)
+        if components.weight_decay:
+            decay = lambda x, p: x + components.weight_decay * p
+            parts = jax.tree.map(decay, parts, self.buckets.pack(self.params))
+        return parts, bad
+
+    def take(self, parts: Parts, bad: jax.Array, local: LocalState) -> Taken:
+        """Feed, exchange and decide, in the order that delay and rounds ask."""
+        if not self.components.waits:
+            fed, memory = self.feed(parts, bad, local)
+            told = self.told_of(parts, bad, local, self.times)
+            return self.send(told, fed, memory, local)
+        if not self.components.delay:
+            return self._take_held(self.hold_back(parts, bad, local))
+        taken = self._take_held(local)
+        before = self._with_own_params(local)
+        return taken._replace(local=before.hold_back(parts, bad, taken.local))
+
+    def _take_held(self, local: LocalState) -> Taken:
+        """Exchange what the memory holds, if the step is the last one of a round."""
+        is_due = self._exchanges
+        exchange = lambda: self.send_held(local)
+        if is_due is True:
+            return exchange()
+        nothing = self._nothing(jax.eval_shape(exchange).arrived, local)
+        if is_due is False:
+            return nothing
+        return _network.exchange_if(is_due, exchange, nothing)
+
+    @property
+    def _exchanges(self) -> jax.Array | bool:
+        """Whether this step exchanges; static if that is known."""
+        if not self.components.has_rounds:
+            return True
+        if self.is_due is not None:
+            return self.is_due
+        return self.state.info.local_steps + 1 >= self.state.round.length
+
+    def feed(
+        self, parts: Parts, bad: jax.Array, local: LocalState
+    ) -> tuple[Parts, tuple[Any, ...]]:
+        """Add the gradient to what the memory holds back, unless the gradient is bad.
+
+        Returns:
+          parts: the gradient and what was held back.
+          memory: the states that `Memory.hold` takes, one a part.
+        """
+        components, unfed = self.components, self._held(local)
+        given = parts, local.memory
+        if components.memory.needs_params:
+            given = (*given, self._params_beside(unfed))
+        memories = components.memories(self.buckets)
+        pairs = zip(memories, zip(*given, strict=True), strict=True)
+        fed = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
+        # One device of a replica may see an entry that the others do not.
+        is_bad = self.axes.slice_holders.mean(bad) != 0
+        # This is no branch, because XLA would copy the memory in and out of one.
+        return _arrays.where(is_bad, (unfed, local.memory), tuple(fed))
+
+    def _held(self, local: LocalState) -> Parts:
+        return held(self.components.memory, local, self.buckets)
+
+    def _with_own_params(self, local: LocalState) -> "Step":
+        """Return the step with own params, if the memory asks for params.
+
+        They are rounded to the dtypes of the params, as those are at which a gradient
+        is taken.
+        """
+        if not self.components.memory.needs_params:
+            return self
+        params = self.buckets.pack(self.params)
+        own = jax.tree.map(jnp.add, params, self._held(local))
+        return dataclasses.replace(
+            self, own_params=self.buckets.rounded(own, self.state.steps)
+        )
+
+    def _params_beside(self, held: Parts) -> Parts:
+        """Return the params that are own params with what the memory now holds.
+
+        What an exchange has just taken out of the memory is not in the params yet.
+        """
+        if self.own_params is None:
+            return self.buckets.pack(self.params)
+        return jax.tree.map(jnp.subtract, self.own_params, held)
+
+    def hold_back(self, parts: Parts, bad: jax.Array, local: LocalState) -> LocalState:
+        """Add the gradient to the memory, for a later exchange to send."""
+        before, hold = local.told, self.components.memory.hold
+        fed, memory = self.feed(parts, bad, local)
+        told = self.told_of(parts, bad, local, (before.seconds, before.timed))
+        return local._replace(
+            memory=tuple(map(hold, fed, fed, memory)),
+            told=told._replace(bad=jnp.maximum(told.bad, before.bad)),
+        )
+
+    def told_of(
+        self,
+        parts: Parts,
+        bad: jax.Array,
+        local: LocalState,
+        times: tuple[jax.Array, jax.Array],
+    ) -> Told:
+        """Return what the other replicas must know of this one's gradient and times."""
+        components, (*flat, dense) = self.components, parts
+        always = _arrays.energy(dense)  # every rung sends the dense leaves
+        each = [_arrays.energy(x) for x in flat]
+        sampled: Any = ()
+        if components.controller.looks_at == "gradient":
+            look = lambda: always + self._sent_by_chance(flat, each, local)
+            rungs = len(components.controller.ladder)
+            # With a delay the next exchange tells it; else only one that exchanges.
+            is_told = True if components.delay else self._exchanges
+            nothing = jnp.broadcast_to(0 * bad, (rungs,))
+            sampled = _xla.chosen(self.looks & is_told, look, nothing)
+        energies = always + _arrays.total(each), sampled
+        good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
+        return Told(bad, good[0], good[1], *times)
+
+    def _sent_by_chance(
+        self, parts: list[jax.Array], energies: list[jax.Array], local: LocalState
+    ) -> jax.Array:
+        """Estimate the energy that each rung would send of a gradient alone, `[rungs]`.
+
+        It is what an exchange by chance would send in which entries wait as long.
+        """
+        key, comm = self.key, self.axes.slow
+        given = zip(self.ladders, parts, local.encodings, energies, strict=True)
+        return _arrays.total(
+            ladder.shares(x, state, key, comm, waiting=True) * energy
+            for ladder, x, state, energy in given
+        )
+
+    def add_times(self, local: LocalState) -> LocalState:
+        """Add a measured time to what the next exchange tells."""
+        (seconds, timed), told = self.times, local.told
+        told = told._replace(
+            seconds=jnp.where(timed > 0, seconds, told.seconds),
+            timed=jnp.maximum(timed, told.timed),
+        )
+        return local._replace(told=told)
+
+    def send_held(self, local: LocalState) -> Taken:
+        """Send what the memory holds, and what the others have not been told yet."""
+        told = jax.tree.map(jnp.zeros_like, local.told)
+        rest = local._replace(told=told)
+        return self.send(local.told, self._held(local), local.memory, rest)
+
+    def send(
+        self, told: Told, fed: Parts, memory: tuple[Any, ...], local: LocalState
+    ) -> Taken:
+        """Exchange what was fed, and what all must know, and decide."""
+        own = self.own_figures(told, fed[-1])
+        arrived, local = self.exchange(fed, memory, own, local)
+        return Taken(arrived, local, *self.decide(arrived))
+
+    def _nothing(self, like: Any, local: LocalState) -> Taken:
+        """Return what comes of a local step: nothing arrives or is decided."""
+        state, rungs = self.state, len(self.components.controller.ladder)
+        arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        arrived = arrived._replace(rung=jnp.int32(rungs))
+        return Taken(arrived, local, state.decided, state.controller, state.info.gains)
+
+    def own_figures(self, told: Told, dense: jax.Array) -> Figures:
+        """Return this replica's part of what all replicas must know.
+
+        Decisions made from the same figures may still differ by a rounding between
+        programs that were compiled apart, and different branches would hang. So the
+        rung is agreed on, too, before it is taken.
+        """
+        components, axes, state = self.components, self.axes, self.state
+        apart = round_steps = jnp.zeros(0, jnp.float32)
+        if components.has_rounds:
+            begin = state.steps + 1 + state.round.next_length
+            steps = components.round_steps(begin, state.controller)
+            round_steps = axes.both.of_first(steps)[None]
+        if components.check_every:
+            unseen, every = state.info.local_steps + 1, components.check_every
+            given = self.params, state.steps, unseen, every, axes.alike
+            apart = consistency.is_apart(*given)
+        return Figures(
+            told=told,
+            dense=dense,
+            contrast=axes.slow.contrast(told.gradient_energy),
+            rung=axes.both.of_first(state.decided),
+            round_steps=round_steps,
+            apart=apart,
+        )
+
+    def agree(self, own: Figures) -> Figures:
+        """Average what all replicas must know, in one collective."""
+        axes = self.axes
+        if not axes.is_sliced:
+            return axes.both.mean(own)
+        # Dense leaves are slices, too. XLA joins both means over the slow axis.
+        figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
+        return figures._replace(dense=axes.slow.mean(own.dense))
+
+    def exchange(
+        self, fed: Parts, memory: tuple[Any, ...], own: Figures, local: LocalState
+    ) -> tuple[Arrived, LocalState]:
+        """Exchange bucket by bucket, agree, and let the memory keep the rest."""
+        components = self.components
+        exchanged, encodings = self._each_bucket(fed, own, local)
+        figures = exchanged[0].figures if self.rides else self.agree(own)
+        dense_residual = jnp.zeros_like(fed[-1])  # it went whole
+        residuals = self.buckets.cleared(x.sent.residual for x in exchanged)
+        residuals = (*residuals, dense_residual)
+        after = map(components.memory.hold, residuals, fed, memory)
+        local = local._replace(memory=tuple(after), encodings=encodings)
+        means = tuple(x.sent.mean for x in exchanged)
+        total = lambda x: (x.energies, x.energy)
+        each = map(_arrays.total, zip(*map(total, exchanged), strict=True))
+        energies = self.axes.slice_holders.mean(tuple(each))
+        return Arrived(figures, jnp.asarray(self.rung), means, *energies), local
+
+    def _each_bucket(
+        self, fed: Parts, own: Figures, local: LocalState
+    ) -> tuple[list[Exchanged], tuple[Any, ...]]:
+        """Exchange all buckets, the first with figures; also return their states."""
+        state, has_rounds = self.state, self.components.has_rounds
+        turn = state.round.exchanges if has_rounds else state.steps
+        pairs = zip(self.ladders, fed[:-1], local.encodings, strict=True)
+        results = [
+            ladder.exchange(
+                x,
+                before,
+                self.rung,
+                reach=self.reach,
+                looks=self.looks,
+                figures=own if self.rides and i == 0 else (),
+                key=self.key,
+                step=turn,
+                comm=self.axes.slow,
+            )
+            for i, (ladder, x, before) in enumerate(pairs)
+        ]
+        return [x for x, _ in results], tuple(after for _, after in results)
+
+    def decide(self, arrived: Arrived) -> tuple[jax.Array, Any, jax.Array]:
+        """Show the evidence to the controller; return its rung and state, and gains."""
+        components, state, tables = self.components, self.state, self.tables
+        controller, told = components.controller, arrived.figures.told
+        rungs = len(controller.ladder)
+        times = told.seconds / told.timed  # NaN where not timed
+        is_asked = controller.looks_at == "gradient"
+        network = components.network or WireCost()
+        evidence = Evidence(
+            step=state.steps,
+            replicas=self.axes.slow.replicas,
+            first_sparse=jnp.int32(int(np.argmin(tables.is_dense))),
+            energies=arrived.energies,
+            energy=arrived.energy,
+            gradient_energy=told.gradient_energy,
+            gradient_energies=told.gradient_energies if is_asked else jnp.zeros(rungs),
+            predicted_parts=step_info.predicted_parts(tables, network),
+            measured_seconds=times[:rungs],
+            local_seconds=times[-1] if components.has_rounds else None,
+            steps=state.info.local_steps + 1,
+            wire_bytes=jnp.asarray(tables.wire_bytes[:rungs]),
+            at_own_params=self.is_own,
+        )
+        rung, decided = controller.decide(evidence, state.controller)
+        rung = jnp.clip(rung, 0, rungs - 1)  # more would mean a local step
+        now = compression_gain.gain(evidence.energies, evidence.energy)
+        is_known = jnp.arange(now.size) == arrived.rung
+        if controller.looks_at == "bucket":
+            is_known = is_known | self.looks
+        return rung, decided, jnp.where(is_known, now, state.info.gains)
+
+    def report(self, taken: Taken) -> tuple[Any, TransformState]:
+        """Return the updates, and the state with what a human wants to know."""
+        arrived, state = taken.arrived, self.state
+        figures, rung = arrived.figures, arrived.rung
+        next_rungs, following = self._what_follows(arrived)
+        slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
+        updates = self.buckets.unpack((*arrived.means, figures.dense), state.steps)
+        return updates, state._replace(
+            steps=jnp.asarray(optax.safe_increment(state.steps)),
+            local=states.leave(taken.local, state.local),
+            decided=taken.decided,
+            next_rungs=next_rungs,
+            controller=taken.controller,
+            past_rungs=jnp.where(slot, rung, state.past_rungs),
+            round=following,
+            info=step_info.after(
+                state.info,
+                self.tables,
+                rung,
+                taken.gains,
+                is_bad=figures.told.bad != 0,
+                is_told_late=self.components.waits,
+                is_alike=self._are_alike(figures),
+                apart=figures.apart,
+            ),
+        )
+
+    def _are_alike(self, mean: Figures) -> jax.Array:
+        """Return whether all gradients have the same norm, and are no zeros.
+
+        A clip may give different gradients the same norm, so nothing is said with one.
+        """
+        is_alike = jnp.abs(mean.contrast) < ALIKE * mean.told.gradient_energy
+        is_clipped = self.components.clip is not None
+        return is_alike & (self.axes.slow.replicas > 1 and not is_clipped)
+
+    def _what_follows(self, arrived: Arrived) -> tuple[jax.Array, Any]:
+        """Return the next rungs and the round of the next step.
+
+        A step that exchanged has agreed on one more of each; a local one changes
+        neither.
+        """
+        components, state = self.components, self.state
+        number = lambda x: jnp.int32(x + 0.5)
+        figures, next_round = arrived.figures, ()
+        if components.has_rounds:
+            length = number(figures.round_steps[0])
+            exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
+            next_round = Round(state.round.next_length, length, exchanges)
+        next_rungs = jnp.stack([state.next_rungs[1], number(figures.rung)])
+        is_local = arrived.rung == len(components.controller.ladder)
+        return _arrays.where(
+            is_local, (state.next_rungs, state.round), (next_rungs, next_round)
+        )
