@@ -200,7 +200,7 @@ def few_bits(
         entries, length, bits, back = section
         here = slice(first, first + entries)
         sent[:, here] = [rounded_rows(own[here], bits, length) for own in exact]
-        residuals[:, here] -= sent[:, here]
+        residuals[:, here] = exact[:, here] - sent[:, here]
         average = mean[here] = sent[:, here].mean(0)
         if owners > 1:
             mean[here] = rounded_rows(average, back, length)

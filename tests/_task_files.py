@@ -24,7 +24,7 @@ def write_all(folder: Path) -> Path:
         lines = [f" {' '.join(x)} \n" for x in rng.choice(WORDS, (400, 5))]
         files[f"ptb/ptb.{part}.txt"] = "".join(lines).encode()
     for layout, count in ((CIFAR10, 8), (CIFAR100, 80)):
-        for i, name in enumerate((*layout.train, layout.test)):
+        for i, name in enumerate((*layout.train, layout.test), 1):
             content = records(count, layout.labels, i).tobytes()
             files[f"{layout.folder}/{name}"] = content
     for name, content in files.items():

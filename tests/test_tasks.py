@@ -28,7 +28,7 @@ def data_dir(tmp_path_factory):
 @pytest.mark.parametrize(("layout", "count"), [(CIFAR10, 8), (CIFAR100, 80)])
 def test_every_image_is_read_and_the_last_tenth_validates(layout, count, data_dir):
     parts, classes = read_cifar(data_dir, layout)
-    files = [records(count, layout.labels, i) for i in range(len(layout.train) + 1)]
+    files = [records(count, layout.labels, i) for i in range(1, len(layout.train) + 2)]
     train, n = np.concatenate(files[:-1]), count * len(layout.train) * 9 // 10
     assert classes == layout.labels[-1]
     for part, expected in zip(parts, (train[:n], train[n:], files[-1]), strict=True):

@@ -242,7 +242,7 @@ def _by_vmap(
     *rows, shared = others
     own, batch = jax.tree.map(split, rows)
     state, own, metrics = mapped(_of_local(split, state), own, batch, shared)
-    join = lambda x: x.reshape(-1, *x.shape[2:])
+    join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     metrics = metrics if averages else jax.tree.map(join, metrics)
     return _of_local(join, state), jax.tree.map(join, own), metrics
 
