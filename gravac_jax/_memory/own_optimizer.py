@@ -12,6 +12,8 @@ from gravac_jax import _arrays, _refuse
 from gravac_jax._memory.base import Leaves
 from gravac_jax._memory.residual import ErrorFeedback
 
+LARGEST = 1e18  # of a gradient's entries, so that squares are finite
+
 
 class OwnOptimizerState(NamedTuple):
     """The state of `OwnOptimizer` on one replica.
@@ -157,6 +159,7 @@ class OwnOptimizer(ErrorFeedback):
         """Return the residual plus this replica's own step."""
         if self._is_empty:
             return state.residual, state
+        gradient = jnp.clip(gradient, -LARGEST, LARGEST)
         own = params
         if params is not None:
             own = self._cut(params + state.residual)
