@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, assert_same, make_mesh
+from _harness import N, agreed, assert_same, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._encodings.ladder import Ladder
@@ -216,7 +216,7 @@ def loss_of(params, batch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_is_trained_with_it(name):
-    exchange = gravac.transform(compress=True, check_every=1, **RECIPES[name])
+    exchange = gravac.transform(compress=True, **RECIPES[name])
     tx = optax.chain(exchange, optax.sgd(0.2))
     step = gravac.train_step(loss_of, tx, make_mesh())
     state, losses, factors = step.init({"w": jnp.zeros((16, 8))}), [], []
@@ -226,4 +226,4 @@ def test_a_model_is_trained_with_it(name):
         factors.append(float(optax.tree.get(state[1], "StepInfo").factor))
     assert losses[-1] < 0.5 * losses[0]
     assert max(factors) > 1
-    assert optax.tree.get(state[1], "StepInfo").disagreements == 0
+    jax.tree.map(agreed, state[0])  # raises where replicas differ
