@@ -95,6 +95,7 @@ class OwnOptimizer(ErrorFeedback):
       al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps.
     """
 
+    is_at_own_params = True
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
     by_leaf: bool = False
     _leaves: Leaves | None = dataclasses.field(default=None, init=False, repr=False)
@@ -107,8 +108,6 @@ class OwnOptimizer(ErrorFeedback):
             _refuse_masks(self.optimizer)
             self._try(needs_params=self.needs_params)
         _refuse_start(self.optimizer, self.by_leaf)
-
-    is_at_own_params = True
 
     @property
     def needs_params(self) -> bool:

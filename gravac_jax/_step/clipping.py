@@ -71,7 +71,7 @@ class ClipByGlobalNorm(Clip):
 
     Cost:
       One more pass over the gradient, and a second one if it is too long. With sharded
-      params two numbers are reduced over the fast axis.
+      params a number is reduced over the fast axis.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -344,10 +344,10 @@ class Step:
         after = map(components.memory.hold, residuals, fed, memory)
         local = local._replace(memory=tuple(after), encodings=encodings)
         means = tuple(x.sent.mean for x in exchanged)
-        total = lambda x: (x.energies, x.energy)
-        each = map(_arrays.total, zip(*map(total, exchanged), strict=True))
-        energies = self.axes.slice_holders.mean(tuple(each))
-        return Arrived(figures, jnp.asarray(self.rung), means, *energies), local
+        energies = _arrays.total(x.energies for x in exchanged)
+        energy = _arrays.total(x.energy for x in exchanged)
+        both = self.axes.slice_holders.mean((energies, energy))
+        return Arrived(figures, jnp.asarray(self.rung), means, *both), local
 
     def _each_bucket(
         self, fed: Parts, own: Figures, local: LocalState
@@ -355,6 +355,7 @@ class Step:
         """Exchange all buckets, the first with figures; also return their states."""
         state, has_rounds = self.state, self.components.has_rounds
         turn = state.round.exchanges if has_rounds else state.steps
+        looks, key = self.looks, self.key  # traced once for all buckets
         pairs = zip(self.ladders, fed[:-1], local.encodings, strict=True)
         results = [
             ladder.exchange(
@@ -362,9 +363,9 @@ class Step:
                 before,
                 self.rung,
                 reach=self.reach,
-                looks=self.looks,
+                looks=looks,
                 figures=own if self.rides and i == 0 else (),
-                key=self.key,
+                key=key,
                 step=turn,
                 comm=self.axes.slow,
             )
