@@ -18,8 +18,8 @@ def main(arguments: list[str] | None = None) -> None:
       arguments: Arguments of the command line; by default those of this process.
 
     Raises:
-      SystemExit: If there is no such tool, if a package that the tool needs is not
-        installed, or as the tool raises it.
+      SystemExit: If there is no such tool, or as the tool raises it.
+      ImportError: If a package that the tool needs is not installed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m gravac_jax",
@@ -30,11 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("tool", choices=("launch", "plot", "probe"))
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    try:
-        tool = importlib.import_module(f"gravac_jax.{options.tool}")
-    except ImportError as error:
-        parser.error(f"{error}: pip install '.[tools]' in the clone")
-    tool.main(options.arguments)
+    importlib.import_module(f"gravac_jax.{options.tool}").main(options.arguments)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from gravac_jax import _xla
 
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
+LARGEST_INT32 = 2**31 - 1
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
 
 
@@ -73,23 +74,19 @@ def unravel(
       count: `[]` int32, at least 0 and the same on all replicas; None for few leaves.
         With it CPUs compile one kernel for all leaves of one shape.
     """
-    starts = list(itertools.accumulate((x.size for x in like), initial=0))
-    at = functools.partial(_parts_at, like=like)
-    fixed = lambda vector, count: at(vector, starts)
-    if count is None:
+    ends = list(itertools.accumulate((x.size for x in like), initial=0))
+    fixed = lambda vector, count: jnp.split(vector, ends[1:])[:-1]
+
+    def unknown(vector: jax.Array, count: jax.Array) -> list[jax.Array]:
+        cut = lambda start, x: jax.lax.dynamic_slice(vector, (start,), (x.size,))
+        return list(map(cut, _xla.unknown(ends[:-1], count), like))
+
+    if count is None or ends[-1] > LARGEST_INT32 or not like:
         parts = fixed(vector, count)
     else:
-        unknown = lambda vector, count: at(vector, _xla.unknown(starts, count))
         parts = jax.lax.platform_dependent(vector, count, cpu=unknown, default=fixed)
-    return [_saturated(part, x.dtype) for part, x in zip(parts, like, strict=True)]
-
-
-def _parts_at(
-    vector: jax.Array, starts: Sequence[Any], like: Sequence[Any]
-) -> list[jax.Array]:
-    cut = lambda start, size: jax.lax.dynamic_slice(vector, (start,), (size,))
-    pairs = zip(starts[: len(like)], like, strict=True)
-    return [cut(start, x.size).reshape(x.shape) for start, x in pairs]
+    pairs = zip(parts, like, strict=True)
+    return [_saturated(part.reshape(x.shape), x.dtype) for part, x in pairs]
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:

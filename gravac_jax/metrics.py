@@ -235,7 +235,8 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       >>> send = gravac.Fastest((gravac.Dense(), gravac.Bits(8), gravac.Bits(2)))
       >>> network = gravac.WireCost(bytes_per_second=1e6)
       >>> tx = gravac.transform(send=send, network=network)
-      >>> step = gravac.simulate(lambda state, grads: tx.update(grads, state)[::-1], 4)
+      >>> one = lambda state, grads: tx.update(grads, state)[::-1]
+      >>> step = gravac.data_parallel(one, 4)
       >>> grads = jax.random.normal(jax.random.key(0), (4, 25_600))
       >>> state, _ = step(gravac.place(tx.init(grads[0]), 4), grads)
       >>> print(metrics.explain(state, send))  # doctest: +ELLIPSIS
@@ -323,11 +324,9 @@ def first_host(*makes: Callable[[], Writer]) -> Iterator[_Writers]:
       [0.5]
     """
     with contextlib.ExitStack() as closing:
-        opened = _Writers()
-        for make in makes if jax.process_index() == 0 else ():
-            opened.append(make())
-            closing.callback(opened[-1].close)
-        yield opened
+        makes = makes if jax.process_index() == 0 else ()
+        closed_later = lambda make: closing.enter_context(contextlib.closing(make()))
+        yield _Writers(map(closed_later, makes))
 
 
 class Recorder(contextlib.AbstractContextManager["Recorder"]):
@@ -671,7 +670,6 @@ class LiveView:
         total = [f"sent {decimal(sent)} {fewer}"] if dense else []
         # By chance, one step in a hundred may have different gradients of one norm.
         least = {"gravac/alike_steps": max(1, 0.01 * step)}
-        counts = {name: scalars.get(name, 0) for name in _ALARMS}
-        loud = {name: x for name, x in counts.items() if x > least.get(name, 0)}
-        alarms = [_ALARMS[name].format(x) for name, x in loud.items()]
+        is_loud = lambda name: scalars.get(name, 0) > least.get(name, 0)
+        alarms = [x.format(scalars[k]) for k, x in _ALARMS.items() if is_loud(k)]
         return [*loss, *self._sent], total, alarms

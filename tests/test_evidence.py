@@ -61,7 +61,6 @@ def test_a_step_is_compute_selection_latency_and_bytes_over_bandwidth():
     wire = gravac.WireCost(100, 0.5, compute_seconds=2, selection_seconds=0.25)
     assert wire.parts(300, 4, is_dense=True) == (2, 0, 2, 3)
     assert wire.parts(300, 4, is_dense=False) == (2, 0.25, 2, 3)
-    assert wire.step_seconds(300, messages=4) == 7
 
 
 @pytest.mark.parametrize("value", [-1e-3, "1 Gbit/s", np.nan, np.inf, True])

@@ -285,13 +285,10 @@ def on_a_slow_network(controller, at_own_params=False, shares=None, guess=None):
     truth = each(1e-4, 1e-4, 1e-4, sizes)
     guess = each(1e-2, 1e-3, 1e-3, 0.1 * sizes) if guess is None else guess
     shares = np.float32(1 / (1 + 0.01 / sizes)) if shares is None else shares
-    networks = (
-        jax.random.split(jax.random.key(0), 1),
-        np.stack([truth] * 2)[None],
-        guess[None],
-    )
+    keys, truths = jax.random.split(jax.random.key(0), 1), np.stack([truth] * 2)[None]
     given = shares, sizes, np.float32(0.05), 0, at_own_params
-    found = _simulation(controller, 400, late=1, coming=3)(*networks, *given)
+    run = _simulation(controller, 400, late=1, coming=3)
+    found = run(keys, truths, guess[None], *given)
     return jax.tree.map(lambda x: np.asarray(x)[0], found)
 
 

@@ -79,8 +79,6 @@ def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
     assert info.wire_bytes.tolist() == [sent * (x == 0) for x in steps]
     expected = np.float32([0, sent / 2, sent / 2, sent / 2, sent / 3, sent / 3])
     np.testing.assert_allclose(info.mean_wire_bytes, expected, rtol=1e-6)
-    factor = info.dense_wire_bytes[-1] / expected[-1]
-    np.testing.assert_allclose(info.mean_byte_factor[-1], factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -179,15 +177,6 @@ def batch(step):
     return draw.standard_normal((N * 4, DIMENSION)).astype(np.float32)
 
 
-def run_steps(tx, where, steps, params):
-    """Return params and the optimizer's state after some train steps."""
-    step = gravac.train_step(loss_of, tx, where)
-    state = step.init({"w": params})
-    for i in range(steps):
-        *state, _ = step(*state, batch(i))
-    return state
-
-
 def test_a_train_step_counts_the_steps_of_a_round_but_not_one_that_fails():
     every = lambda step: jnp.where(step < 2, 1, 2)
     step = gravac.train_step(loss_of, gravac.sgd(RATE, every=every), N)
@@ -228,10 +217,10 @@ def test_a_train_step_returns_each_replicas_own_loss(where):
 # DiLoCo, against the paper in NumPy. -----------------------------------------------
 
 
-def diloco(rounds, weight_decay):
+def diloco(rounds, weight_decay, begun):
     """Douillard et al., Algorithm 1, with AdamW on each replica."""
     replicas = [_oracles.OwnAdam(0.9, 0.999) for _ in range(N)]
-    shared, trace = np.full(DIMENSION, 0.125), np.zeros(DIMENSION)
+    shared, trace = np.full(DIMENSION, begun), np.zeros(DIMENSION)
     for i in range(rounds):
         own = np.stack([shared] * N)
         for step in range(i * H, (i + 1) * H):
@@ -245,27 +234,23 @@ def diloco(rounds, weight_decay):
     return shared
 
 
-@pytest.mark.parametrize(
-    ("where", "weight_decay"),
-    [
-        pytest.param(make_mesh(), 0.0, id="mesh", marks=pytest.mark.slow),
-        pytest.param(N, 0.1, id="simulated"),
-    ],
-)
-def test_diloco_is_the_papers(where, weight_decay):
-    tx = gravac.diloco(optax.adamw(RATE, weight_decay=weight_decay), H)
-    params, _ = run_steps(tx, where, 4 * H, jnp.full(DIMENSION, 0.125))
-    np.testing.assert_allclose(params["w"], diloco(4, weight_decay), atol=2e-6)
+def test_diloco_is_the_papers():
+    tx = gravac.diloco(optax.adamw(RATE, weight_decay=0.1), H)
+    step = gravac.train_step(loss_of, tx, N)
+    state = step.init({"w": jnp.full(DIMENSION, 0.125)})
+    for i in range(4 * H):
+        *state, _ = step(*state, batch(i))
+    np.testing.assert_allclose(state[0]["w"], diloco(4, 0.1, 0.125), atol=2e-6)
+
+
+FIRST = lambda step: jnp.where(step < 3, 3, 6)
 
 
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
         (6, [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47]),
-        (
-            lambda step: jnp.where(step < 3, 3, 6),
-            [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41],
-        ),
+        (FIRST, [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41]),
     ],
     ids=["the second", "the first"],
 )

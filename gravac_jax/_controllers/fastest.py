@@ -27,11 +27,7 @@ HORIZON = 500  # steps for which the knowledge from a visit is of use
 LOOK_EVERY = 8  # steps, so that looking is cheap in dense ones
 SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
-LADDER = (
-    Dense(),
-    *(Bits(bits) for bits in (8, 4, 2, 1)),
-    *(Bits(1, turns=turns) for turns in (2, 4, 8)),
-)
+LADDER = (Dense(), *map(Bits, (8, 4, 2, 1)), *(Bits(1, turns) for turns in (2, 4, 8)))
 
 
 class FastestState(NamedTuple):
@@ -238,14 +234,10 @@ class Fastest(Controller):
 
         home, is_tie, may_visit = _home(cost, progress, state)
         least = cost_model.least_compute(state.timing) * of_a_second
+        least = jnp.where(is_allowed & is_within, least, jnp.inf)
         moved = _moved_by_a_visit(kinds, seconds, state.timing.noise)[:, :rungs]
-        worth = value_of_visits(
-            cost,
-            moved * of_a_second[:, None],
-            jnp.where(is_allowed & is_within, least, jnp.inf),
-            home,
-            lengths[home // rungs],
-        )
+        moved, steps = moved * of_a_second[:, None], lengths[home // rungs]
+        worth = value_of_visits(cost, moved, least, home, steps)
         visited = jnp.argmax(worth).astype(jnp.int32)
         is_visit = may_visit & (worth[visited] > 0)
         choice = jnp.where(state.dwelt >= DWELL, home, state.current)
@@ -293,8 +285,7 @@ class Fastest(Controller):
         has_such = any(x.needs_own_params for x in self.ladder)
         asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
         share = compression_gain.gain(*state.averages)[None]
-        progress = compression_gain.progress(share, lengths[:, None], asks_again)
-        return progress.ravel()
+        return compression_gain.progress(share, lengths[:, None], asks_again).ravel()
 
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
         """Return which choices make enough progress: `[choices]` bool."""
@@ -348,9 +339,8 @@ def _home(
     is_free = has_begun & (dwelt >= DWELL)
     best = jnp.argmin(cost).astype(jnp.int32)
     # After a visit it goes home before it moves, unless it moves to where it is.
-    may_move = is_free & (
-        (times == 0) | (state.current == state.home) | (state.current == best)
-    )
+    is_there = (state.current == state.home) | (state.current == best)
+    may_move = is_free & ((times == 0) | is_there)
     is_faster = cost[best] < 1 - MARGIN
     home = jnp.where(may_move & is_faster, best, state.home)
     is_settled = (state.current == state.home) & (home == state.home)

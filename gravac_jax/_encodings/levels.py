@@ -18,8 +18,6 @@ Scales are means or least squares, so that what is sent is orthogonal to what is
 and never more than the row.
 """
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -205,12 +203,11 @@ def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     first, second = (_of_rows(scales[:, i], codes) for i in range(SCALES))
     if bits == 8:
         return first * (codes.astype(jnp.int32).astype(jnp.float32) - 127.5)
+    magnitude = first
     if bits == 4:
         magnitude = first * _power_of_half((codes & 7).astype(jnp.int32))
-    elif bits == 2:
+    if bits == 2:
         magnitude = jnp.where((codes & 1) > 0, second, first)
-    else:
-        magnitude = first
     is_positive = codes >= 2 ** (bits - 1)
     return jnp.where(is_positive, magnitude, -magnitude)
 
@@ -227,8 +224,7 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
         planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
         # A GPU would sum over 32 codes in two kernels, with all of them in memory.
-        each = lambda x: (x[:, :, i] for i in range(x.shape[2]))
-        one_by_one = lambda x: functools.reduce(operator.add, each(x))
+        one_by_one = lambda x: _arrays.total(x[:, :, i] for i in range(x.shape[2]))
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
     return _xla.own_kernel(add_up, levels.scales)
@@ -287,7 +283,7 @@ def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
         if len(words) > MAX_UNROLLED:
             return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
         # One kernel reads all words and writes the mean.
-        total = functools.reduce(operator.add, map(decoded, words, scales))
+        total = _arrays.total(map(decoded, words, scales))
         return _xla.in_its_shape(total / len(words))
 
     return _xla.own_kernel(add_up, scales).reshape(words.shape[1], -1)

@@ -95,13 +95,9 @@ def kth(
         middle = jnp.where(is_open(s), middle, s.low)
         reached = jax.vmap(lambda t: count(bits >= t))(middle)
         is_reached = reached >= k
-        return _Search(
-            low=jnp.where(is_reached, middle, s.low),
-            low_count=jnp.where(is_reached, reached, s.low_count),
-            high=jnp.where(is_reached, s.high, middle),
-            high_count=jnp.where(is_reached, s.high_count, reached),
-            tries=s.tries + 1,
-        )
+        raised = s._replace(low=middle, low_count=reached)
+        lowered = s._replace(high=middle, high_count=reached)
+        return _arrays.where(is_reached, raised, lowered)._replace(tries=s.tries + 1)
 
     # Plain zeros would not be marked as varying over the replicas; bits are.
     zero = jnp.zeros_like(k) + 0 * bits[0]
@@ -231,13 +227,11 @@ def pack(mask: jax.Array) -> jax.Array:
     n = mask.shape[0]
     whole = n // WORD_BITS * WORD_BITS
     weights = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
-    pack_rows = lambda x: jnp.sum(
-        jnp.where(x.reshape(-1, WORD_BITS), weights[None], jnp.uint32(0)),
-        axis=1,
-        dtype=jnp.uint32,
-    )
-    if whole == n:
-        return pack_rows(mask)
+
+    def pack_rows(x: jax.Array) -> jax.Array:
+        bits = jnp.where(x.reshape(-1, WORD_BITS), weights[None], jnp.uint32(0))
+        return jnp.sum(bits, axis=1, dtype=jnp.uint32)
+
     rest = jnp.pad(mask[whole:], (0, -n % WORD_BITS))
     return jnp.concatenate([pack_rows(mask[:whole]), pack_rows(rest)])
 

@@ -58,7 +58,8 @@ class WireCost:
 
     Example:
       >>> import gravac_jax as gravac
-      >>> gravac.WireCost(latency_seconds=1e-3).step_seconds(12.5e6, messages=1)
+      >>> network = gravac.WireCost(latency_seconds=1e-3)
+      >>> sum(network.parts(wire_bytes=12.5e6, messages=1, is_dense=True))
       0.111
     """
 
@@ -72,10 +73,6 @@ class WireCost:
         for name, x in vars(self).items():
             low, high = (1, 1e15) if name == "bytes_per_second" else (0, 1e6)
             _refuse.number(x, name, hint, low=low, high=high)
-
-    def step_seconds(self, wire_bytes: float, messages: float) -> float:
-        """Return the seconds of a dense step with such an exchange."""
-        return sum(self.parts(wire_bytes, messages, is_dense=True))
 
     def parts(
         self, wire_bytes: float, messages: float, is_dense: bool

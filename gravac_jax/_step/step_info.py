@@ -4,7 +4,6 @@ It travels inside the optimizer state, so it costs nothing until somebody reads 
 """
 
 import functools
-import operator
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _network
-from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
@@ -99,16 +97,8 @@ class StepInfo(NamedTuple):
         an all-gather's to each of N - 1 replicas. It is infinite in a local step, and 1
         with one replica, where a dense step sends nothing either.
         """
-        return self._fewer_than_dense(self.wire_bytes)
-
-    @property
-    def mean_byte_factor(self) -> jax.Array:
-        """How many times fewer bytes than dense steps the last round sent."""
-        return self._fewer_than_dense(self.mean_wire_bytes)
-
-    def _fewer_than_dense(self, wire_bytes: jax.Array) -> jax.Array:
         dense = self.dense_wire_bytes
-        return jnp.where(dense > 0, jnp.divide(dense, wire_bytes), 1.0)
+        return jnp.where(dense > 0, jnp.divide(dense, self.wire_bytes), 1.0)
 
 
 class Tables(NamedTuple):
@@ -132,43 +122,36 @@ class Tables(NamedTuple):
 
 
 def tables(
-    buckets: Buckets,
-    ladders: Sequence[Ladder],
-    scalars: int,
-    replicas: int,
-    rides: bool,
+    buckets: Buckets, ladders: Sequence[Ladder], agreed: int, replicas: int, rides: bool
 ) -> Tables:
     """Work out what each rung sends.
 
     Args:
       buckets: what is fused, and what goes dense.
       ladders: the encodings of each bucket.
-      scalars: numbers on which replicas agree in every step.
+      agreed: how many numbers replicas agree on in every step.
       replicas: N.
       rides: whether they travel with the first bucket, as do dense leaves.
     """
     *sizes, dense_size = buckets.sizes
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
-    figures = dense_size + scalars
+    figures = dense_size + agreed
     apart = _network.mean_traffic(0 if rides else figures, replicas)
+    riding = [figures * rides] + [0] * (len(ladders) - 1)
+    beside = list(zip(ladders, riding, strict=True))
     rows = []
     for rung in range(len(ladders[0].encodings)):
-        parts = [
-            ladder.traffic(rung, figures * (rides and i == 0), replicas)
-            for i, ladder in enumerate(ladders)
-        ]
+        parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
         sent = functools.reduce(Traffic.plus, [*parts, *[apart] * (not rides)])
         bits = sum(x.bits for x in parts)
         is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
         rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
     # Without figures: beside a few entries they weigh more, and each kind of message
     # carries others.
-    alone = [
-        [x.traffic(ladder.bucket, replicas).wire_bytes for x in ladder.taken(replicas)]
-        for ladder in ladders
-    ]
-    sent = [sum(rung) for rung in zip(*alone, strict=True)]
-    if any(map(operator.lt, sent, sent[1:])):
+    bytes_of = lambda bucket, x: x.traffic(bucket, replicas).wire_bytes
+    alone = [[bytes_of(x.bucket, y) for y in x.taken(replicas)] for x in ladders]
+    sent = np.sum(alone, axis=0)
+    if np.any(np.diff(sent) > 0):
         pairs = zip(ladders[0].encodings, sent, strict=True)
         listed = "".join(f"\n  {x!r:<28} {n:14,.0f}" for x, n in pairs)
         raise ValueError(
@@ -183,13 +166,10 @@ def tables(
 
 def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     """Warn about rungs that are dense because their payloads would weigh more."""
-
-    def replaced(ladder: Ladder) -> set[Encoding]:
-        pairs = zip(ladder.encodings, ladder.taken(replicas), strict=True)
-        return {x for x, taken in pairs if x != taken and isinstance(taken, Dense)}
-
-    found = set().union(*(replaced(x) for x in ladders if x.bucket.n))
-    if named := [x for x in ladders[0].encodings if x in found]:
+    pairs = lambda x: zip(x.encodings, x.taken(replicas), strict=True)
+    sent = [dict(pairs(x)) for x in ladders if x.bucket.n]
+    is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
+    if named := list(filter(is_dense, ladders[0].encodings)):
         warnings.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
             f" bytes than a dense step, and is one: but for the start of a warm-up,"
