@@ -47,7 +47,6 @@ import os
 import pathlib
 import signal
 import textwrap
-import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -56,7 +55,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import keystr
 from orbax.checkpoint import v1 as ocp
@@ -104,7 +103,7 @@ class Checkpointer:
 
     One run saves to a directory, and others may read from it meanwhile. A run that goes
     on from an earlier checkpoint saves to another directory. If two models have an
-    optimizer each, give each a directory of its own.
+    optimizer each, give each a directory and a checkpointer of its own.
 
     Args:
       directory: the directory of the checkpoints, created if needed. All processes of a
@@ -119,13 +118,9 @@ class Checkpointer:
     Attributes:
       directory: the directory as an absolute path, or a URL as it was given.
       save_every: the argument.
-      is_preempted: whether a process of the job received SIGTERM. The last `save` has
-        then saved its state, and the run should stop. Call `save` after every step. A
-        job of one process notices the signal, and survives it, only while the
-        checkpointer is open in a `with` block of the main thread.
 
     Example:
-      >>> import tempfile, jax.numpy as jnp, optax
+      >>> import tempfile, jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import checkpoint
       >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
@@ -138,6 +133,15 @@ class Checkpointer:
       ...     step, (_, opt_state), _ = checkpointer.restore(begin(2), params)
       >>> saved, step, opt_state[0].local.memory[0].residual.shape
       (True, 1, (2, 65536))
+
+      Inference needs the params alone, on any devices:
+
+      >>> on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+      >>> shapes = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=on)}
+      >>> with checkpoint.Checkpointer(directory.name) as checkpointer:
+      ...     restored = checkpointer.restore((shapes,), shapes, partial=True)
+      >>> restored.tree[0]["w"].shape
+      (256, 256)
     """
 
     def __init__(
@@ -153,9 +157,8 @@ class Checkpointer:
         is_url = "://" in str(directory)
         self.directory = directory if is_url else pathlib.Path(directory).absolute()
         self.save_every = save_every
-        self.is_preempted = False
-        self._got_sigterm = threading.Event()
-        self._at_exit = contextlib.ExitStack()
+        self._must_stop = False
+        self._last_saves = -1  # calls of `save` since it must stop; -1 before any call
         self._at: int | None = None  # the step that was last saved or restored
         self._is_reader = True  # until the first save
         newest: Any = ocp.training.preservation_policies.LatestN(keep)
@@ -169,6 +172,20 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of all checkpoints in the directory, in order."""
         return sorted(x.step for x in self._orbax.checkpoints)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a process of the job received SIGTERM, and the run should stop.
+
+        The last `save` has then saved its state, and so has the last `save` of every
+        other checkpointer that is open in a `with` block. Call `save` after every step,
+        of all checkpointers, and then look. A job of one process notices the signal,
+        and survives it, only while a checkpointer is open in a `with` block of the main
+        thread.
+        """
+        # If the signal comes between two models' saves of one step, the first model
+        # saves in the next step. One that is not saved in every step is not awaited.
+        return self._last_saves > any(x._last_saves == 0 for x in _OPEN)
 
     def save(self, step: int, tree: Any, params: Any, data: Any = None) -> bool:
         """Save the state after `step` steps, if a checkpoint is due.
@@ -202,13 +219,12 @@ class Checkpointer:
         """
         step = operator.index(step) if hasattr(step, "__index__") else step
         _refuse.number(step, "step", "save(step, tree, params)", is_whole=True, low=0)
-        if jax.process_count() == 1:
-            self.is_preempted |= self._got_sigterm.is_set()
-        else:
-            # JAX sees to it that all processes learn of the signal at the same step.
-            self.is_preempted |= multihost_utils.reached_preemption_sync_point(step)
-        is_due = step % self.save_every == 0 or self.is_preempted
-        if not is_due or step == self._at:
+        # JAX sees to it that all processes learn of the signal at the same step.
+        if jax.process_count() > 1 and reached_preemption_sync_point(step):
+            self._must_stop = True
+            _stop_all()
+        self._last_saves = max(self._last_saves, 0) + self._must_stop
+        if step == self._at or (step % self.save_every and not self._must_stop):
             return False
         named = _to_named(tree, params)
         label = _label(named, data)
@@ -223,7 +239,7 @@ class Checkpointer:
                 raise ValueError(f"it has {self.steps}; delete them, or use another")
             self._orbax.save_async(step, named, force=True, custom_metadata=label)
         self._at = step
-        if self.is_preempted:
+        if self._must_stop:
             self.wait()
         return True
 
@@ -237,7 +253,7 @@ class Checkpointer:
             self._orbax.wait()
 
     def restore(
-        self, tree: Any, params: Any, step: int | None = None
+        self, tree: Any, params: Any, step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
         """Read a checkpoint into the state that a run begins with.
 
@@ -249,9 +265,13 @@ class Checkpointer:
 
         Args:
           tree: the state, as for `save`, placed on the devices of this run. It stays as
-            it is.
+            it is. In place of an array outside the state of `gravac.transform` a
+            `jax.ShapeDtypeStruct` with a sharding will do.
           params: the params in `tree`.
           step: the step of the checkpoint; by default the last one.
+          partial: whether `tree` may be a part of what was saved, such as `(params,)`
+            or `(params, None)` of `(params, opt_state)`, or a `TrainState` with None
+            for the optimizer state. What is not in it is not read.
 
         Returns:
           What was saved; None if the directory has no checkpoint.
@@ -271,12 +291,13 @@ class Checkpointer:
         what = f"step {step} (of {self.steps}) cannot be read from"
         with self._errors(what):
             step = operator.index(step)
-            metadata = self._orbax.metadata(step)
-            saved = metadata.metadata or {}
-            data, sums = _read_label(metadata.custom_metadata, saved)
+            saved, data, sums = _read_label(self._orbax.metadata(step))
+        if partial:  # but a state of gravac.transform is whole
+            kinds = {*map(_kind, here)} - {"tree"}
+            saved = {k: x for k, x in saved.items() if k in here or _kind(k) in kinds}
         wanted = _wanted(here, saved, sums)
         with self._errors(what):
-            everything = dict.fromkeys(saved, ocp.PLACEHOLDER) | wanted
+            everything = dict.fromkeys(sums, ocp.PLACEHOLDER) | wanted
             loaded: Any = self._orbax.load(step, everything)
             found = {name: loaded[name] for name in wanted}
             if bad := dict(_checksums(found).items() - sums.items()):
@@ -290,15 +311,17 @@ class Checkpointer:
         Raises:
           CheckpointError: if something could not be written.
         """
-        with self._at_exit, self._errors(f"step {self._at} cannot be saved to"):
+        _OPEN.discard(self)
+        at_last = contextlib.nullcontext() if _OPEN else _AT_LAST
+        with at_last, self._errors(f"step {self._at} cannot be saved to"):
             self._orbax.close()
 
     def __enter__(self) -> "Checkpointer":
-        is_alone = jax.process_count() == 1
-        if is_alone and threading.current_thread() is threading.main_thread():
-            note = lambda *_: self._got_sigterm.set()
-            before = signal.signal(signal.SIGTERM, note)
-            self._at_exit.callback(signal.signal, signal.SIGTERM, before)
+        _OPEN.add(self)
+        if jax.process_count() == 1 and signal.getsignal(signal.SIGTERM) != _stop_all:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                before = signal.signal(signal.SIGTERM, _stop_all)
+                _AT_LAST.callback(signal.signal, signal.SIGTERM, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -312,6 +335,16 @@ class Checkpointer:
         except Exception as error:
             why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
             raise CheckpointError(f"{what} {self.directory}: {why}.") from error
+
+
+# Those that are open in `with` blocks of this process, and what the last one undoes.
+_OPEN: set[Checkpointer] = set()
+_AT_LAST = contextlib.ExitStack()
+
+
+def _stop_all(*_: object) -> None:
+    for checkpointer in _OPEN:
+        checkpointer._must_stop = True
 
 
 # Training state as named arrays, and back. ------------------------------------------
@@ -365,30 +398,24 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
             stacklevel=3,
         )
     begins_anew = () if is_same else ("decided", "local")
-    found: Named = {}
-    for name in [x for x in here if x in saved and _kind(x) not in begins_anew]:
-        x, shape = here[name], _shape(saved[name])
-        if shape == _shape(x):
-            found[name] = x
-        elif _kind(name) == "memory":
-            found[name] = _loading(x, shape)
-    return found
+    fits = lambda k: _kind(k) == "memory" or _shape(saved[k]) == _shape(here[k])
+    names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
+    return {k: _loading(here[k], _shape(saved[k])) for k in names}
 
 
 def _require_same(here: Named, saved: Named) -> None:
     """Refuse a checkpoint of something else, and name the first differences."""
-    ours, theirs = ({k: _fixed(k, x) for k, x in y.items()} for y in (here, saved))
-    different = [
-        f"{name} is {theirs.get(name, 'missing')} in the checkpoint and"
-        f" {ours.get(name, 'missing')} here"
-        for name in ours | theirs
-        if ours.get(name, "") != theirs.get(name, "")
-    ]
-    if different:
+    here, saved = ({k: _fixed(k, x) for k, x in y.items()} for y in (here, saved))
+    differ = [k for k in here | saved if here.get(k, "") != saved.get(k, "")]
+    if differ:
+        of = lambda names, k: names.get(k, "missing")
+        say = lambda k: (
+            f"{k} is {of(saved, k)} in the checkpoint and {of(here, k)} here"
+        )
         raise ValueError(
             f"the checkpoint is of another model, optimizer or memory:"
-            f" {'; '.join(different[:3])}. Restore with what saved it. Then, to change"
-            f" the memory, send residuals by gravac.flush, and begin by gravac.place."
+            f" {'; '.join(map(say, differ[:3]))}. Restore with what saved it. To change"
+            f" the memory, then send residuals by gravac.flush, and begin anew."
         )
 
 
@@ -416,7 +443,8 @@ def _from_named(found: Named, here: Named, tree: Any, params: Any) -> Any:
         name = f"tree/{keystr(keys)}"
         if states.is_transform_state(x):
             return _filled(x, params, found)
-        return found[name] if name in found else jnp.copy(x)
+        # What is not stored has no entries.
+        return found[name] if name in found else jnp.zeros_like(x)
 
     return jax.tree.map_with_path(fill, tree, is_leaf=states.is_transform_state)
 
@@ -454,20 +482,18 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
         name = _stored_name(keys)
         is_vector = paths and name + paths[0] in named
         own = name + "".join(f"/{x.idx}" for x in keys[2:3] if hasattr(x, "idx"))
-        return (
-            join(name)[keys[2].idx] if is_vector else named.get(own, named.get(name, x))
-        )
+        # The caller may donate what it passed, so nothing may share its memory.
+        copy = lambda: jnp.copy(named.get(own, named.get(name, x)))
+        return join(name)[keys[2].idx] if is_vector else copy()
 
     filled = jax.tree.map_with_path(fill, state)
     if "local" not in map(_kind, named):  # it has another number of replicas
         # Some of what a controller knows is not true on other devices.
         can_move = lambda x: hasattr(x, "moved")
         move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
-        args = filled.controller, state.controller
+        args = filled.controller, jax.tree.map(jnp.copy, state.controller)
         filled = filled._replace(controller=jax.tree.map(move, *args, is_leaf=can_move))
-    # The caller may donate what it passed, so nothing may share its memory.
-    copy = lambda x, like: jax.device_put(jnp.copy(x), like.sharding)
-    return jax.tree.map(copy, filled, state)
+    return jax.device_put(filled, jax.tree.map(lambda x: x.sharding, state))
 
 
 def _stored_name(keys: Any) -> str:
@@ -508,33 +534,31 @@ def _label(named: Named, data: Any) -> dict[str, Any]:
     return {"label": text, "crc32": zlib.crc32(text.encode())}
 
 
-def _read_label(stored: Any, saved: Named) -> tuple[Any, dict[str, int]]:
-    """Return `data` and the checksums of the arrays.
+def _read_label(metadata: Any) -> tuple[Named, Any, dict[str, int]]:
+    """Return Orbax's metadata of each array, `data`, and the arrays' checksums.
 
     Args:
-      stored: the label.
-      saved: what was found of the arrays.
+      metadata: what Orbax tells of a checkpoint, with the label.
 
     Raises:
       ValueError: if the label is damaged, does not fit the arrays, or is of a
         checkpoint of another version.
     """
-    text, crc = (stored or {}).get("label", ""), (stored or {}).get("crc32")
+    stored, saved = metadata.custom_metadata or {}, metadata.metadata or {}
+    text, crc = stored.get("label", ""), stored.get("crc32")
     is_whole = zlib.crc32(text.encode()) == crc
     content = json.loads(text) if is_whole else {"version": VERSION, "checksums": {}}
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"it has version {content.get('version', 'before 8')}, and this gravac_jax"
-            f" reads {VERSION}: restore with what saved it, deliver what replicas hold"
-            f" back (gravac.flush), save the params alone, and begin with them"
-        )
-    if content["checksums"].keys() != saved.keys() or not saved:
-        raise ValueError(
-            "its checksums are damaged or missing. What gravac_jax.checkpoint did not"
-            " save has none: restore it as it was saved, and begin with its params,"
-            " step.init(params) or gravac.place((params, tx.init(params)), mesh)"
-        )
-    return content["data"], content["checksums"]
+    version = content.get("version", "before 8")
+    has = "checksums that are damaged or missing"
+    if version != VERSION:
+        has = f"version {version}, and this gravac_jax reads {VERSION}"
+    elif saved and content["checksums"].keys() == saved.keys():
+        return saved, content["data"], content["checksums"]
+    raise ValueError(
+        f"it has {has}: restore it with what saved it, deliver what replicas hold back,"
+        f" if anything (gravac.flush), and begin with its params, step.init(params) or"
+        f" gravac.place((params, tx.init(params)), mesh)"
+    )
 
 
 def _checksums(named: Named) -> dict[str, int]:
@@ -687,8 +711,7 @@ def _require_placed(steps: Any, replica: Any) -> None:
         raise ValueError(
             f"the state must be as gravac.place makes it and gravac.data_parallel"
             f" returns it, got {len(found)} replicas, `steps` of shape {steps.shape}:"
-            f" give it axis 0 in and out of jax.pmap, and gravac.state_specs under"
-            f" shard_map, else JAX keeps what the first replica holds back alone."
+            f" give axis 0 in and out of jax.pmap, gravac.state_specs under shard_map."
         )
 
 
@@ -713,17 +736,20 @@ def _axes(sharding: Any, sharing: int) -> tuple[Any, tuple[str, ...], tuple[str,
     return mesh, axes[:at], axes[at:]
 
 
-def _loading(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return where to load an array of another number of replicas.
+def _loading(like: Any, shape: tuple[int, ...]) -> Any:
+    """Return where to load an array, which may be of another number of replicas.
 
     Args:
-      like: `[new, ...]`, the array of this run; it is sharded along its first axis.
-      shape: the shape `[old, ...]` in the checkpoint.
+      like: the array of this run; if it has another shape, `[new, ...]`, sharded along
+        its first axis.
+      shape: the shape in the checkpoint, which is then `[old, ...]`.
 
     Returns:
-      The shape with a sharding. It is sharded along axes that can be divided, if there
-      are any, so that no device has to hold all of it.
+      `like`, or the shape with a sharding. It is sharded along axes that can be
+      divided, if there are any, so that no device has to hold all of it.
     """
+    if shape == _shape(like):
+        return like
     mesh, spec = like.sharding.mesh, [*like.sharding.spec, None][: len(shape)]
     cut = slicing.cut(shape, jax.P(None, *spec[1:]), mesh, _refuse.axis_names(spec[0]))
     sharding = jax.NamedSharding(mesh, cut.spec)
