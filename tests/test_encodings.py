@@ -22,27 +22,33 @@ QUICK = (gravac.Dense("bfloat16"), *_examples.one_of_each(ENCODINGS))
 by_encoding = pytest.mark.parametrize(
     "encoding", choices(EXAMPLES, lambda x: x in QUICK, repr)
 )
-is_quick_law = lambda law: law is not _laws.is_itself_however_it_runs
+LAWS_OF_ONE = [x for x in _laws.LAWS_OF_ONE if x != _laws.is_itself_however_it_runs]
 BUCKET = _laws.bucket_of(_examples.EXACT)
 
 
 @by_encoding
-@pytest.mark.parametrize(
-    "law", choices(_laws.ENCODING_LAWS + _laws.LAWS_OF_ONE, is_quick_law)
-)
+@pytest.mark.parametrize("law", [*_laws.ENCODING_LAWS, *LAWS_OF_ONE], ids=name_of)
 def test_every_encoding_keeps_the_law(encoding, law):
     law(encoding, _examples.buckets_for(encoding))
 
 
 @by_encoding
 @pytest.mark.parametrize("situation", _examples.SITUATIONS)
-@pytest.mark.parametrize("law", choices(_laws.LAWS_OF_ONE, is_quick_law))
+@pytest.mark.parametrize("law", LAWS_OF_ONE, ids=name_of)
 def test_every_encoding_keeps_the_law_whatever_comes(encoding, situation, law):
     law(encoding, _examples.SITUATIONS[situation])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", EXAMPLES, ids=repr)
+def test_every_encoding_is_itself_however_it_runs(encoding):
+    """Each way to run it is a program of its own for each size of a bucket."""
+    _laws.is_itself_however_it_runs(encoding, _examples.SITUATIONS["gaussian"])
+
+
 is_quick_way = lambda way: way[0] in QUICK and way[1] == 3
-ON_MESH = choices(itertools.product(EXAMPLES, (1, 2, 3)), is_quick_way)
+WAYS = [(x, 3) for x in EXAMPLES] + list(itertools.product(QUICK, (1, 2)))
+ON_MESH = choices(WAYS, is_quick_way)
 
 
 @pytest.mark.parametrize("way", ON_MESH)
@@ -98,7 +104,8 @@ def by_bytes(encodings):
 NEIGHBOURS = zip(QUICK[::2], QUICK[1::2] + QUICK[:1], strict=True)
 QUICK_PAIRS = list(map(by_bytes, NEIGHBOURS))
 CLASSES = itertools.combinations(_examples.one_of_each(ENCODINGS), 2)
-OTHERS = [by_bytes(x) for x in (*itertools.pairwise(EXAMPLES), *CLASSES)]
+EACH = zip(EXAMPLES[::2], [*EXAMPLES[1::2], EXAMPLES[0]], strict=True)
+OTHERS = [by_bytes(x) for x in (*EACH, *CLASSES)]
 PAIRS = dict.fromkeys(QUICK_PAIRS + OTHERS)
 
 
