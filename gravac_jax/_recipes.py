@@ -125,14 +125,14 @@ def adamw(
     counts a flush as a step in its schedule of the learning rate; Adam does not.)
 
     Args:
-      learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. With N
-        replicas steps are shorter than AdamW's, by up to sqrt(N): see
-        `gravac.OwnOptimizer`.
+      learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. Steps
+        are as long as AdamW's with any number of replicas (`keeps_norm` of
+        `gravac.OwnOptimizer`).
       axis_name: as for `gravac.transform`.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: number added to the square root of the second moment.
-      weight_decay: decoupled weight decay, in units of the learning rate.
+      weight_decay: decoupled weight decay, in units of the learning rate; 0 for Adam.
       mask: which leaves decay, as for `optax.adamw`; None for all.
       send: as for `gravac.transform`. Default: `Bits(2)`. `Bits(2, turns=4)` sends a
         quarter of the entries in each step; the quarters take turns.
@@ -169,7 +169,7 @@ def adamw(
     _refuse.number(b2, "b2", low=0, below=1)
     _refuse.number(eps, "eps", above=0)
     _refuse.number(weight_decay, "weight_decay", low=0)
-    steps = OwnOptimizer(optax.adam(learning_rate, b1, b2, eps))
+    steps = OwnOptimizer(optax.adam(learning_rate, b1, b2, eps), keeps_norm=True)
     return optax.chain(
         transform(axis_name, send=send, memory=steps, **others),
         optax.add_decayed_weights(_times(-weight_decay, learning_rate), mask),

@@ -125,7 +125,8 @@ def test_adamw_alone_and_dense_is_that_of_optax():
 
 
 FALLING = optax.linear_schedule(0.125, 0.0, STEPS)
-ADAM = functools.partial(gravac.adamw, weight_decay=0.0), optax.adam
+of_adam = lambda rate: gravac.OwnOptimizer(optax.adam(rate))
+ADAM = lambda rate, **how: gravac.transform(memory=of_adam(rate), **how), optax.adam
 NESTEROV = {"momentum": 0.8, "nesterov": True}
 MOMENTUM = [functools.partial(x, **NESTEROV) for x in (gravac.sgd, optax.sgd)]
 

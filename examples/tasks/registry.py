@@ -44,6 +44,8 @@ SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.
 SMALL_VIT = Size(
     {"patch": 4, "width": 96, "layers": 3, "heads": 4}, rows=8, learning_rate=0.05
 )
+# 137,000 params, for many replicas on two cores.
+SMALL_GPT = Size({"width": 64, "layers": 2, "heads": 4}, rows=2, learning_rate=0.3)
 # What needs a GPU: ResNet-18, and a GPT of 10.9 million params.
 RESNET18 = Size(
     {"widths": (64, 128, 256, 512), "blocks": 2}, rows=8, learning_rate=0.05
@@ -56,7 +58,7 @@ def load(name: str, data_dir: Path, *, length: int | None = None) -> Task:
     """Return a task: reads the files and sets up the model, initializes nothing.
 
     Params, losses and gradients are float32, and every function is pure, so that a step
-    runs under `gravac.data_parallel` and `gravac.simulate`. A batch for `loss` is
+    runs under `gravac.data_parallel`. A batch for `loss` is
     `{"tokens": [rows, length + 1] int32}`, or `{"image": [rows, 32, 32, 3] uint8,
     "label": [rows] int32}`, as `tasks.pipeline` makes them.
 
@@ -141,6 +143,7 @@ TASKS = {
     "lstm-ptb": _language(LSTMLanguageModel, LSTM, *_WORDS),
     "transformer-bytes": _language(TransformerLanguageModel, TRANSFORMER, *_BYTES),
     "transformer-ptb": _language(TransformerLanguageModel, TRANSFORMER, *_WORDS),
+    "small-gpt-bytes": _language(TransformerLanguageModel, SMALL_GPT, *_BYTES),
     "gpt-bytes": _language(TransformerLanguageModel, GPT, *_BYTES),
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),

@@ -23,6 +23,8 @@ class Memory(abc.ABC):
         params.
       masking: whether it needs to know which entries were sent.
       by_leaf: whether it must see whole leaves, in place of a flat vector.
+      keeps_norm: whether what it adds is scaled, so that the mean over replicas is as
+        long as each replica's own; for steps that an optimizer normalises.
 
     Example:
       >>> import jax.numpy as jnp
@@ -45,6 +47,7 @@ class Memory(abc.ABC):
     is_at_own_params: ClassVar[bool] = False
     masking: bool = False
     by_leaf: bool = False
+    keeps_norm: bool = False
 
     @property
     def needs_params(self) -> bool:

@@ -7,7 +7,8 @@ decide, report. `states.py` and `step_info.py` are what is carried from step to 
 With a delay of one step, the memory is fed last: the exchange sends what the last step
 left in the memory, so that it depends on nothing that this step computes, and the
 network works while the devices do. What is on its way lies in the memory, as does
-everything else that a replica holds back. Nothing else in a step differs.
+everything else that a replica holds back. Nothing else in a step differs. Where an
+optimizer makes the steps that are fed, `norms.py` keeps their mean as long as they are.
 
 With rounds (`every=`), each step feeds the memory, and only the last step of a round
 exchanges what has gathered there. The others are *local*: they have no collective, and

@@ -15,7 +15,7 @@ from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
-from gravac_jax._step import bucketing, states, step_info
+from gravac_jax._step import bucketing, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import Clip
 from gravac_jax._step.slicing import Slices
@@ -145,9 +145,12 @@ class Components:
         ladder = self.controller.ladder
         memories = zip(self.memories(buckets), buckets.sizes, strict=True)
         rung, controller = self.controller.init()
-        told, rounds = (), ()
+        told, rounds, known = (), (), ()
+        if self.memory.keeps_norm:
+            known = tuple(map(norms.none, buckets.sizes))
         if self.waits:
-            told = states.nothing_told(self.controller, self.kinds)
+            nothing = tuple(jnp.zeros((2, x.size), jnp.float32) for x in known)
+            told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
             rounds = states.first_round(self.round_steps, controller)
         return TransformState(
@@ -159,6 +162,7 @@ class Components:
                 told=told,
                 memory=tuple(x.init(n) for x, n in memories),
                 encodings=tuple(x.init() for x in self.ladders(buckets)),
+                norms=known,
             ),
             decided=rung,
             next_rungs=jnp.stack([rung, rung]),

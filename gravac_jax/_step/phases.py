@@ -24,7 +24,7 @@ from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes
-from gravac_jax._step import consistency, states, step_info
+from gravac_jax._step import consistency, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import global_norm
 from gravac_jax._step.components import Components
@@ -105,6 +105,8 @@ class Step:
         # replicas measured it, and for each rung an energy, if they are asked for.
         scalars = 4 + components.has_rounds + 2 * components.kinds
         scalars += len(controller.ladder) * (controller.looks_at == "gradient")
+        # And a row's norm and its sum with signs.
+        scalars += 2 * sum(x.size for x in self.state.local.norms)
         replicas = self.axes.slow.replicas
         return step_info.tables(
             self.buckets, self.ladders, scalars, replicas, self.rides
@@ -143,8 +145,8 @@ class Step:
     def take(self, parts: Parts, bad: jax.Array, local: LocalState) -> Taken:
         """Feed, exchange and decide, in the order that delay and rounds ask."""
         if not self.components.waits:
-            fed, memory = self.feed(parts, bad, local)
-            told = self.told_of(parts, bad, local, self.times)
+            fed, memory, own = self.feed(parts, bad, local)
+            told = self.told_of(parts, bad, local, self.times, own)
             return self.send(told, fed, memory, local)
         if not self.components.delay:
             return self._take_held(self.hold_back(parts, bad, local))
@@ -174,12 +176,13 @@ class Step:
 
     def feed(
         self, parts: Parts, bad: jax.Array, local: LocalState
-    ) -> tuple[Parts, tuple[Any, ...]]:
+    ) -> tuple[Parts, tuple[Any, ...], tuple[jax.Array, ...]]:
         """Add the gradient to what the memory holds back, unless the gradient is bad.
 
         Returns:
           parts: the gradient and what was held back.
           memory: the states that `Memory.hold` takes, one a part.
+          norms: what all replicas must know of the norms of own steps, one a part.
         """
         components, unfed = self.components, self._held(local)
         given = parts, local.memory
@@ -187,11 +190,18 @@ class Step:
             given = (*given, self._params_beside(unfed))
         memories = components.memories(self.buckets)
         pairs = zip(memories, zip(*given, strict=True), strict=True)
-        fed = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
+        fed, memory = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
+        is_kept, replicas = components.memory.keeps_norm, self.axes.slow.replicas
+        steps = tuple(map(jnp.subtract, fed, unfed)) if is_kept else ()
+        told = tuple(norms.told(x, self.state.steps) for x in steps)
+        if is_kept and replicas > 1:
+            scaled = functools.partial(norms.scaled, replicas=replicas)
+            fed = tuple(map(jnp.add, unfed, map(scaled, steps, local.norms)))
         # One device of a replica may see an entry that the others do not.
         is_bad = self.axes.slice_holders.mean(bad) != 0
+        nothing = unfed, local.memory, jax.tree.map(jnp.zeros_like, told)
         # This is no branch, because XLA would copy the memory in and out of one.
-        return _arrays.where(is_bad, (unfed, local.memory), tuple(fed))
+        return _arrays.where(is_bad, nothing, (fed, memory, told))
 
     def _held(self, local: LocalState) -> Parts:
         return held(self.components.memory, local, self.buckets)
@@ -222,8 +232,8 @@ class Step:
     def hold_back(self, parts: Parts, bad: jax.Array, local: LocalState) -> LocalState:
         """Add the gradient to the memory, for a later exchange to send."""
         before, hold = local.told, self.components.memory.hold
-        fed, memory = self.feed(parts, bad, local)
-        told = self.told_of(parts, bad, local, (before.seconds, before.timed))
+        fed, memory, own = self.feed(parts, bad, local)
+        told = self.told_of(parts, bad, local, (before.seconds, before.timed), own)
         return local._replace(
             memory=tuple(map(hold, fed, fed, memory)),
             told=told._replace(bad=jnp.maximum(told.bad, before.bad)),
@@ -235,8 +245,9 @@ class Step:
         bad: jax.Array,
         local: LocalState,
         times: tuple[jax.Array, jax.Array],
+        own_norms: tuple[jax.Array, ...],
     ) -> Told:
-        """Return what the other replicas must know of this one's gradient and times."""
+        """Return what the others must know of this one's gradient, times and norms."""
         components, (*flat, dense) = self.components, parts
         always = _arrays.energy(dense)  # every rung sends the dense leaves
         each = [_arrays.energy(x) for x in flat]
@@ -250,7 +261,7 @@ class Step:
             sampled = _xla.chosen(self.looks & is_told, look, nothing)
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], good[1], *times)
+        return Told(bad, good[0], good[1], *times, own_norms)
 
     def _sent_by_chance(
         self, parts: list[jax.Array], energies: list[jax.Array], local: LocalState
@@ -327,9 +338,12 @@ class Step:
         axes = self.axes
         if not axes.is_sliced:
             return axes.both.mean(own)
-        # Dense leaves are slices, too. XLA joins both means over the slow axis.
-        figures = axes.slow.mean(axes.fast.mean(own._replace(dense=())))
-        return figures._replace(dense=axes.slow.mean(own.dense))
+        # Dense leaves and norms are of slices. XLA joins both means over the slow axis.
+        of_slices = own.dense, own.told.norms
+        rest = own._replace(dense=(), told=own.told._replace(norms=()))
+        figures = axes.slow.mean(axes.fast.mean(rest))
+        dense, told = axes.slow.mean(of_slices)
+        return figures._replace(dense=dense, told=figures.told._replace(norms=told))
 
     def exchange(
         self, fed: Parts, memory: tuple[Any, ...], own: Figures, local: LocalState
@@ -342,7 +356,9 @@ class Step:
         residuals = self.buckets.cleared(x.sent.residual for x in exchanged)
         residuals = (*residuals, dense_residual)
         after = map(components.memory.hold, residuals, fed, memory)
-        local = local._replace(memory=tuple(after), encodings=encodings)
+        learn = functools.partial(norms.learnt, steps=self.state.steps)
+        known = tuple(map(learn, local.norms, figures.told.norms))
+        local = local._replace(memory=tuple(after), encodings=encodings, norms=known)
         means = tuple(x.sent.mean for x in exchanged)
         energies = _arrays.total(x.energies for x in exchanged)
         energy = _arrays.total(x.energy for x in exchanged)

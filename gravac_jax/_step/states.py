@@ -29,6 +29,8 @@ class Told(NamedTuple):
       seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
         Kinds are the rungs, and with rounds local steps.
       timed: `[kinds]` float32, 1 where a time was measured.
+      norms: what `norms.told` says of the last own step, `[2, rows]` float32 a part; ()
+        if the memory keeps no norm.
     """
 
     bad: jax.Array
@@ -36,14 +38,15 @@ class Told(NamedTuple):
     gradient_energies: Any
     seconds: jax.Array
     timed: jax.Array
+    norms: tuple[jax.Array, ...]
 
 
-def nothing_told(controller: Controller, kinds: int) -> Told:
+def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     """Return what is told before the first step: nothing."""
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
     looks = controller.looks_at == "gradient"
     sampled = zeros(len(controller.ladder)) if looks else ()
-    return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds))
+    return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds), norms)
 
 
 def ladder_checksums(ladder: Sequence[Encoding]) -> np.ndarray:
@@ -84,12 +87,15 @@ class LocalState(NamedTuple):
         since the last one.
       memory: the memory's states, one a bucket, and one of the leaves that go dense.
       encodings: their states, a dict by class of encoding for each bucket.
+      norms: as `norms.learnt` returns it, `[rows]` float32 for each state of `memory`;
+        () if the memory keeps no norm.
     """
 
     replica: jax.Array
     told: Any
     memory: Any
     encodings: Any
+    norms: Any
 
 
 class TransformState(NamedTuple):

@@ -17,11 +17,10 @@ import tyro
 from common.journal import Journal, Line
 from rich.console import Console
 from rich.progress import Progress
-from training.methods import method
 
 from quality import report
 from quality.results import tuned
-from quality.trial import Bench, Setting, Trial, run
+from quality.trial import Bench, Setting, Trial, method_of, run
 
 TUNING_SEED = 1_000_000  # far from the seeds that count: 0, 1, ...
 
@@ -33,7 +32,9 @@ class Args:
     Args:
       data_dir: The folder of the task's files.
       out: The record, JSONL; runs that are in it are not made again.
-      methods: Names as in training/methods.py; gaps are to "dense".
+      methods: Names as in training/methods.py; gaps are to "dense". Two are controls:
+        "nudged dense", whose first params are moved by a millionth, and "alone", one
+        replica of these, which exchanges nothing.
       seeds: The number of runs that count; their seeds are 0, 1, ...
       setting: What all runs of the record share.
     """
@@ -103,7 +104,7 @@ def check(args: Args) -> None:
       SystemExit: For an unknown method, and counts or multiples that are not positive.
     """
     for name in args.methods:
-        method(name)
+        method_of(name)
     setting = args.setting
     counts = args.seeds, setting.replicas, setting.steps, setting.evaluations
     if min(counts) < 1:

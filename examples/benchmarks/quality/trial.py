@@ -14,7 +14,7 @@ import optax
 from common.journal import Journal, Line
 from common.training import held_out_loss, train_step
 from tasks import Task, load, pipeline
-from training.methods import OPTIMIZERS, method
+from training.methods import OPTIMIZERS, Method, method
 
 import gravac_jax as gravac
 
@@ -72,6 +72,15 @@ class Trial(NamedTuple):
         return self.own.items() <= line.items()
 
 
+NUDGED = "nudged dense"  # from first params that are moved by a millionth
+ALONE = "alone"  # one replica, which exchanges nothing
+
+
+def method_of(name: str) -> Method:
+    """Return a method of `training.methods`, or what a control is made of."""
+    return method("dense" if name in (NUDGED, ALONE) else name)
+
+
 class Bench:
     """The task and one compiled step per method, shared by all runs of a process.
 
@@ -95,7 +104,11 @@ class Bench:
     ) -> optax.GradientTransformationExtraArgs:
         """Return a method's optimizer."""
         after = OPTIMIZERS[self.setting.optimizer]
-        return method(name).optimizer(after, learning_rate)
+        return method_of(name).optimizer(after, learning_rate)
+
+    def replicas(self, name: str) -> int:
+        """Return how many replicas a method has."""
+        return 1 if name == ALONE else self.setting.replicas
 
     def _compile(self, name: str) -> Any:
         # The learning rate is an argument, so that a method compiles once for all runs.
@@ -103,11 +116,11 @@ class Bench:
             params: Any, opt_state: Any, batch: Any, *, learning_rate: jax.Array
         ) -> Any:
             tx = self.optimizer(name, learning_rate)
-            step = train_step(tx, self.task.loss, method(name).is_own)
+            step = train_step(tx, self.task.loss, method_of(name).is_own)
             params, opt_state, loss = step(params, opt_state, batch)
             return params, opt_state, (loss, optax.tree.get(opt_state, "StepInfo"))
 
-        return gravac.simulate(step_of_one, self.setting.replicas)
+        return gravac.data_parallel(step_of_one, self.replicas(name))
 
     def _held_out(self, phase: str) -> Callable[[Any], float]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
@@ -128,13 +141,16 @@ class Bench:
         """Return the initial state; the params depend on the seed alone."""
         tx = self.optimizer(trial.method)
         params = self.init(jax.random.key(trial.seed))
-        return gravac.place((params, tx.init(params)), self.setting.replicas)
+        if trial.method == NUDGED:
+            params = jax.tree.map(lambda x: x * (1 + 1e-6), params)
+        return gravac.place((params, tx.init(params)), self.replicas(trial.method))
 
-    def batches(self, seed: int) -> Iterator[Any]:
+    def batches(self, trial: Trial) -> Iterator[Any]:
         """Return the batches of all replicas, which depend on the seed alone."""
         replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
-        train = self.task.train
-        return pipeline.batches(train, rows=rows, replicas=replicas, seed=seed)
+        train, own = self.task.train, rows * self.replicas(trial.method)
+        found = pipeline.batches(train, rows=rows, replicas=replicas, seed=trial.seed)
+        return (jax.tree.map(lambda x: x[:own], batch) for batch in found)
 
 
 def learning_rate_at(step: int, trial: Trial, schedule: str) -> float:
@@ -160,7 +176,7 @@ def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
     journal.drop(trial.owns)
     setting, step = bench.setting, bench.compiled(trial.method)
     every = max(1, setting.steps // setting.evaluations)
-    state, batches = bench.start(trial), bench.batches(trial.seed)
+    state, batches = bench.start(trial), bench.batches(trial)
     totals: Line = {}
     pending: list[Any] = []
     for i in range(trial.steps):

@@ -1,0 +1,76 @@
+"""The norm of the mean: where replicas normalise their own steps, their mean is short.
+
+Adam, Lion and Muon give a step its size. The steps of N replicas point apart, as far as
+their gradients are noise, so that their mean is shorter than each of them, by up to
+sqrt(N), and shorter than a step of the mean gradient. Each replica multiplies its own
+steps by the ratio of the two norms, row by row of a bucket, before they are added to
+what it holds back.
+
+The norm of the mean is estimated from what no encoding rounds: in each step the
+replicas average one number a row, the sum of the row's entries with random signs. With
+the same signs on all replicas, the square of that average is that of the mean's norm,
+but for a variance that many steps smooth away.
+"""
+
+import jax
+import jax.numpy as jnp
+
+ROW = 1024  # entries that have a ratio in common
+DECAY = 0.99  # of what is known of a row
+PRIOR = 3.0  # steps' worth of a ratio of 1 at the beginning
+
+
+def none(n: int) -> jax.Array:
+    """Return what is known of a part before the first step: `[rows]` float32."""
+    return jnp.ones(-(-n // ROW), jnp.float32)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Cut a vector into rows: `[rows, ROW]`."""
+    return jnp.pad(x, (0, -x.size % ROW)).reshape(-1, ROW)
+
+
+def _signs(n: int, step: jax.Array) -> jax.Array:
+    """Return -1 or 1 for each entry, others in each step: a hash of place and step."""
+    x = jnp.arange(n, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
+    x ^= step.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return jnp.where(x >> 31, jnp.float32(1), jnp.float32(-1))
+
+
+def scaled(step: jax.Array, known: jax.Array, replicas: int) -> jax.Array:
+    """Return a replica's own step, `[n]` float32, times each row's ratio."""
+    return (_rows(step) * ratios(known, replicas)[:, None]).ravel()[: step.size]
+
+
+def ratios(known: jax.Array, replicas: int) -> jax.Array:
+    """Return the ratio of each row, `[rows]` float32, between 1 and sqrt(replicas)."""
+    return jax.lax.rsqrt(jnp.clip(known, 1 / replicas, 1))
+
+
+def told(step: jax.Array, steps: jax.Array) -> jax.Array:
+    """Return what replicas average of a step: `[2, rows]` float32.
+
+    The first is the squared norm of each row, the second its sum with random signs.
+
+    Args:
+      step: `[n]` float32, a replica's own step, as it is.
+      steps: `[]` int32, which step it is.
+    """
+    signed = step * _signs(step.size, steps)
+    return jnp.stack([jnp.square(_rows(step)).sum(1), _rows(signed).sum(1)])
+
+
+def learnt(known: jax.Array, mean: jax.Array, steps: jax.Array) -> jax.Array:
+    """Return the squared norm of the mean in units of that of each step, smoothed.
+
+    Args:
+      known: `[rows]` float32, the same before this step.
+      mean: the mean of what was `told`.
+      steps: `[]` int32, which step it is.
+    """
+    own, signed = mean
+    weight = jnp.maximum(1 - DECAY, 1 / (jnp.float32(steps) + 1 + PRIOR))
+    now = jnp.square(signed) / jnp.where(own > 0, own, 1)
+    return jnp.where(own > 0, known + weight * (now - known), known)

@@ -1,0 +1,121 @@
+"""The mean of steps that an optimizer gave a size is as long as each of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from _harness import agreed, make_mesh
+
+import gravac_jax as gravac
+from gravac_jax._step import norms
+
+RNG = np.random.default_rng(0)
+N, ENTRIES, STEPS = 8, 2500, 300  # three rows, the last one of 452 entries
+SIGNAL = np.repeat([1.0, 0.1, 0.0], norms.ROW)[:ENTRIES]  # beside noise of size 1
+
+
+def steps_of(i, share=1.0):
+    """Return the steps of all replicas, `[N, ENTRIES]`, with a share of the signal."""
+    noise = np.random.default_rng(i).standard_normal((N, ENTRIES))
+    return np.float32(share * SIGNAL + noise)
+
+
+def rows_of(x):
+    """Return the squared norm of each row."""
+    return np.add.reduceat(np.square(x, dtype=np.float64), [0, 1024, 2048], axis=-1)
+
+
+def test_the_ratio_is_that_of_the_norms_of_steps_and_of_their_mean():
+    @jax.jit
+    def learn(known, steps, i):
+        told = jax.vmap(norms.told, in_axes=(0, None))(steps, i)
+        return norms.learnt(known, told.mean(0), i)
+
+    known, expected = norms.none(ENTRIES), []
+    for i in range(STEPS):
+        steps = steps_of(i)
+        known = learn(known, steps, np.int32(i))
+        expected.append([rows_of(steps).mean(0), rows_of(steps.mean(0))])
+    own, mean = np.mean(expected[-100:], axis=0)
+    # The square of one number a step: sqrt(2 / 199) of it is chance.
+    np.testing.assert_allclose(known, mean / own, rtol=4 * 0.1)
+    found = norms.ratios(known, N)
+    np.testing.assert_allclose(found, np.sqrt(own / mean).clip(1, N**0.5), rtol=0.25)
+    assert found[0] < 1.6 < 2.2 < found[1]
+
+
+def test_signs_are_as_good_as_random():
+    signs = np.stack([norms._signs(10_000, np.int32(i)) for i in range(20)])
+    assert set(np.unique(signs)) == {-1, 1}
+    chance = 5 / np.sqrt(10_000)  # five standard deviations
+    assert abs(signs.mean(1)).max() < chance
+    together = np.corrcoef(signs) - np.eye(20)
+    assert abs(together).max() < chance
+    after = (signs[:, 1:] * signs[:, :-1]).mean(1)
+    assert abs(after).max() < chance
+
+
+def test_nothing_is_scaled_before_a_step_and_where_there_are_none():
+    assert norms.ratios(norms.none(ENTRIES), N).tolist() == [1, 1, 1]
+    zeros = jnp.zeros((2, 3))
+    with jax.debug_nans(True):
+        known = norms.learnt(norms.none(ENTRIES), zeros, np.int32(0))
+        assert norms.ratios(known, N).tolist() == [1, 1, 1]
+
+
+PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros(ENTRIES - 5, np.float32)}
+
+
+def run(tx, how):
+    """Return the norm of each update, and the last state."""
+    mesh = make_mesh((N,)) if how == "shard_map" else N
+
+    def one(state, grads):
+        update, state = tx.update(jax.tree.map(lambda x: x[0], grads), state, PARAMS)
+        return state, update
+
+    step = gravac.data_parallel(one, mesh)
+    (state,), found = gravac.place((tx.init(PARAMS),), mesh), []
+    for i in range(STEPS):
+        x = steps_of(i, 0.1)
+        grads = {"b": x[:, :5], "w": x[:, 5:]}
+        with jax.numpy_dtype_promotion("standard"):  # Optax's Adam mixes dtypes
+            state, update = step(state, grads)
+        found.append(np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(update))))
+    return np.array(found), state
+
+
+def of_steps(keeps_norm, **options):
+    steps = gravac.OwnOptimizer(optax.adam(1.0), keeps_norm=keeps_norm)
+    return gravac.transform(memory=steps, **options)
+
+
+def own_lengths():
+    """Return the root mean square norm of the steps of all replicas, at each step."""
+    adam = optax.adam(1.0)
+    each = jax.jit(jax.vmap(adam.update))
+    state, found = jax.vmap(adam.init)(steps_of(0)), []
+    with jax.numpy_dtype_promotion("standard"):  # Optax's Adam mixes dtypes
+        for i in range(STEPS):
+            steps, state = each(steps_of(i, 0.1), state)
+            found.append(np.sqrt(np.square(steps).sum(1).mean()))
+    return np.array(found)
+
+
+CASES = [
+    ("vmap", {"send": gravac.Dense()}),
+    ("vmap", {"send": gravac.Bits(8), "delay": 1}),
+    ("shard_map", {"send": gravac.Bits(8)}),
+]
+
+
+@pytest.mark.parametrize(("how", "options"), CASES)
+def test_the_mean_of_adams_steps_is_as_long_as_they_are(how, options):
+    kept, state = run(of_steps(True, **options), how)
+    short, _ = run(of_steps(False, **options), how)
+    own, late = own_lengths(), slice(-100, None)
+    assert kept[late].mean() == pytest.approx(own[late].mean(), rel=0.1)
+    assert short[late].mean() < 0.8 * own[late].mean()
+    known = [agreed(x) for x in state.local.norms]
+    assert all((x < 0.5).all() for x in known)
