@@ -28,7 +28,6 @@ from gravac_jax._loop.nnx import nnx_data_parallel as nnx_data_parallel
 from gravac_jax._loop.nnx import nnx_flush as nnx_flush
 from gravac_jax._loop.nnx import nnx_value_and_grad as nnx_value_and_grad
 from gravac_jax._loop.parallel import data_parallel as data_parallel
-from gravac_jax._loop.parallel import simulate as simulate
 from gravac_jax._loop.placement import make_mesh as make_mesh
 from gravac_jax._loop.placement import place as place
 from gravac_jax._loop.placement import state_specs as state_specs

@@ -7,7 +7,7 @@ replica is alone: the same code runs and nothing is exchanged.
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,7 @@ class Comm:
     @property
     def replicas(self) -> int:
         """N, the number of replicas; static."""
-        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+        return jax.lax.axis_size(self.axis_name or ())
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -66,34 +66,56 @@ class Comm:
         """Whether JAX knows what varies over the axis; static."""
         # Under check_vma=False, pmap and vmap nothing is marked as varying, not even
         # the axis index. Under check_vma=True the axis index always is.
-        return bool(self._names) and not self._fixed_axes(
-            jax.lax.axis_index(self.axis_name)
-        )
+        return bool(self._names) and not self._fixed_axes(self.replica())
 
     @property
     def is_simulated(self) -> bool:
         """Whether vmap maps the axis; static."""
-        is_mapped = bool(self._names) and not self.is_checked
-        return is_mapped and _is_batched(jax.lax.axis_index(self.axis_name))
+        return bool(self._names) and not self.is_checked and bool(self._differ([]))
 
     def _fixed_axes(self, x: jax.Array) -> list[str]:
         varying = jax.typeof(x).manual_axis_type.varying
         return [name for name in self._names if name not in varying]
 
+    def _differ(self, leaves: Sequence[Any]) -> list[list[bool]]:
+        """Return what differs along the axis, for each vmap that maps it."""
+        seen: list[list[bool]] = []
+
+        @jax.custom_batching.custom_vmap
+        def same(*given: Any) -> Any:
+            return given
+
+        @same.def_vmap
+        def rule(size: int, in_batched: list[bool], *given: Any) -> Any:
+            del size
+            is_ours, *differ = in_batched
+            seen.extend([differ] if is_ours else [])  # else vmap maps something else
+            return same(*given), tuple(in_batched)
+
+        same(self.replica(), *leaves)
+        return seen
+
+    def _alike_along(self, tree: Any) -> list[set[str]]:
+        """Return along which axes each leaf is the same, as far as JAX knows."""
+        leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
+        if self.is_checked or self.axis_name is None:
+            return [set(self._fixed_axes(x)) for x in leaves]
+        levels = self._differ(leaves) or [[False] * len(leaves)]
+        differ = map(any, zip(*levels, strict=True))
+        return [set() if x else set(self._names) for x in differ]
+
     def check_local(self, tree: Any) -> None:
         """Raise if a leaf of `tree` is known to be the same on every replica."""
-        if not self.is_checked:
-            return
-        for path, leaf in _arrays.named_leaves(tree):
+        for path, leaf in _arrays.named_leaves(tree) if self.is_checked else ():
             if fixed := self._fixed_axes(leaf):
                 _refuse.summed(path, fixed)
 
     def check_alike(self, before: Any, after: Any) -> None:
         """Raise if a leaf that was the same on several devices is known to differ."""
-        leaves = zip(jax.tree.leaves(before), _arrays.named_leaves(after), strict=True)
-        for old, (path, new) in leaves:
-            fixed = [set(self._fixed_axes(jnp.asarray(x))) for x in (old, new)]
-            if lost := fixed[0] - fixed[1]:
+        paths = [path for path, _ in _arrays.named_leaves(after)]
+        both = self._alike_along(before), self._alike_along(after)
+        for path, old, new in zip(paths, *both, strict=True):
+            if lost := old - new:
                 _refuse.differs(path, sorted(lost))
 
     def check_whole(self, params: Any) -> None:
@@ -104,25 +126,17 @@ class Comm:
 
     def is_shared(self, tree: Any) -> bool:
         """Whether some leaf of `tree` is known to be the same on every replica."""
-        leaves = jax.tree.leaves(tree) if self.is_checked else []
-        return any(self._fixed_axes(x) for x in leaves)
+        return self.is_checked and any(self._alike_along(tree))
 
-    def is_known_alike(self, x: jax.Array) -> bool:
-        """Whether `x` is the same on every replica, as a checked map or vmap knows."""
-        if self.is_checked:
-            return len(self._fixed_axes(x)) == len(self._names)
-        return self.axis_name is None or not _is_batched(x)
+    def is_known_alike(self, tree: Any) -> bool:
+        """Whether JAX knows `tree` to be the same on all, by its marks or in vmap."""
+        return all(x == set(self._names) for x in self._alike_along(tree))
 
     def cast(self, tree: Any) -> Any:
         """Mark `tree` as varying over the axis, if JAX keeps such marks."""
         if not self.is_checked:
             return tree
-
-        def vary(x: jax.Array) -> jax.Array:
-            fixed = tuple(self._fixed_axes(x))
-            return jax.lax.pcast(x, fixed, to="varying") if fixed else x
-
-        return jax.tree.map(vary, tree)
+        return jax.tree.map(lambda x: _varying(x, self._names), tree)
 
     def zeros(self, like: jax.Array) -> jax.Array:
         """Return float32 zeros of the shape of `like`, marked as its mean would be.
@@ -132,8 +146,7 @@ class Comm:
         """
         zeros = jnp.zeros(like.shape, jnp.float32)
         varying = jax.typeof(like).manual_axis_type.varying
-        others = tuple(sorted(set(varying) - set(self._names)))
-        return jax.lax.pcast(zeros, others, to="varying") if others else zeros
+        return _varying(zeros, varying - set(self._names))
 
     def tell(self, energy: jax.Array) -> None:
         """Take the energy of what is sent along with the next message, if possible.
@@ -152,13 +165,10 @@ class Comm:
 
     def reported_mean(self, tree: Any) -> Any:
         """Return the mean of floats over replicas, in float64 for those that are."""
-
-        def one(x: jax.Array, mean: jax.Array) -> jax.Array:
-            is_narrow = jnp.finfo(x.dtype).bits <= 32
-            return mean if is_narrow else jax.lax.pmean(self.cast(x), self.axis_name)
-
+        is_wide = lambda x: self.axis_name and jnp.finfo(x.dtype).bits > 32
+        wide = lambda x: jax.lax.pmean(self.cast(x), self.axis_name)
         narrow = self.mean(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
-        return narrow if self.axis_name is None else jax.tree.map(one, tree, narrow)
+        return jax.tree.map(lambda x, y: wide(x) if is_wide(x) else y, tree, narrow)
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.
@@ -171,14 +181,12 @@ class Comm:
         """
         if self.axis_name is None:
             return tree
-        leaves, structure = jax.tree.flatten(tree)
-        leaves = [x.astype(jnp.int32) if x.dtype == bool else x for x in leaves]
-        parts = [_arrays.exact_parts(x) for x in leaves]
-        flat, split = jax.tree.flatten(parts)
+        whole = lambda x: x.astype(jnp.int32) if x.dtype == bool else x
+        tree = jax.tree.map(whole, tree)
+        flat, split = jax.tree.flatten(jax.tree.map(_arrays.exact_parts, tree))
         total = jax.lax.psum(self.cast(_arrays.ravel(flat)), self.axis_name)
         sums = jax.tree.unflatten(split, _arrays.unravel(total, flat))
-        whole = map(_arrays.from_exact_parts, sums, leaves)
-        return jax.tree.unflatten(structure, list(whole))
+        return jax.tree.map(lambda x, y: _arrays.from_exact_parts(y, x), tree, sums)
 
     def bfloat16_mean(self, sent: list[jax.Array]) -> list[jax.Array]:
         """Return the mean of `sent` over replicas; it travels and ends as bfloat16.
@@ -190,8 +198,7 @@ class Comm:
           sent: float32 arrays, rounded by `_arrays.round_to_bfloat16`.
         """
         flat = _arrays.ravel(sent)
-        rows = jnp.pad(flat, (0, -flat.size % self.replicas))
-        rows = rows.reshape(self.replicas, -1)
+        rows = jnp.pad(flat, (0, -flat.size % self.replicas)).reshape(self.replicas, -1)
         swapped = self.swap(_arrays.bfloat16_to_bits(rows))
         total = jnp.sum(_arrays.bfloat16_from_bits(swapped), axis=0)
         rounded = _arrays.round_to_bfloat16(total / self.replicas)
@@ -222,15 +229,11 @@ class Comm:
 
     def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
         """Return `x` (integers) of the one replica whose `is_mine` is True."""
-        if self.axis_name is None:
-            return x
-        return jax.lax.psum(jnp.where(is_mine, x, 0), self.axis_name)
+        return jax.lax.psum(jnp.where(is_mine, x, 0), self.axis_name or ())
 
     def replica(self) -> jax.Array:
         """Return the index of this replica, `[]` int32."""
-        if self.axis_name is None:
-            return jnp.zeros((), jnp.int32)
-        return jax.lax.axis_index(self.axis_name)
+        return jax.lax.axis_index(self.axis_name or ())
 
     def contrast(self, x: jax.Array) -> jax.Array:
         """Return a float32 whose mean over replicas is 0 if `x` is the same on all."""
@@ -291,7 +294,7 @@ class Carrier(Comm):
         To join many entries with the figures would copy them.
         """
         sizes = [x.size for x in jax.tree.leaves(tree)]
-        is_small = bool(sizes) and takes_along(sum(sizes))
+        is_small = bool(sizes) and sum(sizes) <= COPIED_ENTRIES
         if not (is_small and self._is_ready("own", "all")):
             return super().mean(tree)
         mean, figures = super().mean((tree, self._parts["figures"]))
@@ -319,8 +322,8 @@ class Carrier(Comm):
         gathered = super().gather(jnp.concatenate([x, given]))
         rows, parts = jnp.split(gathered, [x.size], axis=1)
         found = _arrays.from_words(parts)
-        mean = jnp.mean(found, axis=0) if own is None else found.reshape(-1)
-        self._parts["all"] = mean
+        is_mean = own is not None
+        self._parts["all"] = found.reshape(-1) if is_mean else jnp.mean(found, axis=0)
         return rows
 
     def mean_of_figures(self, energy: jax.Array) -> tuple[jax.Array, Any]:
@@ -346,32 +349,16 @@ def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any
 
     def like(x: jax.Array, shape: Any) -> jax.Array:
         marks = shape.manual_axis_type
-        if marks is None:  # under vmap
-            return x
-        here = jax.typeof(x).manual_axis_type.varying
-        missing = tuple(sorted(marks.varying - here))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return x if marks is None else _varying(x, marks.varying)  # None under vmap
 
     marked = jax.tree.map(like, otherwise, jax.eval_shape(exchange))
     return jax.lax.cond(is_due, exchange, lambda: marked)
 
 
-def _is_batched(x: jax.Array) -> bool:
-    """Return whether `x` differs along the axis of a vmap around this call."""
-    seen: list[bool] = []
-
-    @jax.custom_batching.custom_vmap
-    def same(x: jax.Array) -> jax.Array:
-        return x
-
-    @same.def_vmap
-    def rule(size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-        del size
-        seen.extend(in_batched)
-        return x, in_batched[0]
-
-    same(x)
-    return any(seen)
+def _varying(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """Mark `x` as varying over axes; pcast refuses those over which it is marked."""
+    missing = tuple(sorted({*names} - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,19 +426,20 @@ class Traffic(NamedTuple):
 
     def figures(self, count: int, replicas: int) -> "Traffic":
         """Return the cost of averaging so many float32 figures beside it."""
-        figures_bytes = FLOAT32_BYTES * count
         if self.carries == "gather":
-            return all_gather_traffic(figures_bytes, replicas)._replace(messages=0)
-        if self.carries == "swap":
+            own = all_gather_traffic(FLOAT32_BYTES * count, replicas)
+        elif self.carries == "swap":
             part_bytes = FLOAT32_BYTES * -(-count // replicas)
-            return two_stage_traffic(part_bytes, part_bytes, replicas)._replace(
-                messages=0
-            )
-        own = mean_traffic(count, replicas)
-        return own._replace(messages=0) if self.carries == "mean" else own
+            own = two_stage_traffic(part_bytes, part_bytes, replicas)
+        else:
+            own = mean_traffic(count, replicas)
+        return own if self.carries == "nothing" else own._replace(messages=0)
 
 
 FLOAT32_BYTES, BFLOAT16_BYTES, BYTE_BITS = 4, 2, 8
+# Means of no more entries take figures along, which copies them. To copy as many takes
+# as long as a message on a fast network; arbitrary.
+COPIED_ENTRIES = 2**20
 
 
 def all_gather_traffic(payload_bytes: int, replicas: int) -> Traffic:
@@ -469,20 +457,17 @@ def two_stage_traffic(there_bytes: int, back_bytes: int, replicas: int) -> Traff
       back_bytes: of the mean of a part, as its owner sends it to all.
       replicas: N, which is the number of parts.
     """
-    return Traffic(
-        bits=BYTE_BITS * replicas * there_bytes,
-        payload_bytes=replicas * there_bytes + back_bytes,
-        wire_bytes=float((replicas - 1) * (there_bytes + back_bytes)),
-        messages=2 * (replicas - 1),
-        carries="swap",
-    )
+    payload_bytes = replicas * there_bytes + back_bytes
+    wire_bytes = float((replicas - 1) * (there_bytes + back_bytes))
+    bits, messages = BYTE_BITS * replicas * there_bytes, 2 * (replicas - 1)
+    return Traffic(bits, payload_bytes, wire_bytes, messages, "swap")
 
 
 def mean_traffic(entries: int, replicas: int) -> Traffic:
     """Return the cost of `Comm.mean` of `entries`: of a ring all-reduce."""
     payload_bytes = FLOAT32_BYTES * entries
     wire_bytes = 2 * (replicas - 1) / replicas * payload_bytes
-    carries = "mean" if takes_along(entries) else "nothing"
+    carries = "mean" if entries <= COPIED_ENTRIES else "nothing"
     bits, messages = BYTE_BITS * payload_bytes, 2 * (replicas - 1)
     return Traffic(bits, payload_bytes, wire_bytes, messages, carries)
 
@@ -491,12 +476,3 @@ def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
     """Return the cost of `Comm.bfloat16_mean` of `entries`."""
     shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
     return two_stage_traffic(shard_bytes, shard_bytes, replicas)
-
-
-# Copying as many takes as long as a message on a fast network; arbitrary.
-COPIED_ENTRIES = 2**20
-
-
-def takes_along(entries: int) -> bool:
-    """Return whether a mean of so many entries takes figures along, which copies it."""
-    return entries <= COPIED_ENTRIES

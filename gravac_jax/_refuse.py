@@ -180,12 +180,39 @@ def placed(leading: int | None, parts: int, is_sliced: bool = False) -> None:
     if (1 if is_sliced and leading is None else leading) == parts:
         return
     where = "not placed" if leading is None else f"placed on {leading} replicas, not"
-    made = "gravac.transform(shardings=params)" if is_sliced else "gravac.place"
+    made = "gravac.transform(shardings=params)" if is_sliced else "tx.init(params)"
     raise ValueError(
-        f"the state is {where} on {parts} as the step runs: make it by {made} with the"
-        f" mesh of the step, by gravac.place, and in a shard_map of your own"
-        f" gravac.state_specs."
+        f"the state is {where} on {parts}: make it by {made} and gravac.place with the"
+        f" mesh of the step, and in a shard_map of your own take gravac.state_specs."
+        f" gravac_jax.checkpoint moves what replicas hold back to other meshes."
     )
+
+
+def no_array(path: str, x: Any) -> None:
+    """Refuse a leaf that is neither an array nor a number, such as a function."""
+    if not (hasattr(x, "dtype") or isinstance(x, numbers.Number)):
+        raise TypeError(
+            f"gravac.place takes arrays and numbers, got {shown(x)} at {path}: place"
+            f" eqx.filter(model, eqx.is_array), and eqx.combine it in the step."
+        )
+
+
+def cut(path: str, sharding: Any, axis_name: Any) -> None:
+    """Refuse a leaf that would have to be gathered for each replica."""
+    raise ValueError(
+        f"the leaf at {path} is sharded over {getattr(sharding, 'spec', sharding)}, and"
+        f" each replica along {axis_name!r} needs all of it: shard it over other axes"
+        f" of the mesh, or first jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
+    )
+
+
+def members(states: Sequence[Any]) -> None:
+    """Refuse the states of an ensemble, whose axis would count as that of replicas."""
+    for shape in filter(None, (jnp.shape(x.steps) for x in states)):
+        raise ValueError(
+            f"jax.vmap(tx.init) made a state for each of {shape} members: call tx.init"
+            f" and tx.update once for their stacked params, and vmap the loss alone."
+        )
 
 
 def not_whole(path: str, axis_name: Any) -> None:
@@ -223,11 +250,12 @@ def gradients(tree: Any, name: str = "gradients") -> None:
                 f" transform, and choose leaves by gravac.transform(compress=...)."
             )
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if not is_float or jnp.finfo(dtype).bits < 16:  # JAX adds up none of 8 bits
             raise TypeError(
-                f"the {name} must be real floating-point arrays, got"
+                f"the {name} must be real floating-point arrays of 16 bits or more, got"
                 f" {dtype or type(leaf).__name__} at {path}: differentiate float params"
-                f" only (gravac.nnx_value_and_grad), made by jnp.asarray."
+                f" only (gravac.nnx_value_and_grad, eqx.filter), made by jnp.asarray."
             )
 
 
@@ -296,7 +324,7 @@ def mask(compress: Any, tree: Any) -> None:
     if not is_bool or jax.tree.structure(compress) != jax.tree.structure(tree):
         raise ValueError(
             f"`compress` must be a bool, a function, or a pytree of bools like the"
-            f" params, got {_arrays.brief(compress)} for {jax.tree.structure(tree)}."
+            f" params, got {_arrays.brief(compress)}."
         )
 
 
@@ -413,7 +441,13 @@ train_step(params, opt_state, batch, **times), and tx.update(..., **times) in it
     "manual ax": """
 gravac: "V:" marks what may differ between replicas: accumulate gradients by
 gravac.value_and_grad(loss, micro_batches=...), tell an optimizer
-value=jax.lax.pmean(loss, axis_name), and begin other loops with jax.lax.pcast.
+value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and begin
+other loops with jax.lax.pcast. Where the loop is in a library, such as an RNN, give
+gravac.train_step, gravac.data_parallel or gravac.nnx_data_parallel check_vma=False.
+""",
+    "The context mesh": """
+gravac: the step runs in a shard_map over all axes of the mesh. In place of a second one
+call its function, on this replica's rows. Where jit shards the model it may stay.
 """,
     "vmap spmd_axis_name": """
 gravac: sharding constraints, and Flax's logical rules, must not name the axis of the

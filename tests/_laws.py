@@ -235,6 +235,20 @@ def ignores_the_order_of_replicas(encoding: Any, buckets: np.ndarray) -> None:
         assert_same(other.residual[::-1], sent.residual)
 
 
+def moves_little_what_is_small(encoding: Any, buckets: np.ndarray) -> None:
+    """What has no gradient, or a small one, is never farther off than the others."""
+    share = np.select(
+        [np.arange(buckets.shape[1]) % 10 == i for i in (3, 7)], [0, 1], 2
+    )
+    small = share < 2
+    buckets = buckets * np.where(small, share * 2.0**-10, 1).astype(np.float32)
+    off = np.zeros(small.sum())
+    for x, _, sent, _ in run(encoding, buckets):
+        off += (sent.mean[0] - buckets.mean(0, dtype=np.float64))[small]
+        of_others = np.sqrt(energies_of(x[:, ~small]).max() / (~small).sum())
+        assert np.abs(off).max() < of_others
+
+
 def estimates_what_it_sends(encoding: Any, buckets: np.ndarray) -> None:
     """`share` is near the share of the energy that a step sends of a known bucket."""
     bucket, replicas = bucket_of(buckets), len(buckets)

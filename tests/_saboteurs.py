@@ -153,6 +153,14 @@ class ForgetsWhatItOwes(gravac.Bits):
         return sent._replace(residual=alone.residual), state
 
 
+@caught_by(_laws.moves_little_what_is_small, _laws.is_like_its_oracle)
+class MeasuresByTheLargest(gravac.Bits):
+    def exchange(self, x, state, *, comm, **others):
+        largest = jnp.max(jnp.abs(x))
+        sent = jnp.where(x >= 0, largest, -largest)
+        return gravac.Sent(comm.mean(sent), x - sent, jnp.sum(sent**2)), state
+
+
 @caught_by(_laws.is_like_its_oracle)
 class StaysAtTheFirstTurn(gravac.Bits):
     def exchange(self, x, state, *, step, **others):

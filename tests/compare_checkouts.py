@@ -149,7 +149,8 @@ def train(g: Any, recipe: Recipe) -> list[str]:
         return optax.apply_updates(p, updates), state, value
 
     if recipe.run == "simulate":
-        where, jitted = REPLICAS, g.simulate(step, REPLICAS)
+        simulate = getattr(g, "simulate", g.data_parallel)  # of older checkouts
+        where, jitted = REPLICAS, simulate(step, REPLICAS)
     else:
         where = jax.make_mesh(tuple(sizes.values()), axes)
         jitted = g.data_parallel(step, where, *axes)

@@ -1,5 +1,6 @@
 """Leaves are packed into buckets and come back, and small ones go dense."""
 
+import collections
 import warnings
 
 import hypothesis
@@ -60,6 +61,9 @@ def test_any_tree_comes_back_as_it_was(tree, data, most, is_cut):
         assert all(sizes) or sizes == [0]
         assert tuple(x.size for x in parts) == plan.sizes
         assert sum(plan.entries) == sum(x.size for x in leaves)
+        pieces = collections.Counter(x.leaf for part in plan.parts for x in part)
+        for i, x in enumerate(leaves):  # only what is larger than a bucket is cut
+            assert pieces[i] == (-(-x.size // most) or 1 if is_cut else 1)
         assert all(x.dtype == np.float32 for x in parts)
         assert_same(plan.unpack(parts, COUNT), tree)
 
@@ -84,15 +88,14 @@ HUGE = {
 }
 
 
-def test_a_model_beyond_int32_has_several_buckets_of_about_one_size():
+def test_a_model_beyond_int32_has_several_buckets():
     plan = bucketing.plan(HUGE, gravac.matrices(0))
     total = sum(x.size for x in HUGE.values()) - 2**16
     *sizes, dense_size = plan.sizes
     assert sum(sizes) == total > 2**32
     assert sum(n for _, n in plan.layout) == total + dense_size
     assert max(sizes) <= 2**30
-    assert len(sizes) == -(-total // 2**30)
-    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == 3 + 6
     (*buckets, dense), back = jax.eval_shape(
         lambda tree: (plan.pack(tree), plan.unpack(plan.pack(tree), COUNT)), HUGE
     )
@@ -125,8 +128,9 @@ def test_a_padded_bucket_has_whole_rows(n, row_entries):
 
 
 @pytest.mark.slow
-def test_a_step_of_a_huge_model_can_be_traced():
-    tx = gravac.transform(axis_name=None, compress=gravac.matrices(0))
+@pytest.mark.parametrize("compress", [gravac.matrices(0), False])
+def test_a_step_of_a_huge_model_can_be_traced(compress):
+    tx = gravac.transform(axis_name=None, compress=compress)
     state = jax.eval_shape(tx.init, HUGE)
     updates, after = jax.eval_shape(tx.update, HUGE, state)
     assert updates == HUGE
@@ -164,6 +168,23 @@ def test_a_matrix_is_compressed_if_large_or_a_thousandth_of_a_small_model(
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     buckets = bucketing.plan([leaf(*shape), leaf(others)], None)
     assert buckets.is_compressed == (is_compressed, False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dense"),
+    [
+        ([1, 7680], 1),  # a temperature beside small matrices
+        ([40, 8, 7680, 1], 2),  # 32 of a model so small that its 4,096th is less
+        ([768] * 2 + [8_000_000], 2),  # gains and biases
+        ([768] * 9 + [8_000_000], 2),  # no more than a 4,096th
+        ([3, 64], 0),  # not half of the bytes of a model this small
+    ],
+)
+def test_the_smallest_leaves_go_dense_beside_few_bits(sizes, dense):
+    leaves = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
+    plan = bucketing.plan(leaves, None, suits_small_leaves=True)
+    kept = sorted(n for n, x in zip(sizes, plan.is_compressed, strict=True) if not x)
+    assert kept == sorted(sizes)[:dense]
 
 
 def test_a_model_of_which_nothing_is_compressed_warns():

@@ -58,13 +58,10 @@ def test_the_same_trees_have_one_checksum_and_one_bit_shows_on_all_replicas(how)
         assert (sums[0] == sums[0, 0]).tolist() == [True, True, False, True], leaf
 
 
-@pytest.mark.parametrize(
-    "other",
-    [[4.0, 2.0, 1.0, 1.0], [-1.0, -2.0, 4.0, 1.0]],
-    ids=["entries that change places", "an even number of signs"],
-)
-def test_changes_that_could_cancel_show(other):
-    assert len(set(checksums(jnp.array([[1.0, 2.0, 4.0, 1.0], other])))) == 2
+def test_changes_that_could_cancel_show():
+    entries_change_places, even_signs = [4.0, 2.0, 1.0, 1.0], [-1.0, -2.0, 4.0, 1.0]
+    rows = jnp.array([[1.0, 2.0, 4.0, 1.0], entries_change_places, even_signs])
+    assert len(set(checksums(rows))) == 3
 
 
 def test_random_keys_are_compared_and_shared():
@@ -145,7 +142,7 @@ BARE = {
     name: optax.chain(gravac.transform(send=controller), ADAMW)
     for name, controller in CONTROLLERS.items()
 }
-BARE |= LATE | {"inject_hyperparams": injected(), "adamw": optax.chain(EXCHANGE, ADAMW)}
+BARE |= LATE | {"inject_hyperparams": injected()}
 TX = {**BARE, **{f"guarded {name}": gravac.guard(tx) for name, tx in BARE.items()}}
 INSIDE, INJECTED = "guarded inside", "guarded inject_hyperparams"
 TX[INSIDE] = injected(gravac.guard)

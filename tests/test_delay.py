@@ -130,7 +130,7 @@ def own_params_of(tx, steps):
         *(params, opt_state),
         gravac.own_params(tx, params, opt_state)["w"],
     )
-    return gravac.simulate(look, 1)(*jax.device_get(state), np.ones((1, 1)))[-1]
+    return gravac.data_parallel(look, 1)(*jax.device_get(state), np.ones((1, 1)))[-1]
 
 
 @pytest.mark.parametrize(

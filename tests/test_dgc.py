@@ -80,7 +80,7 @@ def library(memory, replicas, max_norm, decay, send, grads):
         kept = gravac.Comm("data").gather(local.memory[0].residual.reshape(-1))
         return params, opt_state, (params, kept, info.rung)
 
-    run = gravac.simulate(step, replicas)
+    run = gravac.data_parallel(step, replicas)
     state = gravac.place((PARAMS, tx.init(PARAMS)), replicas)
     story = []
     for i in range(STEPS):

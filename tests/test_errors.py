@@ -24,9 +24,10 @@ V, T = ValueError, TypeError
 
 TOP_K, BITS, LOW_RANK = partial(gravac.TopK, 2), partial(gravac.Bits, 2), gravac.LowRank
 STAGES = partial(gravac.Scheduled, (gravac.TopK(4), gravac.TopK(16), gravac.TopK(100)))
-GRAD, SIMULATE = partial(gravac.value_and_grad, abs), partial(gravac.simulate, abs)
+GRAD = partial(gravac.value_and_grad, abs)
 PLACE, MAPPED = partial(place, PARAMS, MESH), partial(gravac.data_parallel, abs)
 GUESS, FASTEST, MOMENTUM = gravac.GraVAC, gravac.Fastest, gravac.Momentum
+RUNG = partial(ALONE.update, PARAMS, STATE)
 ROUNDS, ADAMW = partial(transform, send=FASTEST(rounds=(1, 4))), partial(adamw, 1)
 
 # What is called, with what, and the remedy that its error must name, too.
@@ -89,9 +90,10 @@ ARGUMENTS = [
     (T, partial(gravac.dgc, warm_up_steps=9), {"send": TWO}, "gravac.TopK(1000)"),
     (V, gravac.StepClock, {"steps": (0,)}, "0 in a new run"),
     (T, gravac.value_and_grad, {"fun": 3.0}, "(loss_fn, axis_name)"),
-    (V, SIMULATE, {"replicas": 2.5}, "at least 1"),
     (V, ROUNDS, {"every": 2}, "leave `every` out, or `rounds`"),
     (V, partial(train_step, abs, TX, MESH), {"at": "mine"}, "'own' or 'shared'"),
+    (T, partial(train_step, abs, TX, MESH), {"branches": 1}, "must be a bool"),
+    *((V, RUNG, {"rung": x}, "must be a whole number") for x in (-1, 8, 1.0, True)),
     (V, PLACE, {"axis_name": "batch"}, "('data',): give both"),
 ]
 
@@ -207,12 +209,17 @@ def linear(make):
 RISING = transform(compress=True, send=FASTEST((gravac.TopK(10), gravac.Bits(8))))
 CHECKING = transform(None, compress=True, check_every=3)
 DECAYING = transform(None, compress=True, weight_decay=0.1)
+DROPPING = optax.GradientTransformation(*ALONE)._replace(
+    update=lambda grads, state, params=None: CHAINED.update(grads, state, params)
+)
 CHAINED, TWICE = optax.chain(ALONE, SGD), optax.chain(TX, TX)
+MEMBERS = jax.vmap(TX.init)(jax.tree.map(lambda x: jnp.stack([x] * N), PARAMS))
+PARTS = {"w": jax.device_put(jnp.ones(N), jax.NamedSharding(MESH, jax.P("data")))}
 WITH_MOMENTUM = transform(None, compress=True, memory=MOMENTUM())
-BOTH = [(gravac.simulate, N), (gravac.data_parallel, MESH)]
 AVERAGE = nnx.metrics.Average("loss")
-PAIR = gravac.simulate(lambda a, b, x: [a, b], N)
-KEEPING, MASK = [f(lambda x, batch: (x,), where) for f, where in BOTH], {"w": True}
+PAIR = gravac.data_parallel(lambda a, b, x: [a, b], N)
+KEEPING = [gravac.data_parallel(lambda x, batch: (x,), where) for where in (N, MESH)]
+MASK = {"w": True}
 SPECS = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
 IN_A_SHARD_MAP = jax.shard_map(
     lambda state, x: TX.update(local(PARAMS, x.sum()), state)[1], mesh=MESH, **SPECS
@@ -239,6 +246,9 @@ VALUES = {
     "gravac.train_step…found 2…chain": (train_step(abs, TWICE, MESH).init, PARAMS),
     "gravac.flush…found 0…gravac.transform()": (flush, SGD, PARAMS, ()),
     "gravac.own_params…found 0…gravac.transform()": (own_params, SGD, PARAMS, ()),
+    "wrapper…got tuple…transform…GradientTransformationExtraArgs": [
+        (do, DROPPING, PARAMS, CHAINED.init(PARAMS)) for do in (flush, own_params)
+    ],
     "(4, 3)…(5, 3)…call init again": partial(update, new=jnp.zeros(3)),
     "call init again": [
         (update, PARAMS, CHAINED.init(PARAMS)),
@@ -271,6 +281,8 @@ VALUES = {
     ],
     "[0]…(6, 4)…rows first, a multiple of 4": (KEEPING[0], PARAMS, (np.ones((6, 4)),)),
     "[0]…(0, 4)…a multiple of 4 above 0": (KEEPING[1], PARAMS, (np.ones((0, 4)),)),
+    "['w']…P('data',)…'data'…jax.device_put(x": (place, PARTS, MESH),
+    "(4,) members…tx.init…vmap the loss": (place, MEMBERS, MESH),
     "MultiSteps…micro_batches": (placed, optax.MultiSteps(TX, 2)),
     "ApplyIfFinite…gravac.guard": (placed, optax.apply_if_finite(TX, 3)),
     "ConditionallyT…comes after": (placed, optax.conditionally_transform(TX, jnp.any)),
@@ -281,6 +293,8 @@ VALUES = {
         for make in (
             *(optax.adam, optax.rmsprop, optax.lion, optax.adagrad, optax.lamb),
             partial(optax.rmsprop, centered=True),
+            partial(optax.rmsprop, bias_correction=True),
+            optax.contrib.schedule_free_adamw,
             partial(optax.lbfgs, linesearch=None),
             lambda rate: optax.contrib.mechanize(optax.sgd(rate)),
             # The state does not tell of these.
@@ -290,11 +304,11 @@ VALUES = {
     ],
 }
 TYPES = {
+    "function init…['f']…eqx.filter": (place, {**PARAMS, "f": init}, MESH),
     "['a']…float…jnp.asarray": (trained, lambda params, x: params["a"], {"a": 1.0}),
     "[0]['name']…str…outside": partial(run, metrics=lambda x: ({"name": "sgd"},)),
     "train_step(loss_fn, tx, mesh)…got GradientTran": (train_step, TX, jnp.add, MESH),
     "`tx`…got function": (train_step, jnp.add, lambda: TX, MESH),
-    "gravac.simulate(train_step, replicas)…got 4": (gravac.simulate, 4, jnp.add),
     "data_parallel(train_step, mesh)…got Mesh": (gravac.data_parallel, MESH, jnp.add),
     "`optimizer`…nnx.Optimizer of…got GradientTr": (
         in_an_nnx_step,
@@ -320,6 +334,7 @@ TYPES = {
     "0 arguments…batch": PAIR,
     "params…uint32…['x']…float params": (init, INTEGERS),
     "params…str…['x']…float params": (init, "ones"),
+    "params…16 bits…float8…['x']": (init, jnp.ones(3, jnp.float8_e4m3fn)),
     "gradients…bool…['b']…float": partial(update, b=jnp.zeros(5, bool)),
     "gradients…complex64…['b']…float": partial(update, b=COMPLEX),
 }
@@ -336,15 +351,23 @@ def test_a_misuse_is_refused_with_what_was_received_and_a_remedy(words):
 
 PLATEAU = optax.contrib.reduce_on_plateau()
 TOLD = optax.chain(TX, PLATEAU)
-UNTIMED = partial(gravac.simulate(lambda params, x: (params,), N), PARAMS, jnp.zeros(N))
+UNTIMED = partial(
+    gravac.data_parallel(lambda params, x: (params,), N), PARAMS, jnp.zeros(N)
+)
 
 
 AT_OWN = lambda grads, state, params: own_params(TOLD, params, state)
 DIFFERENT = lambda grads, *state: TOLD.update(grads, *state, value=grads["b"][0])
+SKIPPED = lambda grads, *state: jax.lax.cond(
+    True, lambda: TX.update(grads, *state), lambda: (grads, state[0])
+)
+NESTED = jax.shard_map(jnp.sum, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P())
 NOTES = {
     "micro_batches=": partial(run, grads=in_a_loop),
     "opt_state, batch, **times)": partial(UNTIMED, **gravac.StepClock().times()),
     "value=jax.lax.pmean(loss": partial(run, DIFFERENT, TOLD),
+    "zeros like the params": partial(run, SKIPPED),
+    "call its function": partial(trained, lambda p, x: NESTED(x)),
     "params, opt_state, value=0.0)": partial(run, AT_OWN, TOLD),
     "In a step of your own": partial(trained, lambda p, x: jnp.sum(x), after=PLATEAU),
 }
@@ -353,7 +376,7 @@ NOTES = {
 @pytest.mark.parametrize("remedy", NOTES)
 def test_an_error_of_jax_or_optax_in_a_step_has_a_note_with_the_remedy(remedy):
     with jax.numpy_dtype_promotion("standard"):  # Optax does
-        notes = refused(TypeError, NOTES[remedy]).__notes__
+        notes = refused((T, V), NOTES[remedy]).__notes__
     assert any(remedy in note for note in notes)
 
 

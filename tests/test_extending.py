@@ -160,9 +160,8 @@ def updated(send, grads, axis_name=None):
     """Return what comes of a step of one replica, or of several: `[replicas, n]`."""
     tx = gravac.transform(axis_name, send=send, compress=True)
     update = lambda grads: tx.update(grads, tx.init(grads))
-    return jax.jit(jax.vmap(update, axis_name=axis_name) if axis_name else update)(
-        grads
-    )
+    mapped = jax.vmap(update, axis_name=axis_name) if axis_name else update
+    return jax.jit(mapped)(grads)
 
 
 def test_an_encoding_of_ones_own_says_how_large_its_buckets_are():

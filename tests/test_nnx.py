@@ -3,21 +3,13 @@
 import functools
 import sys
 
+import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import (
-    SUM_ROUNDING,
-    N,
-    agreed,
-    assert_same,
-    compilations,
-    make_mesh,
-    on_host,
-    residual,
-)
+from _harness import N, agreed, assert_same, compilations, make_mesh, residual
 from flax import nnx
 
 import gravac_jax as gravac
@@ -256,7 +248,7 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
     for x in xs:
         *state, _ = plain(*state, x)
         step(model, optimizer, x)
-    params, _ = on_host(state)
+    params, _ = _harness.on_host(state)
     np.testing.assert_allclose(model.kernel[...], params["kernel"], rtol=0, atol=1e-5)
     assert np.abs(residual(state)).max() > 1e-3, "else own params are the shared ones"
     evaluated = gravac.nnx_data_parallel(square, mesh)(model, xs[0])
@@ -272,6 +264,21 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
     with compilations() as names:
         gravac.nnx_flush(model, optimizer, mesh)
     assert not names
+
+
+def test_gradients_are_of_the_variables_that_are_chosen_and_need_no_check():
+    def step(model, x):
+        return gravac.nnx_value_and_grad(total, wrt=Adapter)(model, x)[1]
+
+    def total(model, x):
+        add = lambda total, row: (total + jnp.sum(model(row)), None)
+        return jax.lax.scan(add, jnp.float32(0), x)[0]
+
+    x = np.arange(64.0 * N, dtype=np.float32).reshape(N, 64)
+    step = gravac.nnx_data_parallel(step, MESHES["mesh"], check_vma=False)
+    grads = step(gravac.place(Adapted(), MESHES["mesh"]), x)
+    assert set(grads) == {"kernel"}
+    np.testing.assert_array_equal(grads["kernel"][...][:, 0], x.mean(axis=0))
 
 
 # ------------------------------------------------- whole steps
@@ -320,7 +327,7 @@ def test_metrics_are_those_of_one_device_with_the_whole_batch(mesh, resets):
     # The loss is a mean: one number from one device, one from each of N replicas.
     assert int(loss.count[...]) * N == int(got_loss.count[...])
     np.testing.assert_allclose(
-        got_loss.total[...], N * loss.total[...], rtol=8 * SUM_ROUNDING
+        got_loss.total[...], N * loss.total[...], rtol=8 * _harness.SUM_ROUNDING
     )
 
 
@@ -404,76 +411,36 @@ def test_a_variable_that_stays_the_same_everywhere_is_written_back():
     assert int(model.calls[...]) == 1
 
 
-def nothing(*args):
-    del args
-
-
+DIFFERS = r"\.largest\.value of the returned state differs .*jax\.lax\.pmean"
 STRUCTURE = "may change values of variables only, got other"
-MISUSED = {
-    "a variable that differs": (
-        (Odd(),),
-        gradient_of(changes("largest", jnp.max)),
-        ValueError,
-        r"\.largest\.value of the returned state differs .*jax\.lax\.pmean",
-    ),
-    "a new variable": (
-        (Odd(),),
-        gradient_of(adds),
-        ValueError,
-        rf"the loss {STRUCTURE} .*hidden.* nnx\.Intermediate",
-    ),
-    "an attribute": (
-        (Odd(),),
-        lambda model, batch: setattr(model, "name", "x"),
-        ValueError,
-        f"the step {STRUCTURE}",
-    ),
-    "Welford": (
-        (nnx.MultiMetric(spread=nnx.metrics.Welford()),),
-        lambda metrics, batch: metrics.update(values=batch["x"]),
-        ValueError,
-        r"the Welford at \(0, 'spread'\) cannot be added up",
-    ),
-    **{
-        f"{name} that is computed": (
-            (new_metrics(),),
-            lambda metrics, batch, of=of: of(metrics).compute(),
-            ValueError,
-            "calls `compute` of a metric",
-        )
-        for name, of in [("a metric", lambda x: x), ("a part", lambda x: x.loss)]
-    },
-    "arrays": (
-        (Odd(), {"w": jnp.ones(2)}),
-        nothing,
-        TypeError,
-        r"no nnx objects are: argument 1 \(dict\), argument 2 .*Make the batch one",
-    ),
-    "a shared variable": (
-        (Odd(),) * 2,
-        nothing,
-        ValueError,
-        r"share variables, .* \[\(0,\), \(1,\)\]",
-    ),
-    "objects returned": (
-        (Odd(),),
-        lambda model, batch: (model, jnp.float32(0)),
-        TypeError,
-        "got nnx objects: change its arguments",
-    ),
-    "no params": (
-        (nnx.Rngs(0),),
-        gradient_of(lambda rngs, batch: jnp.mean(batch["x"])),
-        TypeError,
-        "the first argument must be a model with variables .*, got Rngs",
-    ),
-    "not placed": (new_objects(), train_step, ValueError, "the state is not placed"),
-}
+HIDDEN = rf"{STRUCTURE} .*hidden.* nnx\.Intermediate"
+ARRAYS = r"no nnx objects are: argument 1 \(dict\), argument 2 .*Make the batch one"
+ADDED = r"the Welford at \(0, 'spread'\) cannot be added up"
+SPREAD = nnx.MultiMetric(spread=nnx.metrics.Welford())
+COMPUTED = "calls `compute` of a metric"
+RETURNED = "got nnx objects: change its arguments"
+NO_PARAMS = "the first argument must be a model with variables .*, got Rngs"
+V, T, nothing = ValueError, TypeError, lambda *objects_and_batch: None
+# A step, the objects that it is given, and what it is told.
+MISUSED = [
+    (gradient_of(changes("largest", jnp.max)), [Odd()], V, DIFFERS),
+    (gradient_of(adds), [Odd()], V, f"the loss {HIDDEN}"),
+    (lambda x, batch: setattr(x, "name", "x"), [Odd()], V, f"the step {STRUCTURE}"),
+    (lambda x, batch: x.update(values=batch["x"]), [SPREAD], V, ADDED),
+    (lambda x, batch: x.compute(), [new_metrics()], V, COMPUTED),
+    (lambda x, batch: x.loss.compute(), [new_metrics()], V, COMPUTED),
+    (nothing, [Odd(), {"w": jnp.ones(2)}], T, ARRAYS),
+    (nothing, [Odd()] * 2, V, r"share variables, .* \[\(0,\), \(1,\)\]"),
+    (lambda x, batch: (x, jnp.float32(0)), [Odd()], T, RETURNED),
+    (gradient_of(lambda _, batch: jnp.mean(batch["x"])), [nnx.Rngs(0)], T, NO_PARAMS),
+    (train_step, new_objects(), V, "the state is not placed"),
+]
 
 
-@pytest.mark.parametrize("case", MISUSED.values(), ids=MISUSED)
-def test_a_misused_step_says_what_is_wrong_and_leaves_its_objects(case):
-    objects, step, error, message = case
+@pytest.mark.parametrize(("step", "objects", "error", "message"), MISUSED)
+def test_a_misused_step_says_what_is_wrong_and_leaves_its_objects(
+    step, objects, error, message
+):
     before = arrays(objects)
     with pytest.raises(error, match=message):
         gravac.nnx_data_parallel(step, MESHES["mesh"])(*objects, BATCH)

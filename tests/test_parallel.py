@@ -1,4 +1,4 @@
-"""Training with data_parallel on a mesh and with simulate on one device is the same."""
+"""Training on a mesh and with replicas that one device simulates is the same."""
 
 import functools
 
@@ -8,24 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import (
-    AXIS_TYPES,
-    ROWS,
-    SUM_ROUNDING,
-    N,
-    agreed,
-    assert_same,
-    collectives,
-    make_mesh,
-    on_every_mesh,
-)
+from _harness import AXIS_TYPES, N, assert_same, make_mesh, on_every_mesh
 
 import gravac_jax as gravac
 
 STEPS = 10
 PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
 TX = optax.chain(
-    gravac.transform(compress=lambda path, leaf: leaf.ndim == 2, send=ROWS),
+    gravac.transform(compress=lambda path, leaf: leaf.ndim == 2, send=_harness.ROWS),
     optax.sgd(1.0),
 )
 
@@ -54,7 +44,7 @@ SIMULATED = "simulated"
 def parallel(step, where, **kwargs):
     """Return where to place the state, and the parallel step."""
     if where == SIMULATED:
-        return N, gravac.simulate(step, N, **kwargs)
+        return N, gravac.data_parallel(step, N, **kwargs)
     axis_type, check_vma = where
     mesh = make_mesh(axis_type=axis_type)
     return mesh, gravac.data_parallel(step, mesh, check_vma=check_vma, **kwargs)
@@ -69,7 +59,7 @@ def train(where, integers=False):
     for batch in batches(integers):
         *state, value, metrics = step(*state, batch)
         results = (*state, value, metrics)
-        trajectory.append(jax.tree.map(agreed, results))
+        trajectory.append(jax.tree.map(_harness.agreed, results))
     return trajectory
 
 
@@ -97,7 +87,7 @@ def test_on_floats_both_keep_the_same_bits_and_round_sums_differently(where):
         for leaf in PARAMS:
             came_in[leaf] += np.abs(batch[leaf]).sum(axis=0)
             # Every step rounds its mean, and then the param.
-            bound = (SUM_ROUNDING + step * 2.0**-24) * came_in[leaf]
+            bound = (_harness.SUM_ROUNDING + step * 2.0**-24) * came_in[leaf]
             assert (np.abs(received[0][leaf] - expected[0][leaf]) <= bound).all()
 
 
@@ -136,6 +126,13 @@ def test_a_metric_without_a_mean_is_refused(name, where):
         step(gravac.place(jnp.zeros(()), place), OWN)
 
 
+@on_each
+def test_state_that_comes_to_differ_is_refused_by_name(where):
+    place, step = parallel(lambda p, x: ({**p, "b": p["b"] + x.sum()},), where)
+    with pytest.raises(ValueError, match=r"the leaf at \[0\]\['b'\].*\('data',\)"):
+        step.lower(gravac.place(PARAMS, place), BATCH)
+
+
 def averaging_step(params, average, batch, **_):
     return params, jax.tree.map(lambda x, y: (x + y) / 2, params, average), batch.sum()
 
@@ -161,10 +158,11 @@ def test_a_state_that_was_donated_or_holds_an_array_twice_is_refused(where):
 def test_a_simulation_runs_one_branch_and_not_all():
     controller = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
     tx = gravac.transform(compress=True, send=controller)
-    step = gravac.simulate(lambda state, x: tx.update(x, state)[::-1], N)
+    step = gravac.data_parallel(lambda state, x: tx.update(x, state)[::-1], N)
     state = gravac.place(tx.init(PARAMS["b"]), N)
-    program = jax.jit(step).lower(state, np.zeros((N, 5), np.float32)).compile()
-    assert collectives(program.as_text()) == ([], 1)  # the branches of the rungs
+    program = step.lower(state, np.zeros((N, 5), np.float32)).compile()
+    found, conditionals = _harness.collectives(program.as_text())
+    assert (found, conditionals) == ([], 1)  # the branches of the rungs
 
 
 def mean_step(params, batch):
@@ -212,10 +210,8 @@ def test_a_carry_stays_each_replica_s_own_and_keyword_arguments_come_whole(where
 
 
 def test_a_carry_is_split_over_both_axes():
-    mesh, add = (
-        make_mesh((2, 2), ("data", "fast")),
-        lambda x, own, batch: (x, own + batch),
-    )
+    mesh = make_mesh((2, 2), ("data", "fast"))
+    add = lambda x, own, batch: (x, own + batch)
     step = gravac.data_parallel(add, mesh, "data", "fast", carried=1)
     total, own = gravac.place(np.float32(0), mesh), np.zeros(8, np.float32)
     for _ in range(2):
@@ -239,21 +235,16 @@ def test_a_wrong_carry_is_refused(where):
         shorter(total, BATCH, BATCH)
 
 
-@pytest.mark.parametrize("run", [gravac.simulate, gravac.data_parallel])
-def test_one_replica_is_enough(run):
-    where = 1 if run is gravac.simulate else make_mesh((1,))
-    (params,) = run(mean_step, where)(gravac.place(np.float32(1), where), BATCH)
+@pytest.mark.parametrize("where", [1, make_mesh((1,))], ids=["simulated", "mesh"])
+def test_one_replica_is_enough(where):
+    step = gravac.data_parallel(mean_step, where)
+    (params,) = step(gravac.place(np.float32(1), where), BATCH)
     assert float(params) == 1 + BATCH.sum()
 
 
-@pytest.mark.parametrize(
-    ("axis_name", "axis_type"),
-    [
-        (("data",), AXIS_TYPES[0]),
-        pytest.param(("data", "other"), AXIS_TYPES[1], marks=pytest.mark.slow),
-    ],
-)
-def test_the_mesh_may_have_other_axes(axis_name, axis_type):
+@on_every_mesh
+def test_the_mesh_may_have_other_axes(axis_type):
+    axis_name = ("data", "other")[: 1 + AXIS_TYPES.index(axis_type)]
     mesh = make_mesh((2, 2), ("data", "other"), axis_type)
     send = gravac.TopK(4, select="exact")
     tx = gravac.transform(axis_name, compress=True, send=send)

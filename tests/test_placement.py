@@ -122,10 +122,26 @@ def test_a_step_numbers_replicas_and_spares_the_arrays_of_the_caller(place, make
     assert_same(tree, expected)  # raises where they are deleted
 
 
-def test_specs_need_shapes_only():
-    tree = bare()
+@pytest.mark.parametrize("place", choices(PLACES, lambda x: x != "explicit"))
+def test_shapes_are_placed_as_arrays_are_and_under_jit_the_same_arrays(place):
+    tree, where = bare(), PLACES[place]()
     shapes = jax.eval_shape(lambda: tree)
     assert gravac.state_specs(shapes) == gravac.state_specs(tree)
+    placed, lie = gravac.place(tree, where), gravac.place(shapes, where)
+    traced = jax.jit(lambda tree: gravac.place(tree, where))(tree)
+    assert_same(traced, placed)
+    for x, y, z in zip(*map(jax.tree.leaves, (lie, placed, traced)), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if where != N:
+            assert x.sharding == y.sharding
+            # XLA shards no array without entries.
+            assert not x.size or z.sharding.is_equivalent_to(y.sharding, y.ndim)
+
+
+def test_numpy_s_float64_which_jax_trains_in_float32_is_nothing_to_warn_of(recwarn):
+    params = {"w": np.ones((8, 8))}
+    assert gravac.place((params, TX.init(params)), N)[0]["w"].dtype == jnp.float32
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("devices", [1, 2])

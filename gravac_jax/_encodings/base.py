@@ -52,7 +52,8 @@ class Encoding(abc.ABC):
     a ladder: the largest that one of them makes.
 
     Attributes:
-      suits_small_leaves: whether biases, norms and small matrices are encoded, too;
+      suits_small_leaves: whether biases, norms and small matrices are encoded, too,
+        apart from the smallest, one of 4,096 entries;
         `gravac.transform(compress=...)` takes precedence.
 
     Law:

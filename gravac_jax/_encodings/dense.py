@@ -74,15 +74,12 @@ class Dense(Encoding):
     ) -> tuple[Sent, Any]:
         """Average everything."""
         del bucket, key, step
-        if self.values == "float32":
-            energy = _arrays.energy(x)
-            comm.tell(energy)
-            return Sent(comm.mean(x), jnp.zeros_like(x), energy), state
-        sent = _arrays.round_to_bfloat16(x)
+        is_whole = self.sends_whole_entries
+        sent = x if is_whole else _arrays.round_to_bfloat16(x)
         energy = _arrays.energy(sent)
         comm.tell(energy)
-        (mean,) = comm.bfloat16_mean([sent])
-        return Sent(mean, x - sent, energy), state
+        mean = comm.mean(x) if is_whole else comm.bfloat16_mean([sent])[0]
+        return Sent(mean, jnp.zeros_like(x) if is_whole else x - sent, energy), state
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return 1: everything is sent."""

@@ -88,8 +88,8 @@ class LowRank(Encoding):
     mean of all replicas' matrices has most of; every replica sends what its own matrix
     has along them. The rank is the same for all matrices of a bucket. Vectors are sent
     whole, as are matrices that two thin ones would not make smaller, and the parts of a
-    leaf that was cut because the model has more than 2**30 params. Arrays of more than
-    two axes count as matrices of their last axis against all others.
+    leaf of more than 2**30 entries. Arrays of more than two axes count as matrices of
+    their last axis against all others.
 
     Law:
       With P the orthonormal left matrix, replica i sends P P^T M_i. The mean is

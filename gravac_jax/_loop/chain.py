@@ -63,6 +63,22 @@ def checked(
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
+def ask(tx: Any, how: str, *given: Any, **extra: Any) -> Any:
+    """Return `tx.update(*given)` of a delivery; refuse what would take a step."""
+    asked = [how]  # the transform writes here that it has heard
+    try:
+        update = optax.with_extra_args_support(tx).update
+        return update(*given, deliver=asked, **extra)
+    finally:
+        if len(asked) == 1:
+            raise ValueError(
+                f"a wrapper drops arguments of `update`, got {type(given[1]).__name__},"
+                f" so that gravac.transform would take a step in place of a delivery:"
+                f" put it around what comes after the transform, or hand on **extra, as"
+                f" optax.GradientTransformationExtraArgs do."
+            )
+
+
 def waits(state: Any) -> bool:
     """Return whether steps wait in the memory before other replicas hear of them."""
     return bool(the_transform(state, "gravac.train_step").local.told)
@@ -74,10 +90,9 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     It is traced, with a transform that hands on what it is given. What is linear has a
     derivative that does not depend on the updates; a sign has none.
     """
-    tx = optax.with_extra_args_support(tx)
 
     def jvp(x: Any, dx: Any, state: Any, params: Any) -> Any:
-        around = lambda x: tx.update(x, state, params, deliver="identity", **extra)[0]
+        around = lambda x: ask(tx, "identity", x, state, params, **extra)[0]
         return jax.jvp(around, (x,), (dx,))
 
     like = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

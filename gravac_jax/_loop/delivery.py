@@ -39,7 +39,8 @@ def flush(
     Raises:
       TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
         pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
-      ValueError: if there is no `gravac.transform` in `tx`, or more than one.
+      ValueError: if there is no `gravac.transform` in `tx`, or more than one, or a
+        wrapper around the transform drops the arguments of `update`.
 
     Cost:
       A float32 all-reduce of the compressed leaves.
@@ -63,8 +64,7 @@ def flush(
     """
     _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.flush")
-    tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(params, opt_state, params, deliver="mean", **extra)
+    updates, opt_state = chain.ask(tx, "mean", params, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -99,8 +99,9 @@ def own_params(
     Raises:
       TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
         pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
-      ValueError: if there is no `gravac.transform` in `tx`, or more than one; if `tx`
-        is not linear in the updates, as Adam and clips are not.
+      ValueError: if there is no `gravac.transform` in `tx`, or more than one; if a
+        wrapper around the transform drops the arguments of `update`; if `tx` is not
+        linear in the updates, as Adam and clips are not.
 
     Cost:
       No collective; one pass over the params, and memory for another copy of them.
@@ -131,7 +132,6 @@ def own_params(
     """
     _refuse.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.own_params")
-    tx = optax.with_extra_args_support(tx)
     if not chain.is_linear(tx, params, opt_state, **extra):
         raise ValueError(
             "gravac.own_params needs an optimizer that is linear in the updates, got"
@@ -143,7 +143,7 @@ def own_params(
     params, opt_state = jax.tree.map(_xla.once, (params, opt_state))
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    look = lambda how: tx.update(zeros, opt_state, params, deliver=how, **extra)[0]
+    look = lambda how: chain.ask(tx, how, zeros, opt_state, params, **extra)[0]
     # The difference is the part of what is held back: decay and momentum act even on
     # an update of zeros.
     own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))

@@ -24,13 +24,14 @@ def nnx_value_and_grad(
     *,
     has_aux: bool = False,
     optimizer: Any = None,
+    wrt: Any = None,
 ) -> Callable[..., Any]:
     """Return `flax.nnx.value_and_grad`, but with each replica's own gradients.
 
     The loss is differentiated with respect to the `nnx.Param` variables of its first
-    argument, or to what `optimizer` trains. The gradients stay local to the replica, as
-    those of `gravac.value_and_grad` do. What else the loss changes in its nnx arguments
-    is written back into them:
+    argument, or to those that `wrt` chooses, or `optimizer` trains. The gradients stay
+    local to the replica, as those of `gravac.value_and_grad` do. What else the loss
+    changes in its nnx arguments is written back into them:
 
     - Batch statistics (`nnx.BatchStat`) become their mean over replicas, in float32.
     - Random keys (`nnx.RngKey`) are folded with the index of the replica before the
@@ -52,7 +53,10 @@ def nnx_value_and_grad(
       optimizer: the `nnx.Optimizer` of the model, to take gradients at the replica's
         own params (`gravac.own_params`), as `gravac.adamw` needs, and with respect to
         the variables that it trains (its `wrt`). By default they are taken at the
-        shared params, with respect to every `nnx.Param`.
+        shared params.
+      wrt: the variables to differentiate, as for `nnx.Optimizer`, such as
+        `nnx.LoRAParam` where others are frozen. Default: what `optimizer` trains, and
+        without it every `nnx.Param`.
 
     Returns:
       A function of the same arguments that returns (loss, gradients), or ((loss, aux),
@@ -90,7 +94,8 @@ def nnx_value_and_grad(
     if optimizer is not None:
         model_of = "the nnx.Optimizer of the model"
         _refuse.instance(optimizer, nnx.Optimizer, "optimizer", model_of)
-    wrt = nnx.Param if optimizer is None else optimizer.wrt
+    if wrt is None:
+        wrt = nnx.Param if optimizer is None else optimizer.wrt
     is_trained = nnx.filterlib.to_predicate(wrt)
 
     @functools.wraps(loss_fn)
@@ -102,7 +107,7 @@ def nnx_value_and_grad(
         if not jax.tree.leaves(params):
             raise TypeError(
                 f"the first argument must be a model with variables {wrt!r}, got"
-                f" {type(given[0]).__name__}: pass it by position."
+                f" {type(given[0]).__name__}: pass it by position, or choose by `wrt`."
             )
         if optimizer is not None:
             params = _own_params(params, optimizer)
@@ -111,10 +116,8 @@ def nnx_value_and_grad(
         def of_params(params: Any) -> Any:
             own = nnx.merge(graph, params, keys, rest, copy=True)
             objects = _objects_in(own)
-            before = {
-                path: jax.tree.leaves(x)
-                for path, x in nnx.to_flat_state(nnx.state(objects))
-            }
+            flat = nnx.to_flat_state(nnx.state(objects))
+            before = {path: jax.tree.leaves(x) for path, x in flat}
             with _only_values_change(objects, "the loss"):
                 out = loss_fn(*own[:-1], **own[-1])
             loss, aux = out if has_aux else (out, None)
@@ -158,6 +161,7 @@ def nnx_data_parallel(
     fast_axis_name: AxisName = None,
     *,
     donate: bool = True,
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Run a train step that changes nnx objects in place on every replica of a mesh.
 
@@ -176,14 +180,15 @@ def nnx_data_parallel(
     Args:
       train_step: a function of one replica. It takes gradients with
         `gravac.nnx_value_and_grad`, or it is an evaluation and takes none.
-      mesh: the mesh; or a number of replicas, to simulate them on one device
-        (`gravac.simulate`).
+      mesh: the mesh; or a number of replicas, to simulate them on one
+        device.
       axis_name: as for `gravac.data_parallel`.
       fast_axis_name: as for `gravac.data_parallel`.
       donate: whether the memory of the objects' old values is reused for the new ones.
         Values that share it, such as those of an `nnx.clone`, are then gone: copy them
         before, or pass False. A step that fails while it is traced leaves its objects
         as they are. After one that fails while it runs they may be gone.
+      check_vma: as for `gravac.data_parallel`.
 
     Returns:
       The step, compiled: called with the same arguments, it changes the objects of the
@@ -240,9 +245,8 @@ def nnx_data_parallel(
             )
         return objects, metrics
 
-    run = parallel.data_parallel(
-        on_one_replica, mesh, axis_name, fast_axis_name, donate=donate
-    )
+    how = {"donate": donate, "check_vma": check_vma}
+    run = parallel.data_parallel(on_one_replica, mesh, axis_name, fast_axis_name, **how)
 
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:

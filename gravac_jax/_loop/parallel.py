@@ -28,7 +28,7 @@ def data_parallel(
     donate: bool = True,
     check_vma: bool = True,
     average_metrics: bool = True,
-) -> Step:
+) -> jax.stages.Wrapped:
     """Run a train step on every replica of a mesh, as one compiled program.
 
     `train_step(*state, batch)` is written for one replica and returns `(*state,
@@ -39,9 +39,21 @@ def data_parallel(
     `step_seconds`, reach every replica whole.
 
     Of the metrics, floats are averaged over the replicas, in float32, or in float64 if
-    they came so. Integers, booleans and random keys have no mean: they must be the same
-    on all replicas, and are returned as they are. `gravac.Comm(axis_name).sum` counts
-    over all replicas, exactly and in the message of the means.
+    they came so. A count that is returned as a float is the mean count of a replica.
+    Integers, booleans and random keys have no mean: they must be the same on all
+    replicas, and are returned as they are. `gravac.Comm(axis_name).sum` counts over all
+    replicas, exactly and in the message of the means.
+
+    Inside of the step everything is one replica's own, also where the compiler shards
+    the model, and `jax.lax` talks to the others over `axis_name`. What a loop under
+    `jit` computed from the whole batch needs a word:
+
+    - Divide a loss by `jax.lax.pmean(count.astype(jnp.float32), axis_name)` where it
+      was divided by a count of rows or tokens, which differs between replicas.
+    - A key in the state or given by keyword is the same on all replicas. For dropout
+      masks of their own write `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+    - Skip a step, or scale a loss, by what all replicas agree on, such as
+      `jax.lax.pmin(is_finite.astype(jnp.int32), axis_name)`, or take `gravac.guard`.
 
     The first axis of the batch has rows. A batch of several steps for a scan, `(steps,
     rows, ...)`, would be split along the steps: make it `(rows, steps, ...)` and scan
@@ -52,8 +64,8 @@ def data_parallel(
       mesh: the mesh. If, without a fast axis, something in the state is sharded over
         another axis of it, the compiler shards the model over all other axes, as under
         `jit`, and arrays stay sharded as they lie on the mesh. All axes must be Auto.
-        Or a number of replicas, which `gravac.simulate` runs on one device, along one
-        axis.
+        Or a number of replicas, which are simulated on one device, by `vmap` along
+        one axis.
       axis_name: the axis, or axes, of the transform.
       fast_axis_name: the transform's fast axis, if it has one. The batch is split over
         both axes, and every device holds all of the params.
@@ -64,12 +76,16 @@ def data_parallel(
         need not be placed. They are donated as the state is, so copy an array that you
         want to use again.
       donate: whether the state's memory is reused for the new state.
-      check_vma: as for `jax.shard_map`; nothing where the compiler shards the model.
+      check_vma: as for `jax.shard_map`: whether JAX refuses what differs between
+        replicas where it must not. Pass False for a loss with library code that begins
+        a loop with zeros, such as an RNN of Flax: gradients are the same. It does
+        nothing where the compiler shards the model.
       average_metrics: whether metrics are averaged, which takes a message in each step.
         Otherwise they are returned as each replica's own, `[replicas, ...]`.
 
     Returns:
-      The step, jitted, with the same arguments.
+      The step, jitted, with the same arguments. Its `lower` is that of `jax.jit`, and
+      takes `jax.ShapeDtypeStruct`s, too.
 
     Raises:
       TypeError: if there is a `fast_axis_name` and no mesh. When called: for too few
@@ -87,15 +103,14 @@ def data_parallel(
     """
     _refuse.function(train_step, "train_step", "gravac.data_parallel(train_step, mesh)")
     _refuse.mesh(mesh, axis_name, fast_axis_name)
-    if carried:
-        _refuse.count(carried, "carried", "arguments, or is 0 for none")
+    _refuse.number(carried, "carried", "it counts arguments", is_whole=True, low=0)
     _refuse.instance(average_metrics, bool, "average_metrics", "False")
     axes = _network.join(axis_name, fast_axis_name)
     parts = placement.count_replicas(mesh, axes)
     may_be_sliced = fast_axis_name is None and _network.inner_axes(mesh, axis_name)
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
-    if is_mesh:  # each process brings its own part of a batch
-        parts = max(1, parts // jax.process_count())
+    # Each process brings its own part of a batch.
+    parts = max(1, parts // jax.process_count()) if is_mesh else parts
     body = _on_one_replica(train_step, axes, average_metrics)
     by_vmap = functools.partial(_by_vmap, body, mesh, axis_name, average_metrics)
 
@@ -120,25 +135,33 @@ def data_parallel(
             out_shardings=(placement.shardings(lies, mesh), None, None),
         )
 
-    @functools.wraps(train_step)
-    def step(*args: Any, **shared: Any) -> Any:
+    def run(how: str, /, *args: Any, **shared: Any) -> Any:
         state, own, batch = _refuse.divided(args, carried, parts, donate, shared)
         is_vmapped, lies = not is_mesh, None
         if may_be_sliced:
             is_vmapped, lies = placement.how_it_lies(state, mesh, axis_name)
-        if isinstance(mesh, jax.sharding.Mesh):
-            rows, whole = (jax.NamedSharding(mesh, x) for x in (jax.P(axes), jax.P()))
-            put = functools.partial(_put, rows, is_vmapped)
-            own, batch = jax.tree.map(put, (own, batch))
-            shared = jax.tree.map(functools.partial(_put, whole, False), shared)
-        state, own, metrics = program(is_vmapped, lies)(state, own, batch, shared)
+        put = functools.partial(_put, placement.on_mesh(mesh, axes), is_vmapped)
+        own, batch = jax.tree.map(put, (own, batch))
+        put_whole = functools.partial(_put, placement.on_mesh(mesh), False)
+        shared = jax.tree.map(put_whole, shared)
+        return getattr(program(is_vmapped, lies), how)(state, own, batch, shared)
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **shared: Any) -> Any:
+        state, own, metrics = run("__call__", *args, **shared)
         return (*state, *own, *metrics)
 
-    return step
+    # Not `trace`, by which jax.eval_shape would see what the jitted part returns.
+    vars(step)["lower"] = functools.partial(run, "lower")
+    return cast(jax.stages.Wrapped, step)
 
 
-def _put(sharding: jax.NamedSharding, stays: bool, x: Any) -> jax.Array:
+def _put(sharding: Any, stays: bool, x: Any) -> Any:
     """Put a batch, or what all replicas share; if it `stays`, not what lies there."""
+    if sharding is None:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     is_traced = isinstance(x, core.Tracer)
     lies = None if is_traced else getattr(x, "sharding", None)
     if stays and (is_traced or getattr(lies, "mesh", None) == sharding.mesh):
@@ -150,62 +173,6 @@ def _put(sharding: jax.NamedSharding, stays: bool, x: Any) -> jax.Array:
     if sharding.is_fully_addressable or not (is_host or is_part()):
         return jax.device_put(x, sharding)
     return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-
-def simulate(
-    train_step: Step,
-    replicas: int,
-    axis_name: Any = "data",
-    *,
-    carried: int = 0,
-    donate: bool = True,
-    average_metrics: bool = True,
-) -> Step:
-    """Run a train step on `replicas` replicas that share one device, by `vmap`.
-
-    Use it on laptops, in tests, and for experiments with many replicas. Arguments and
-    results are those of `gravac.data_parallel`, with a state placed by
-    `gravac.place(tree, replicas)`. The rung stays one scalar for all replicas, so that
-    one branch runs, not all of them.
-
-    Args:
-      train_step: a function of one replica, as for `gravac.data_parallel`.
-      replicas: N, the number of replicas.
-      axis_name: the axis of the transform.
-      carried: as for `gravac.data_parallel`.
-      donate: as for `gravac.data_parallel`.
-      average_metrics: as for `gravac.data_parallel`.
-
-    Returns:
-      The step, jitted.
-
-    Raises:
-      ValueError: if `replicas` is not a positive number; otherwise as
-        `gravac.data_parallel`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import gravac_jax as gravac
-      >>> exchange = gravac.transform(send=gravac.Bits(2))
-      >>> tx = optax.chain(exchange, optax.sgd(0.1))
-      >>> def train_step(params, opt_state, batch):
-      ...     loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-      ...     own = gravac.own_params(tx, params, opt_state)
-      ...     value, grads = gravac.value_and_grad(loss)(own, batch)
-      ...     updates, opt_state = tx.update(grads, opt_state, params)
-      ...     return optax.apply_updates(params, updates), opt_state, value
-      >>> params = {"w": jnp.ones((256, 256))}
-      >>> params, opt_state = gravac.place((params, tx.init(params)), 8)
-      >>> step = gravac.simulate(train_step, replicas=8)
-      >>> params, opt_state, value = step(params, opt_state, jnp.ones((16, 256)))
-      >>> float(value)
-      65536.0
-    """
-    call = "gravac.simulate(train_step, replicas)"
-    _refuse.function(train_step, "train_step", call)
-    _refuse.count(replicas, "replicas", "replicas")
-    how = {"carried": carried, "donate": donate, "average_metrics": average_metrics}
-    return data_parallel(train_step, replicas, axis_name, **how)
 
 
 def _by_vmap(
@@ -295,9 +262,9 @@ def _reported(metrics: Any, comm: Comm) -> Any:
         if not is_number or (is_ours and not is_alike(x)):
             raise TypeError(
                 f"the metric at {path} must be a float, which is averaged, got a"
-                f" {getattr(x, 'dtype', type(x).__name__)}: write"
-                f" gravac.Comm({comm.axis_name!r}).sum(x), return a float under"
-                f" check_vma=False, and add names outside of the step."
+                f" {getattr(x, 'dtype', type(x).__name__)}: count over all replicas by"
+                f" gravac.Comm({comm.axis_name!r}).sum(x), under check_vma=False with"
+                f" .astype(jnp.float32) behind, and add names outside of the step."
             )
     metrics = jax.tree.map(jnp.asarray, metrics)
     floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import core
 from jax.experimental import mesh_utils
 
-from gravac_jax import _network, _refuse
+from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._loop import chain
 from gravac_jax._network import AxisName
 from gravac_jax._step import states
@@ -57,9 +57,8 @@ def make_mesh(
       >>> dict(mesh.shape)
       {'dcn': 2, 'ici': 2}
     """
-    names = tuple(axis_names)
-    is_one_name = isinstance(axis_names, str)
-    if is_one_name or len(names) not in (1, 2) or len(set(names)) < len(names):
+    names = () if isinstance(axis_names, str) else tuple(axis_names)
+    if len(names) not in (1, 2) or len(set(names)) < len(names):
         raise ValueError(
             f"`axis_names` must be a tuple of one or two names that differ, such as"
             f" ('data',) or ('dcn', 'ici'), got {axis_names!r}. For more axes reshape"
@@ -101,18 +100,25 @@ def place(
     A state that is already placed may be placed again. What is sharded over other axes
     of the mesh stays sharded.
 
+    Under `jax.jit` and `jax.eval_shape` the compiler sees no shardings of what comes
+    in: on a mesh with other axes it chooses those of all but the per-replica state.
+
     Args:
       tree: params and optimizer state in any nesting, a linen `TrainState`, an
-        `nnx.Optimizer`, ...
-      mesh: the mesh; or a number of replicas, for `gravac.simulate` on one device.
+        `nnx.Optimizer`, ... Leaves are arrays, numbers, or `jax.ShapeDtypeStruct`.
+      mesh: the mesh; or a number of replicas, to simulate them on one device.
       axis_name: the axis, or axes, of the transform.
 
     Returns:
-      The tree, of the same structure, in new memory.
+      The tree, of the same structure, in new memory. In place of a
+      `jax.ShapeDtypeStruct` it has the one of the placed array, with its sharding.
 
     Raises:
+      TypeError: if a leaf is neither an array nor a number.
       ValueError: if the mesh does not have the axis, the state is placed on another
-        number of replicas, or `mesh` is neither a mesh nor a positive number. If the
+        number of replicas, or `mesh` is neither a mesh nor a positive number. If a leaf
+        is sharded over the axis of the replicas, or over one that the mesh does not
+        have; if a `vmap` made a state for each member of an ensemble. If the
         optimizer has a momentum that the transform's memory has already. If something
         keeps gradients before the transform sees them, or moves the params by them: a
         momentum before it in the chain, or `optax.MultiSteps`, `optax.apply_if_finite`
@@ -133,28 +139,38 @@ def place(
     inner = _network.inner_axes(mesh, axis_name)
     owners = _network.join(axis_name, inner or None)
     replicas, devices = (count_replicas(mesh, x) for x in (axis_name, owners))
-    on_mesh = functools.partial(_on_mesh, mesh)
+    here = functools.partial(on_mesh, mesh)
+    _check(tree, mesh, axis_name)
 
     def place_local(state: Any) -> Any:
-        placed, local = states.placed_replicas(state), on_mesh(axis_name)
-        if placed is None:
-            return jax.tree.map(lambda x: _per_replica(x, replicas, local), state)
-        if placed == devices:  # a state of slices
-            local = on_mesh(owners)
-        elif placed != replicas:
-            raise ValueError(
-                f"the state is placed on {placed} replicas, got {replicas}: to move"
-                f" what each holds back, save it by gravac_jax.checkpoint and restore"
-                f" it there, or start anew from tx.init(params)."
-            )
-        return jax.tree.map(lambda x: _copy(x, local), state)
+        placed = states.placed_replicas(state)
+        if placed not in (None, devices):
+            _refuse.placed(placed, replicas)
+        local = here(owners if placed == devices else axis_name)  # of slices, or not
+        lead = (replicas,) if placed is None else ()
+        return jax.tree.map(lambda x: _put(x, local, *lead), state)
 
-    def place_shared(x: Any) -> jax.Array:
+    def place_shared(x: Any) -> Any:
         spec = specs_of(x)
-        is_inside = _names_in(spec) <= set(inner)
-        return _copy(x, on_mesh(*spec) if is_inside else on_mesh())
+        if inner and isinstance(x, core.Tracer):
+            return jnp.copy(x)  # the compiler alone knows how it is sharded
+        is_inside = _names_in(spec) <= {*inner}
+        return _put(x, here(*spec) if is_inside else here())
 
     return states.map_local(tree, place_local, place_shared)
+
+
+def _check(tree: Any, mesh: Any, axis_name: AxisName) -> None:
+    """Refuse what is no training state, or would have to be gathered."""
+    _refuse.members(states.transform_states(tree))
+    inner = set(_network.inner_axes(mesh, axis_name))
+    shared = states.map_local(tree, lambda _: None, lambda x: x)
+    for path, x in _arrays.named_leaves(shared):
+        _refuse.no_array(path, x)
+        lies, names = getattr(x, "sharding", None), _names_in(specs_of(x))
+        is_whole = getattr(lies, "is_fully_replicated", True) or isinstance(mesh, int)
+        if not (is_whole or set() < names <= inner):
+            _refuse.cut(path, lies, axis_name)
 
 
 def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
@@ -164,35 +180,34 @@ def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
     return int(np.prod([mesh.shape[name] for name in _refuse.axis_names(axis_name)]))
 
 
-def _on_mesh(mesh: Any, *spec: Any) -> jax.NamedSharding | None:
+def on_mesh(mesh: Any, *spec: Any) -> Any:
+    """Return a sharding over a mesh; None for replicas that are simulated."""
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
     return jax.NamedSharding(mesh, jax.P(*spec)) if is_mesh else None
 
 
-def _copy(x: Any, sharding: Any) -> jax.Array:
-    # device_put alone, even with may_alias=False, may keep the caller's buffer, which a
-    # step that donates its state would delete.
-    is_there = isinstance(x, jax.Array) and x.sharding == sharding
-    if sharding is None or sharding.is_fully_addressable or is_there:
-        return jax.device_put(jnp.array(x, copy=True), sharding)
-    return _from_host(np.asarray(x), sharding)
-
-
-def _per_replica(x: Any, replicas: int, sharding: Any) -> jax.Array:
+def _put(x: Any, sharding: Any, *lead: int) -> Any:
+    """Put a copy of an array, or several along a new axis `lead`."""
+    shape = (*lead, *jnp.shape(x))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    if isinstance(x, core.Tracer):  # device_put alone would leave it to the compiler
+        put = jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)
+        return put(x, shape)
+    is_near = getattr(sharding, "is_fully_addressable", True)
+    is_near = is_near or getattr(x, "sharding", None) == sharding
+    if sharding is None or (is_near and not lead):
+        # device_put alone, even with may_alias=False, may keep the caller's buffer,
+        # which a step that donates its state would delete.
+        copy = jnp.broadcast_to(jnp.array(x, copy=True), shape)
+        return jax.device_put(copy, sharding)
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         # NumPy, which makes the shards, has no keys.
-        data = _per_replica(jax.random.key_data(x), replicas, sharding)
+        data = _put(jax.random.key_data(x), sharding, *lead)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if sharding is None:
-        return jnp.tile(x, (replicas, *[1] * jnp.ndim(x)))
-    return _from_host(np.broadcast_to(x, (replicas, *np.shape(x))), sharding)
-
-
-def _from_host(x: np.ndarray, sharding: Any) -> jax.Array:
     # Each process makes only the shards of its own devices, each in memory of its own.
-    return jax.make_array_from_callback(
-        x.shape, sharding, lambda index: np.array(x[index])
-    )
+    rows = np.broadcast_to(np.asarray(x, jnp.result_type(x)), shape)
+    return jax.make_array_from_callback(shape, sharding, lambda i: np.array(rows[i]))
 
 
 def specs_of(x: Any) -> jax.P:
@@ -218,19 +233,14 @@ def how_it_lies(tree: Any, mesh: Any, axis_name: AxisName) -> tuple[bool, Lies]:
     if any(isinstance(x, core.Tracer) for x in leaves):
         placed = {states.placed_replicas(x) for x in states.locals_of(tree)}
         return mesh.size in placed - {count_replicas(mesh, axis_name)}, None
-    specs, inner = (
-        tuple(map(specs_of, leaves)),
-        set(_network.inner_axes(mesh, axis_name)),
-    )
+    specs = tuple(map(specs_of, leaves))
+    inner = {*_network.inner_axes(mesh, axis_name)}
     return any(_names_in(spec) & inner for spec in specs), (structure, specs)
 
 
 def shardings(lies: Lies, mesh: Any) -> Any:
     """Return the shardings on a mesh of what `how_it_lies` has seen."""
-    if lies is None:
-        return None
-    on_mesh = [jax.NamedSharding(mesh, spec) for spec in lies[1]]
-    return jax.tree.unflatten(lies[0], on_mesh)
+    return lies and jax.tree.unflatten(lies[0], [on_mesh(mesh, *x) for x in lies[1]])
 
 
 def _names_in(spec: jax.P) -> set[str]:

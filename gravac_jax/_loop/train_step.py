@@ -29,6 +29,7 @@ def train_step(
     micro_batches: int = 1,
     at: str | None = None,
     branches: bool | None = None,
+    check_vma: bool = True,
 ) -> "TrainStep":
     """Return the train step of a loss and an optimizer, compiled for all replicas.
 
@@ -39,7 +40,9 @@ def train_step(
     such as batch statistics, has these parts.
 
     Args:
-      loss_fn: `(params, batch) -> loss`, a mean over the batch of one replica.
+      loss_fn: `(params, batch) -> loss`, a mean over the batch of one replica. A loss
+        that is divided by a count of tokens, or draws random numbers, must say which:
+        see `gravac.data_parallel`.
       tx: the optimizer, with exactly one `gravac.transform` in it, such as
         `gravac.adamw(1e-3)`.
       mesh: the mesh; or a number of replicas, to simulate them on one device without
@@ -61,6 +64,7 @@ def train_step(
         late exchange may run beside computation, and no host reads which branch to
         take. Both take the same rungs: a decision takes effect at the third step after
         it, when all replicas have agreed on it and the host has read it.
+      check_vma: as for `gravac.data_parallel`.
 
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
@@ -125,15 +129,12 @@ def train_step(
         del batch
         return delivery.flush(tx, params, opt_state)
 
-    run = functools.partial(
-        parallel.data_parallel,
-        mesh=mesh,
-        axis_name=axis_name,
-        fast_axis_name=fast_axis_name,
-    )
+    how: Any = {"mesh": mesh, "axis_name": axis_name, "check_vma": check_vma}
+    how["fast_axis_name"] = fast_axis_name
+    run = functools.partial(parallel.data_parallel, **how)
 
     @functools.cache
-    def program(kind: Kind) -> Callable[..., Any]:
+    def program(kind: Kind) -> jax.stages.Wrapped:
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
@@ -168,7 +169,7 @@ class TrainStep:
 
     init: Callable[[Any], tuple[Any, Any]]
     flush: Callable[[Any, Any], tuple[Any, Any]]
-    _program: "Callable[[Kind], Callable[..., Any]]"
+    _program: "Callable[[Kind], jax.stages.Wrapped]"
     _new_view: "Callable[[TransformState], HostView]"
     _new_clock: type[StepClock] | None
     _steps: Any = None  # the count in the state that the last step returned
@@ -189,6 +190,15 @@ class TrainStep:
             self._clock.record(metrics)
         self._steps = _transform_of(opt_state).steps
         return params, opt_state, *metrics
+
+    def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
+        """Lower a step that exchanges, with a branch for each rung, as `jax.jit` does.
+
+        Arguments may be `jax.ShapeDtypeStruct`s, as `gravac.place` returns them.
+        """
+        kind = Kind(is_due=True if _transform_of(opt_state).round else None)
+        times = self._new_clock().times() if self._new_clock else {}
+        return self._program(kind).lower(params, opt_state, batch, **times)
 
 
 class Kind(NamedTuple):

@@ -125,10 +125,8 @@ class Components:
           like: the params that `compress` is asked about, if not `tree`.
         """
         asked = tree if like is None else like
-        compress, ladder = self.compress, self.controller.ladder
-        if compress is None and all(x.suits_small_leaves for x in ladder):
-            compress = True
-        buckets = bucketing.plan(asked, compress, self._padded_size)
+        suits = all(x.suits_small_leaves for x in self.controller.ladder)
+        buckets = bucketing.plan(asked, self.compress, self._padded_size, suits)
         if like is not None:
             buckets = dataclasses.replace(buckets, leaves=bucketing.leaves_of(tree))
         if self.slices is None:

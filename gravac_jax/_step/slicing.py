@@ -134,7 +134,8 @@ class Slices:
         """
         updates, state, params, numbers = given
         comm = Comm(self.axis_name)
-        if not comm.is_simulated:
+        by_hand = jax.sharding.get_abstract_mesh().manual_axes
+        if {*axis_names(self.axis_name)} & {*by_hand}:
             raise ValueError(
                 f"gravac.transform(shardings=params) leaves the model to the compiler,"
                 f" got a step that shard_map or pmap maps over {self.axis_name!r}: run"
@@ -143,10 +144,11 @@ class Slices:
         if not states.is_transform_state(state):
             _refuse.no_state(state)
         _refuse.placed(states.placed_replicas(state.local), self.inner_devices, True)
-        alike = [x for x in _arrays.named_leaves(updates) if comm.is_known_alike(x[1])]
-        # The gradient of what does not depend on the batch is alike on all replicas.
-        if deliver is None and len(alike) == len(self.specs):
-            _refuse.summed(alike[0][0], axis_names(self.axis_name))
+        # The gradient of what does not depend on the batch is alike on all replicas. In
+        # a lax.cond nothing is known: JAX maps its branches after they are traced.
+        if deliver is None and comm.is_simulated and comm.is_known_alike(updates):
+            for path, _ in _arrays.named_leaves(updates):
+                _refuse.summed(path, axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[..., Any], tree: Any) -> Any:
@@ -262,7 +264,8 @@ def said(
     """
     if not jax.tree.leaves(shardings):
         return {"fast_axis_name": fast_axis_name, "slices": None}
-    each = [getattr(x, "sharding", x) for x in jax.tree.leaves(shardings)]
+    named = _arrays.named_leaves(shardings)
+    each = [getattr(x, "sharding", x) for _, x in named]
     meshes = {x.mesh for x in each if isinstance(x, jax.NamedSharding)}
     if len(meshes) != 1:
         raise ValueError(
@@ -278,12 +281,9 @@ def said(
         )
     _refuse.mesh(mesh, axis_name)
     specs = tuple(getattr(x, "spec", jax.P()) for x in each)
-    names = {x for spec in specs for part in spec for x in axis_names(part)}
-    if both := sorted(names & set(axis_names(axis_name))):
-        raise ValueError(
-            f"the params are sharded over {both}, and each replica along `axis_name`"
-            f" needs all of them: name another axis, or leave {both} out of the specs."
-        )
+    for (path, _), lies, spec in zip(named, each, specs, strict=True):
+        if {x for part in spec for x in axis_names(part)} & {*axis_names(axis_name)}:
+            _refuse.cut(path, lies, axis_name)
     slices = Slices(mesh, axis_name, specs)
     # Without other axes nothing is cut.
     return {

@@ -23,7 +23,7 @@ def update(
     state: Any,
     params: Any = None,
     *,
-    deliver: str | None = None,
+    deliver: list[str] | None = None,
     at: str = "shared",
     rung: int | None = None,
     is_due: bool | None = None,
@@ -33,26 +33,27 @@ def update(
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
     del ignored
-    if deliver == "identity":  # for `_loop/chain.py`, which looks around the transform
+    how = _heard(deliver)
+    if how == "identity":  # for `_loop/chain.py`, which looks around the transform
         return updates, state
     _refuse.bound_axis(components.axis_name, "update")
     _refuse.gradients(updates)
-    buckets = components.plan(updates, params if deliver else None)
+    buckets = components.plan(updates, params if how else None)
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
 
     def run(updates: Any, state: Any, params: Any, **times: Any) -> Any:
         """Work with what a device owns: check what came, before anything is changed."""
         _refuse.bound_axis(axes.both.axis_name, "update")
-        if not deliver:
+        if not how:
             axes.both.check_local(updates)
             _check(components, params, at, rung)
         if params is not None and not axes.is_sliced:
             fast.check_whole(params)
         expected = jax.eval_shape(lambda: components.initial(buckets))
         local = states.enter(state, expected, axes.owners)
-        if deliver:
-            return _delivered(deliver, components.memory, buckets, axes, state, local)
+        if how:
+            return _delivered(how, components.memory, buckets, axes, state, local)
         is_own = at == "own" or components.memory.is_at_own_params
         reach = components.controller.reach(is_own)
         known = {"reach": reach, "is_own": is_own, "is_due": is_due}
@@ -67,7 +68,14 @@ def update(
     times = {"step_seconds": step_seconds, "measured_step": measured_step}
     if components.slices is None:
         return run(updates, state, params, **times)
-    return components.slices.run(run, deliver, (updates, state, params, times))
+    return components.slices.run(run, how, (updates, state, params, times))
+
+
+def _heard(deliver: list[str] | None) -> str | None:
+    """Return what is asked for in place of a step, and note that it was heard."""
+    if deliver:
+        deliver.append("heard")
+    return deliver[0] if deliver else None
 
 
 def _check(components: Components, params: Any, at: str, rung: int | None) -> None:

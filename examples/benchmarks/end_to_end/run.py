@@ -106,7 +106,7 @@ class Bench:
             clock = seconds[rung] * noise, key, averaged(average, params)
             return params, opt_state, clock, (rung, info.wire_bytes)
 
-        return tx, gravac.simulate(timed_step, self.args.hosts)
+        return tx, gravac.data_parallel(timed_step, self.args.hosts)
 
     def run(
         self, name: str, seconds: np.ndarray, seed: int, target: float | None
