@@ -203,6 +203,7 @@ def cut(path: str, sharding: Any, axis_name: Any) -> None:
         f"the leaf at {path} is sharded over {getattr(sharding, 'spec', sharding)}, and"
         f" each replica along {axis_name!r} needs all of it: shard it over other axes"
         f" of the mesh, or first jax.device_put(x, jax.NamedSharding(mesh, jax.P()))."
+        f" If pmap made it, take jax.tree.map(lambda x: x[0], params), and tx.init."
     )
 
 
@@ -210,8 +211,9 @@ def members(states: Sequence[Any]) -> None:
     """Refuse the states of an ensemble, whose axis would count as that of replicas."""
     for shape in filter(None, (jnp.shape(x.steps) for x in states)):
         raise ValueError(
-            f"jax.vmap(tx.init) made a state for each of {shape} members: call tx.init"
-            f" and tx.update once for their stacked params, and vmap the loss alone."
+            f"the state has an axis, {shape}. If it is pmap's, take jax.tree.map(lambda"
+            f" x: x[0], params), and tx.init. If it is that of {shape} members, call"
+            f" tx.init and tx.update once for stacked params, and vmap the loss alone."
         )
 
 

@@ -94,9 +94,10 @@ def transform(
         transform.
       compress: which leaves are encoded; the others go dense. True for all leaves, a
         function of (path, leaf), or a pytree of bools. Default: in few bits all leaves
-        but the smallest, one of 4,096 entries, because a scalar may run away in a row
-        of few bits; if a ladder has `TopK` or `LowRank`, matrices of at least 16,384
-        entries, or of a thousandth of all entries if that is less.
+        but the smallest, together 1/4096 of all entries (32 entries in a small model),
+        because a scalar may run away in a row of few bits; if a ladder has `TopK` or
+        `LowRank`, matrices of at least 16,384 entries, or of a thousandth of all
+        entries if that is less.
       fast_axis_name: a second, fast axis, over which gradients are averaged whole
         before they are encoded: the devices of a host or a slice. All of them take the
         same rung.

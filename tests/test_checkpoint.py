@@ -239,7 +239,7 @@ def test_version_8_stores_these_names_and_shapes(tmp_path):
     places = "replica", "encodings[0]['TopK'].reached", "encodings[0]['TopK'].threshold"
     per_replica |= {f"local/.local.{x}": (N,) for x in places}
     per_replica |= {"memory/.optimizer.count": (N,)}
-    per_replica |= {f"local/.local.norms[{i}]": (N, 1) for i in range(2)}
+    per_replica |= {f"local/.local.norms[{i}]": (N, 2, 1) for i in range(2)}
     assert {x: shapes[x] for x in of_kind(("memory", "local"))} == per_replica
     others = shapes.keys() - per_replica - of_kind("decided")
     assert {x.split("/")[0] for x in others} == {"tree", "steps", "info"}

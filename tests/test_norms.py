@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import agreed, make_mesh
+from _harness import make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._step import norms
@@ -30,7 +30,7 @@ def test_the_ratio_is_that_of_the_norms_of_steps_and_of_their_mean():
     @jax.jit
     def learn(known, steps, i):
         told = jax.vmap(norms.told, in_axes=(0, None))(steps, i)
-        return norms.learnt(known, told.mean(0), i)
+        return norms.learnt(known, told.mean(0))
 
     known, expected = norms.none(ENTRIES), []
     for i in range(STEPS):
@@ -39,7 +39,8 @@ def test_the_ratio_is_that_of_the_norms_of_steps_and_of_their_mean():
         expected.append([rows_of(steps).mean(0), rows_of(steps.mean(0))])
     own, mean = np.mean(expected[-100:], axis=0)
     # The square of one number a step: sqrt(2 / 199) of it is chance.
-    np.testing.assert_allclose(known, mean / own, rtol=4 * 0.1)
+    np.testing.assert_allclose(known[0], mean / own, rtol=4 * 0.1)
+    assert known[1].tolist() == [STEPS] * 3
     found = norms.ratios(known, N)
     np.testing.assert_allclose(found, np.sqrt(own / mean).clip(1, N**0.5), rtol=0.25)
     assert found[0] < 1.6 < 2.2 < found[1]
@@ -60,7 +61,7 @@ def test_nothing_is_scaled_before_a_step_and_where_there_are_none():
     assert norms.ratios(norms.none(ENTRIES), N).tolist() == [1, 1, 1]
     zeros = jnp.zeros((2, 3))
     with jax.debug_nans(True):
-        known = norms.learnt(norms.none(ENTRIES), zeros, np.int32(0))
+        known = norms.learnt(norms.none(ENTRIES), zeros)
         assert norms.ratios(known, N).tolist() == [1, 1, 1]
 
 
@@ -91,6 +92,13 @@ def of_steps(keeps_norm, **options):
     return gravac.transform(memory=steps, **options)
 
 
+def known(state):
+    """Return what is known of both parts, by row and exchanges; the same on all."""
+    of_all = [np.asarray(x) for x in state.local.norms]
+    assert all((x == x[0]).all() for x in of_all)
+    return [x[0] for x in of_all]
+
+
 def own_lengths():
     """Return the root mean square norm of the steps of all replicas, at each step."""
     adam = optax.adam(1.0)
@@ -117,5 +125,11 @@ def test_the_mean_of_adams_steps_is_as_long_as_they_are(how, options):
     own, late = own_lengths(), slice(-100, None)
     assert kept[late].mean() == pytest.approx(own[late].mean(), rel=0.1)
     assert short[late].mean() < 0.8 * own[late].mean()
-    known = [agreed(x) for x in state.local.norms]
-    assert all((x < 0.5).all() for x in known)
+    assert all((x < 0.5).all() for x, _ in known(state))
+
+
+def test_in_rounds_it_is_learnt_from_as_few_exchanges():
+    _, state = run(of_steps(True, send=gravac.Dense(), every=10), "vmap")
+    for share, seen in known(state):
+        assert {*np.ravel(seen)} == {STEPS / 10}
+        assert (share < 0.5).all()

@@ -53,7 +53,7 @@ class Encoding(abc.ABC):
 
     Attributes:
       suits_small_leaves: whether biases, norms and small matrices are encoded, too,
-        apart from the smallest, one of 4,096 entries;
+        apart from the smallest, together 1/4096 of all entries;
         `gravac.transform(compress=...)` takes precedence.
 
     Law:

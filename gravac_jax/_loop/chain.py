@@ -65,18 +65,22 @@ def checked(
 
 def ask(tx: Any, how: str, *given: Any, **extra: Any) -> Any:
     """Return `tx.update(*given)` of a delivery; refuse what would take a step."""
-    asked = [how]  # the transform writes here that it has heard
+    # The transform writes to `asked` that it has heard.
+    asked, found, why = [how], None, None
     try:
-        update = optax.with_extra_args_support(tx).update
-        return update(*given, deliver=asked, **extra)
-    finally:
-        if len(asked) == 1:
-            raise ValueError(
-                f"a wrapper drops arguments of `update`, got {type(given[1]).__name__},"
-                f" so that gravac.transform would take a step in place of a delivery:"
-                f" put it around what comes after the transform, or hand on **extra, as"
-                f" optax.GradientTransformationExtraArgs do."
-            )
+        found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
+    except Exception as error:
+        if len(asked) > 1:
+            raise
+        why = error
+    if len(asked) == 1:
+        raise ValueError(
+            f"a wrapper drops arguments of `update`, got {type(given[1]).__name__}, so"
+            f" that gravac.transform would take a step in place of a delivery: put it"
+            f" around what comes after the transform, or hand on **extra, as"
+            f" optax.GradientTransformationExtraArgs do. It said: {why}"
+        ) from why
+    return found
 
 
 def waits(state: Any) -> bool:

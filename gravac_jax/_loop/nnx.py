@@ -94,8 +94,7 @@ def nnx_value_and_grad(
     if optimizer is not None:
         model_of = "the nnx.Optimizer of the model"
         _refuse.instance(optimizer, nnx.Optimizer, "optimizer", model_of)
-    if wrt is None:
-        wrt = nnx.Param if optimizer is None else optimizer.wrt
+    wrt = wrt or getattr(optimizer, "wrt", nnx.Param)
     is_trained = nnx.filterlib.to_predicate(wrt)
 
     @functools.wraps(loss_fn)

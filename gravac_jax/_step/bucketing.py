@@ -11,10 +11,10 @@ entries, and an encoding can treat them alike.
 Leaves that go dense are fused into one vector. Where entries are selected, these are
 small and one-dimensional leaves (biases, norms): their entries would wait long, which
 costs quality (Lin et al., 2018). In few bits every entry is sent, in each step or in
-its turn, and all leaves are compressed but the smallest, first of all scalars: one of
-4,096 entries. Entries that share a scale are moved by steps of one size, and what is
-small beside its neighbours is moved too far: a learnable temperature ran away. That
-adds 0.4% to the bytes of two bits, and 6% to those of one bit of an eighth.
+its turn, and all leaves are compressed but the smallest, together 1/4096 of all
+entries. Entries that share a scale are moved by steps of one size, and what is small
+beside its neighbours is moved too far: a learnable temperature ran away. That adds
+0.4% to the bytes of two bits, and 6% to those of one bit of an eighth.
 
 Few bits round a bucket in rows of entries. Zeros after its leaves make them whole: to
 pad and to cut in every step would cost passes over the bucket.

@@ -147,7 +147,7 @@ class Components:
         if self.memory.keeps_norm:
             known = tuple(map(norms.none, buckets.sizes))
         if self.waits:
-            nothing = tuple(jnp.zeros((2, x.size), jnp.float32) for x in known)
+            nothing = tuple(map(jnp.zeros_like, known))
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
             rounds = states.first_round(self.round_steps, controller)

@@ -21,8 +21,12 @@ PRIOR = 3.0  # steps' worth of a ratio of 1 at the beginning
 
 
 def none(n: int) -> jax.Array:
-    """Return what is known of a part before the first step: `[rows]` float32."""
-    return jnp.ones(-(-n // ROW), jnp.float32)
+    """Return what is known of a part before the first exchange: `[2, rows]` float32.
+
+    The first is the squared norm of the mean in units of that of each step, smoothed;
+    the second how many exchanges have told of the row.
+    """
+    return jnp.zeros((2, -(-n // ROW)), jnp.float32).at[0].set(1)
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -46,7 +50,7 @@ def scaled(step: jax.Array, known: jax.Array, replicas: int) -> jax.Array:
 
 def ratios(known: jax.Array, replicas: int) -> jax.Array:
     """Return the ratio of each row, `[rows]` float32, between 1 and sqrt(replicas)."""
-    return jax.lax.rsqrt(jnp.clip(known, 1 / replicas, 1))
+    return jax.lax.rsqrt(jnp.clip(known[0], 1 / replicas, 1))
 
 
 def told(step: jax.Array, steps: jax.Array) -> jax.Array:
@@ -62,15 +66,13 @@ def told(step: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.stack([jnp.square(_rows(step)).sum(1), _rows(signed).sum(1)])
 
 
-def learnt(known: jax.Array, mean: jax.Array, steps: jax.Array) -> jax.Array:
-    """Return the squared norm of the mean in units of that of each step, smoothed.
+def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
+    """Return what is `known` after an exchange, whose mean of what was `told` this is.
 
-    Args:
-      known: `[rows]` float32, the same before this step.
-      mean: the mean of what was `told`.
-      steps: `[]` int32, which step it is.
+    A row without steps, or whose gradient was bad everywhere, stays as it is.
     """
-    own, signed = mean
-    weight = jnp.maximum(1 - DECAY, 1 / (jnp.float32(steps) + 1 + PRIOR))
+    (share, seen), (own, signed) = known, mean
+    weight = jnp.maximum(1 - DECAY, 1 / (seen + 1 + PRIOR))
     now = jnp.square(signed) / jnp.where(own > 0, own, 1)
-    return jnp.where(own > 0, known + weight * (now - known), known)
+    after = jnp.stack([share + weight * (now - share), seen + 1])
+    return jnp.where(own > 0, after, known)

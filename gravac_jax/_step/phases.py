@@ -106,7 +106,7 @@ class Step:
         scalars = 4 + components.has_rounds + 2 * components.kinds
         scalars += len(controller.ladder) * (controller.looks_at == "gradient")
         # And a row's norm and its sum with signs.
-        scalars += 2 * sum(x.size for x in self.state.local.norms)
+        scalars += sum(x.size for x in self.state.local.norms)
         replicas = self.axes.slow.replicas
         return step_info.tables(
             self.buckets, self.ladders, scalars, replicas, self.rides
@@ -356,8 +356,7 @@ class Step:
         residuals = self.buckets.cleared(x.sent.residual for x in exchanged)
         residuals = (*residuals, dense_residual)
         after = map(components.memory.hold, residuals, fed, memory)
-        learn = functools.partial(norms.learnt, steps=self.state.steps)
-        known = tuple(map(learn, local.norms, figures.told.norms))
+        known = tuple(map(norms.learnt, local.norms, figures.told.norms))
         local = local._replace(memory=tuple(after), encodings=encodings, norms=known)
         means = tuple(x.sent.mean for x in exchanged)
         energies = _arrays.total(x.energies for x in exchanged)

@@ -147,7 +147,7 @@ class Slices:
         # The gradient of what does not depend on the batch is alike on all replicas. In
         # a lax.cond nothing is known: JAX maps its branches after they are traced.
         if deliver is None and comm.is_simulated and comm.is_known_alike(updates):
-            for path, _ in _arrays.named_leaves(updates):
+            for path, _ in _arrays.named_leaves(updates)[:1]:
                 _refuse.summed(path, axis_names(self.axis_name))
         cuts = self._cuts(jax.tree.leaves(updates))
 

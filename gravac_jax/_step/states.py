@@ -87,8 +87,8 @@ class LocalState(NamedTuple):
         since the last one.
       memory: the memory's states, one a bucket, and one of the leaves that go dense.
       encodings: their states, a dict by class of encoding for each bucket.
-      norms: as `norms.learnt` returns it, `[rows]` float32 for each state of `memory`;
-        () if the memory keeps no norm.
+      norms: as `norms.learnt` returns it, `[2, rows]` float32 for each state of
+        `memory`; () if it keeps no norm. The same on all replicas; that of a slice.
     """
 
     replica: jax.Array

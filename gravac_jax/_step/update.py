@@ -33,7 +33,8 @@ def update(
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
     del ignored
-    how = _heard(deliver)
+    how = deliver[0] if deliver else None
+    (deliver or []).append("heard")
     if how == "identity":  # for `_loop/chain.py`, which looks around the transform
         return updates, state
     _refuse.bound_axis(components.axis_name, "update")
@@ -69,13 +70,6 @@ def update(
     if components.slices is None:
         return run(updates, state, params, **times)
     return components.slices.run(run, how, (updates, state, params, times))
-
-
-def _heard(deliver: list[str] | None) -> str | None:
-    """Return what is asked for in place of a step, and note that it was heard."""
-    if deliver:
-        deliver.append("heard")
-    return deliver[0] if deliver else None
 
 
 def _check(components: Components, params: Any, at: str, rung: int | None) -> None:
