@@ -111,6 +111,11 @@ def axis_names(axis_name: Any) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
+def names_in(spec: Any) -> set[Any]:
+    """Return the axes over which a `PartitionSpec` shards."""
+    return {name for part in spec for name in axis_names(part)}
+
+
 def axis(axis_name: Any) -> None:
     """Refuse a value that cannot name a mapped axis."""
     names = axis_names(axis_name)

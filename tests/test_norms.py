@@ -1,5 +1,7 @@
 """The mean of steps that an optimizer gave a size is as long as each of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from _harness import make_mesh
 import gravac_jax as gravac
 from gravac_jax._step import norms
 
-RNG = np.random.default_rng(0)
 N, ENTRIES, STEPS = 8, 2500, 300  # three rows, the last one of 452 entries
 SIGNAL = np.repeat([1.0, 0.1, 0.0], norms.ROW)[:ENTRIES]  # beside noise of size 1
 
@@ -23,7 +24,8 @@ def steps_of(i, share=1.0):
 
 def rows_of(x):
     """Return the squared norm of each row."""
-    return np.add.reduceat(np.square(x, dtype=np.float64), [0, 1024, 2048], axis=-1)
+    begins = range(0, ENTRIES, norms.ROW)
+    return np.add.reduceat(np.square(x, dtype=np.float64), begins, axis=-1)
 
 
 def test_the_ratio_is_that_of_the_norms_of_steps_and_of_their_mean():
@@ -99,6 +101,7 @@ def known(state):
     return [x[0] for x in of_all]
 
 
+@functools.cache
 def own_lengths():
     """Return the root mean square norm of the steps of all replicas, at each step."""
     adam = optax.adam(1.0)

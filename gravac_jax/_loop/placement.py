@@ -154,7 +154,7 @@ def place(
         spec = specs_of(x)
         if inner and isinstance(x, core.Tracer):
             return jnp.copy(x)  # the compiler alone knows how it is sharded
-        is_inside = _names_in(spec) <= {*inner}
+        is_inside = _refuse.names_in(spec) <= {*inner}
         return _put(x, here(*spec) if is_inside else here())
 
     return states.map_local(tree, place_local, place_shared)
@@ -167,7 +167,7 @@ def _check(tree: Any, mesh: Any, axis_name: AxisName) -> None:
     shared = states.map_local(tree, lambda _: None, lambda x: x)
     for path, x in _arrays.named_leaves(shared):
         _refuse.no_array(path, x)
-        lies, names = getattr(x, "sharding", None), _names_in(specs_of(x))
+        lies, names = getattr(x, "sharding", None), _refuse.names_in(specs_of(x))
         is_whole = getattr(lies, "is_fully_replicated", True) or isinstance(mesh, int)
         if not (is_whole or set() < names <= inner):
             _refuse.cut(path, lies, axis_name)
@@ -235,16 +235,12 @@ def how_it_lies(tree: Any, mesh: Any, axis_name: AxisName) -> tuple[bool, Lies]:
         return mesh.size in placed - {count_replicas(mesh, axis_name)}, None
     specs = tuple(map(specs_of, leaves))
     inner = {*_network.inner_axes(mesh, axis_name)}
-    return any(_names_in(spec) & inner for spec in specs), (structure, specs)
+    return any(_refuse.names_in(spec) & inner for spec in specs), (structure, specs)
 
 
 def shardings(lies: Lies, mesh: Any) -> Any:
     """Return the shardings on a mesh of what `how_it_lies` has seen."""
     return lies and jax.tree.unflatten(lies[0], [on_mesh(mesh, *x) for x in lies[1]])
-
-
-def _names_in(spec: jax.P) -> set[str]:
-    return {name for part in spec for name in _refuse.axis_names(part)}
 
 
 def state_specs(tree: Any, axis_name: AxisName = "data") -> Any:

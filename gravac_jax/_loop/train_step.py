@@ -129,9 +129,8 @@ def train_step(
         del batch
         return delivery.flush(tx, params, opt_state)
 
-    how: Any = {"mesh": mesh, "axis_name": axis_name, "check_vma": check_vma}
-    how["fast_axis_name"] = fast_axis_name
-    run = functools.partial(parallel.data_parallel, **how)
+    how: Any = {"mesh": mesh, "fast_axis_name": fast_axis_name, "check_vma": check_vma}
+    run = functools.partial(parallel.data_parallel, axis_name=axis_name, **how)
 
     @functools.cache
     def program(kind: Kind) -> jax.stages.Wrapped:

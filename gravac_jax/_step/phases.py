@@ -191,17 +191,18 @@ class Step:
         memories = components.memories(self.buckets)
         pairs = zip(memories, zip(*given, strict=True), strict=True)
         fed, memory = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
-        is_kept, replicas = components.memory.keeps_norm, self.axes.slow.replicas
-        steps = tuple(map(jnp.subtract, fed, unfed)) if is_kept else ()
-        told = tuple(norms.told(x, self.state.steps) for x in steps)
-        if is_kept and replicas > 1:
+        told = untold = tuple(map(jnp.zeros_like, local.norms))
+        replicas = self.axes.slow.replicas
+        if local.norms and replicas > 1:  # one replica's mean is its own step
+            steps = tuple(map(jnp.subtract, fed, unfed))
+            told = tuple(norms.told(x, self.state.steps) for x in steps)
             scaled = functools.partial(norms.scaled, replicas=replicas)
             fed = tuple(map(jnp.add, unfed, map(scaled, steps, local.norms)))
         # One device of a replica may see an entry that the others do not.
         is_bad = self.axes.slice_holders.mean(bad) != 0
-        nothing = unfed, local.memory, jax.tree.map(jnp.zeros_like, told)
         # This is no branch, because XLA would copy the memory in and out of one.
-        return _arrays.where(is_bad, nothing, (fed, memory, told))
+        before = unfed, local.memory, untold
+        return _arrays.where(is_bad, before, (fed, memory, told))
 
     def _held(self, local: LocalState) -> Parts:
         return held(self.components.memory, local, self.buckets)

@@ -282,7 +282,7 @@ def said(
     _refuse.mesh(mesh, axis_name)
     specs = tuple(getattr(x, "spec", jax.P()) for x in each)
     for (path, _), lies, spec in zip(named, each, specs, strict=True):
-        if {x for part in spec for x in axis_names(part)} & {*axis_names(axis_name)}:
+        if _refuse.names_in(spec) & {*axis_names(axis_name)}:
             _refuse.cut(path, lies, axis_name)
     slices = Slices(mesh, axis_name, specs)
     # Without other axes nothing is cut.
