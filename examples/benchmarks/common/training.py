@@ -45,23 +45,24 @@ def averaged(average: Any, params: Any, weight: Any = AVERAGED) -> Any:
     return jax.tree.map(lambda x, y: x + weight * (y - x), average, params)
 
 
-def held_out_loss(
+def held_out(
     task: Task, source: Source, rows: int = 128, batches: int = 8
-) -> Callable[[Any], float]:
-    """Return a function from params to their mean loss over held-out batches.
+) -> Callable[[Any], dict[str, float]]:
+    """Return a function from params to their mean metrics over held-out batches.
 
     Args:
-      task: The task, for its loss.
+      task: The task, for its metrics.
       source: Held-out examples; the same first ones are used each time.
       rows: Examples in a batch, if there are as many.
       batches: Number of batches, at most.
     """
     found = pipeline.evaluation(source, min(rows, len(source)))
-    held_out, loss = list(itertools.islice(found, batches)), jax.jit(task.loss)
+    examples, metrics = list(itertools.islice(found, batches)), jax.jit(task.metrics)
 
-    def evaluate(params: Any) -> float:
-        losses = [loss(params, batch) for batch in held_out]
-        return float(np.mean(jax.device_get(losses), dtype=np.float64))
+    def evaluate(params: Any) -> dict[str, float]:
+        found = jax.device_get([metrics(params, batch) for batch in examples])
+        mean = lambda name: float(np.mean([x[name] for x in found], dtype=np.float64))
+        return {name: mean(name) for name in found[0]}
 
     return evaluate
 

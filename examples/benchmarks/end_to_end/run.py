@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from common.journal import Journal, Line, configuration, read
 from common.statistics import target_of
-from common.training import EVERY, averaged, held_out_loss, train_step
+from common.training import EVERY, averaged, held_out, train_step
 from rich.console import Console
 from rich.progress import track
 from step_seconds.methods import ladder_of
@@ -83,7 +83,7 @@ class Bench:
         self.args = args
         self.task = load(args.task, args.data_dir)
         self.init = jax.jit(self.task.init)
-        self.held_out_loss = held_out_loss(self.task, self.task.test)
+        self.held_out = held_out(self.task, self.task.test)
         self.compiled = functools.cache(self._compiled)
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ class Bench:
             rungs, sent = map(np.asarray, zip(*jax.device_get(seen), strict=True))
             counts = counts + np.bincount(rungs.astype(int), minlength=len(counts))
             total += float(sent.sum(dtype=np.float64))
-            losses.append(self.held_out_loss(state[2][2]))
+            losses.append(self.held_out(state[2][2])["loss"])
             taken.append(dict(zip(ladder_of(name), counts.tolist(), strict=True)))
             sent_bytes.append(total)
             if target is not None and losses[-1] <= target:

@@ -22,6 +22,7 @@ from quality.results import (
     edges,
     ended,
     gaps,
+    paired,
     results,
     tuned,
     tuning,
@@ -50,6 +51,19 @@ def tuning_rows(lines: list[Line]) -> list[list[str]]:
         mark = {best[name]: " (edge)" if best[name] in outermost else " (taken)"}
         said = lambda x, losses=losses, mark=mark: f"{losses[x]:.4f}{mark.get(x, '')}"
         rows.append([name, *(said(x) if x in losses else "" for x in tried)])
+    return rows
+
+
+def accuracy_rows(runs: list[Result]) -> list[list[str]]:
+    """Return what each method loses in points of accuracy; the heading is first."""
+    rows = [["method", "accuracy, %", "points below dense: mean (each)", "bound"]]
+    for name, own in by_method(runs).items():
+        below = [y.accuracy - x.accuracy for x, y in paired(own, runs)]
+        each, is_compared = ", ".join(f"{x:.1f}" for x in below), name != "dense"
+        mean = f"{statistics.fmean(below):.1f} ({each})" if below else ""
+        bound = f"{upper_bound(below):.1f}" if len(below) > 1 else ""
+        row = [name, f"{statistics.fmean(x.accuracy for x in own):.1f}"]
+        rows.append([*row, *((mean, bound) if is_compared else ("", ""))])
     return rows
 
 
@@ -99,6 +113,8 @@ def text(files: Iterable[Path], at: int | None = None) -> str:
         parts.append(f"{unfinished} runs that have not ended are left out.")
     if runs:
         parts.append(markdown(gap_rows(runs)))
+    if any("accuracy" in x.final for x in runs):
+        parts.append(markdown(accuracy_rows(runs)))
     return "\n\n".join(parts)
 
 

@@ -27,6 +27,11 @@ class Result:
         return number(self.final["loss"])
 
     @property
+    def accuracy(self) -> float:
+        """The held-out accuracy at the end, in percent; NaN where there is none."""
+        return 100 * self.final.get("accuracy", math.nan)
+
+    @property
     def wire_factor(self) -> float:
         """Dense wire bytes over wire bytes, of the whole run."""
         return self.final["dense_wire_bytes"] / max(1, self.final["wire_bytes"])

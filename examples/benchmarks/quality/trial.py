@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 from common.journal import Journal, Line
-from common.training import held_out_loss, train_step
+from common.training import held_out, train_step
 from tasks import Task, load, pipeline
 from training.methods import OPTIMIZERS, Method, method
 
@@ -122,11 +122,11 @@ class Bench:
 
         return gravac.data_parallel(step_of_one, self.replicas(name))
 
-    def _held_out(self, phase: str) -> Callable[[Any], float]:
+    def _held_out(self, phase: str) -> Callable[[Any], dict[str, float]]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
         rows = min(len(source), self.setting.evaluation_rows, 128)
         batches = max(1, self.setting.evaluation_rows // rows)
-        return held_out_loss(self.task, source, rows, batches)
+        return held_out(self.task, source, rows, batches)
 
     def digest(self) -> str:
         """Return a hash of the held-out data and of the number of training examples."""
@@ -185,10 +185,11 @@ def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
         pending.append(figures)
         tick()
         if (i + 1) % every == 0 or i + 1 == trial.steps:
-            held_out = finite(bench.held_out(trial.phase)(state[0]))
+            metrics = bench.held_out(trial.phase)(state[0])
+            shown = {name: finite(x) for name, x in metrics.items()}
             found = add_up(totals, jax.device_get(pending))
             pending.clear()
-            journal.append({**trial.own, "step": i + 1, "loss": held_out, **found})
+            journal.append({**trial.own, "step": i + 1, **shown, **found})
 
 
 def add_up(totals: Line, steps: Sequence[Any]) -> Line:
