@@ -261,11 +261,11 @@ class Carrier(Comm):
 
     Args:
       axis_name: as for `Comm`.
-      figures: a tree of float32 arrays, to be averaged over replicas.
+      figures: `[m]` float32, to be averaged over replicas.
 
     Law:
-      `mean_of_figures(energy)` is `Comm(axis_name).mean((energy, figures))`, but for
-      the order in which a sum of N numbers is added up.
+      `mean_of_figures(energy)` is `Comm(axis_name).mean` of the energy and the figures,
+      `[1 + m]`, but for the order in which a sum of N numbers is added up.
 
     Cost:
       No message, if they travel along. In two stages the bytes of a ring all-reduce of
@@ -274,15 +274,12 @@ class Carrier(Comm):
       (`Traffic.figures`).
     """
 
-    figures: Any
-    _parts: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    figures: jax.Array
+    _parts: dict[str, jax.Array] = dataclasses.field(default_factory=dict, repr=False)
 
     def tell(self, energy: jax.Array) -> None:
         """Note the energy of what is sent, so that the figures are complete."""
-        self._parts["figures"] = (energy, self.figures)
-
-    def _flat(self) -> jax.Array:
-        return self.cast(_arrays.ravel(jax.tree.leaves(self._parts["figures"])))
+        self._parts["figures"] = self.cast(_arrays.ravel([energy, self.figures]))
 
     def _is_ready(self, *stages: str) -> bool:
         """Return whether figures are known that no message has taken along yet."""
@@ -297,15 +294,14 @@ class Carrier(Comm):
         is_small = bool(sizes) and sum(sizes) <= COPIED_ENTRIES
         if not (is_small and self._is_ready("own", "all")):
             return super().mean(tree)
-        mean, figures = super().mean((tree, self._parts["figures"]))
-        self._parts["all"] = _arrays.ravel(jax.tree.leaves(figures))
+        mean, self._parts["all"] = super().mean((tree, self._parts["figures"]))
         return mean
 
     def swap(self, x: jax.Array) -> jax.Array:
         """Swap rows of words, `[replicas, m]`; the first take figures along."""
         if not self._is_ready("own", "all"):
             return super().swap(x)
-        flat = self._flat()
+        flat = self._parts["figures"]
         parts = jnp.pad(flat, (0, -flat.size % self.replicas))
         parts = _arrays.to_words(parts.reshape(self.replicas, -1), x.dtype)
         swapped = super().swap(jnp.concatenate([x, parts], axis=1))
@@ -317,25 +313,23 @@ class Carrier(Comm):
         """Gather words, `[m]`; the first take figures along, or means after a swap."""
         if not self._is_ready("all"):
             return super().gather(x)
-        own = self._parts.get("own")
-        given = _arrays.to_words(self._flat() if own is None else own, x.dtype)
+        is_mean = "own" in self._parts
+        own = self._parts["own" if is_mean else "figures"]
+        given = _arrays.to_words(own, x.dtype)
         gathered = super().gather(jnp.concatenate([x, given]))
         rows, parts = jnp.split(gathered, [x.size], axis=1)
         found = _arrays.from_words(parts)
-        is_mean = own is not None
         self._parts["all"] = found.reshape(-1) if is_mean else jnp.mean(found, axis=0)
         return rows
 
-    def mean_of_figures(self, energy: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the means over replicas of an energy and of the figures.
+    def mean_of_figures(self, energy: jax.Array) -> jax.Array:
+        """Return the means over replicas of an energy and the figures, `[1 + m]`.
 
         Call it after the exchange, with the energy that it has sent.
         """
         if "all" not in self._parts:
-            return super().mean((energy, self.figures))
-        leaves, structure = jax.tree.flatten((energy, self.figures))
-        mean = _arrays.unravel(self._parts["all"], leaves)
-        return jax.tree.unflatten(structure, mean)
+            return super().mean(_arrays.ravel([energy, self.figures]))
+        return self._parts["all"][: 1 + self.figures.size]
 
 
 def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
@@ -430,7 +424,7 @@ class Traffic(NamedTuple):
             own = all_gather_traffic(FLOAT32_BYTES * count, replicas)
         elif self.carries == "swap":
             part_bytes = FLOAT32_BYTES * -(-count // replicas)
-            own = two_stage_traffic(part_bytes, part_bytes, replicas)
+            own = two_stage_traffic(part_bytes, replicas)
         else:
             own = mean_traffic(count, replicas)
         return own if self.carries == "nothing" else own._replace(messages=0)
@@ -449,17 +443,16 @@ def all_gather_traffic(payload_bytes: int, replicas: int) -> Traffic:
     return Traffic(bits, payload_bytes, wire_bytes, replicas - 1, "gather")
 
 
-def two_stage_traffic(there_bytes: int, back_bytes: int, replicas: int) -> Traffic:
+def two_stage_traffic(part_bytes: int, replicas: int) -> Traffic:
     """Return the cost of swapping parts, one for each replica, and gathering means.
 
     Args:
-      there_bytes: of one part, as a replica sends it to its owner.
-      back_bytes: of the mean of a part, as its owner sends it to all.
+      part_bytes: of one part, as a replica sends it to its owner, and of its mean.
       replicas: N, which is the number of parts.
     """
-    payload_bytes = replicas * there_bytes + back_bytes
-    wire_bytes = float((replicas - 1) * (there_bytes + back_bytes))
-    bits, messages = BYTE_BITS * replicas * there_bytes, 2 * (replicas - 1)
+    payload_bytes = (replicas + 1) * part_bytes
+    wire_bytes = float(2 * (replicas - 1) * part_bytes)
+    bits, messages = BYTE_BITS * replicas * part_bytes, 2 * (replicas - 1)
     return Traffic(bits, payload_bytes, wire_bytes, messages, "swap")
 
 
@@ -475,4 +468,4 @@ def mean_traffic(entries: int, replicas: int) -> Traffic:
 def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
     """Return the cost of `Comm.bfloat16_mean` of `entries`."""
     shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
-    return two_stage_traffic(shard_bytes, shard_bytes, replicas)
+    return two_stage_traffic(shard_bytes, replicas)

@@ -22,7 +22,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.Bits: [
         {"bits": 2, "turns": 3, "row_entries": 32},
         {"bits": 1, "row_entries": 32},
-        {"bits": 2, "mean_bits": 4, "row_entries": 32},
+        {"bits": 2, "row_entries": 32},
         {"bits": 8},
         {"bits": 4},
     ],
@@ -43,8 +43,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     gravac.Fastest: [
         {"ladder": FOUR},
         {"ladder": (gravac.Bits(2), gravac.TopK(100)), "least_progress": 0.8},
-        {"ladder": UNLIKE, "least_progress": 0.9, "most_bytes": 1.0},
-        {"ladder": TO_ONE_BIT, "rounds": (1, 3), "most_bytes": 100.0},
+        {"ladder": UNLIKE, "least_progress": 0.9},
+        {"ladder": TO_ONE_BIT, "rounds": (1, 3)},
     ],
     gravac.Scheduled: [
         {"ladder": FOUR, "starts": (0, 50, 250)},
@@ -170,7 +170,6 @@ def evidence(
         "measured_seconds": to_float32(measured),
         "local_seconds": to_float32(local),
         "steps": rounds,
-        "wire_bytes": np.tile(np.float32(1024) / 4 ** np.arange(rungs), (steps, 1)),
         "at_own_params": 3 * np.arange(steps) // steps == 1,
     }
     return Evidence(**fields)

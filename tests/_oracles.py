@@ -188,8 +188,8 @@ def few_bits(
     checks it.
     """
     del state
-    (replicas, n), bits = x.shape, encoding.bits
-    owners = 1 if replicas <= 2 and bits <= (encoding.mean_bits or bits) else replicas
+    replicas, n = x.shape
+    owners = 1 if replicas <= 2 else replicas
     due, *others = encoding.message(bucket, replicas).sections
     spared = sum(section.entries for section in others)
     turns = math.ceil((n - spared) / due.entries)
@@ -197,13 +197,13 @@ def few_bits(
     exact = x.astype(np.float64)
     mean, residuals, sent = np.zeros(n), exact.copy(), np.zeros(x.shape)
     for section, first in [(due, start), *((x, 0) for x in others)]:
-        entries, length, bits, back = section
+        entries, length, bits = section
         here = slice(first, first + entries)
         sent[:, here] = [rounded_rows(own[here], bits, length) for own in exact]
         residuals[:, here] = exact[:, here] - sent[:, here]
         average = mean[here] = sent[:, here].mean(0)
         if owners > 1:
-            mean[here] = rounded_rows(average, back, length)
+            mean[here] = rounded_rows(average, bits, length)
             owed = replicas * (average - mean[here])
             rows = math.ceil(entries / length / owners)
             for owner, begin in enumerate(range(0, entries, rows * length)):
@@ -494,18 +494,17 @@ def progress_of(
     suits = [may_wait(x, e) for x in controller.ladder]
     # At the shared params gradients ask again for what waits.
     asks_again = not all(suits)
-    worth, size = [], []
+    worth = []
     for steps, r in choices:
         share = min(shares[r], 1)
         waiting = (steps - 1) / 2 + steps * (1 - share) / share
         found = 1 / (1 + (1.2 if asks_again else 0.15) * math.sqrt(waiting))
         worth.append(found if suits[r] else 0)
-        size.append(e.wire_bytes[r] / steps if suits[r] else math.inf)
     least = np.full(len(choices), controller.least_progress)
     least[home] *= 0.97
     is_enough = worth >= np.minimum(least, max(worth))
-    fits = np.array(size) <= max(controller.most_bytes or math.inf, min(size))
-    return np.where(is_enough & fits, np.maximum(worth, 1e-6), 1e-12)
+    may_be = is_enough & [suits[r] for _, r in choices]
+    return np.where(may_be, np.maximum(worth, 1e-6), 1e-12)
 
 
 def costs(

@@ -161,12 +161,11 @@ def test_small_leaves_are_a_small_part_of_a_message(sizes, turns, kilo):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 12, 64])
 @pytest.mark.parametrize("n", [1, 33, 5000, 101_376, 779_264])
-@pytest.mark.parametrize("options", [{}, {"mean_bits": 4}], ids=str)
-def test_small_leaves_add_a_third_at_most(options, n, replicas):
+def test_small_leaves_add_a_third_at_most(n, replicas):
     sizes = [x for x in (1, 30, 64, 1000, 10_000) if x < n // 2]
     for bits in WIDTHS:
         for turns in (1, 2, 3, 4, 16, 64):
-            encoding = Bits(bits, turns, **options)
+            encoding = Bits(bits, turns)
             alike = encoding.traffic(Bucket(n), replicas)
             spared = encoding.traffic(leaves(n, *sizes), replicas)
             assert spared.payload_bytes <= 4 / 3 * alike.payload_bytes

@@ -146,9 +146,14 @@ STAGES = {
 }
 
 
+def flat(figures):
+    """Return the energy, and then the figures."""
+    return jnp.concatenate([figures["b"][None], figures["a"].reshape(-1)])
+
+
 def carrying(send, words, figures):
     """Return what a message brings, and the means of an energy and of figures."""
-    carrier = Carrier("data", figures)
+    carrier = Carrier("data", figures["a"].reshape(-1))
     carrier.tell(figures["b"])
     received = send(carrier, words)
     return carrier.cast(received), carrier.mean_of_figures(figures["b"])
@@ -156,7 +161,7 @@ def carrying(send, words, figures):
 
 def apart(send, words, figures):
     """Return the same from messages of their own."""
-    return COMM.cast(send(COMM, words)), COMM.mean((figures["b"], figures))
+    return COMM.cast(send(COMM, words)), COMM.mean(flat(figures))
 
 
 @pytest.mark.parametrize("how", ["vmap", True, False])
@@ -192,13 +197,13 @@ def test_only_the_first_messages_after_the_energy_is_told_take_figures_along():
 
     def one(given):
         words, figures = given
-        carrier = Carrier("data", figures)
+        carrier = Carrier("data", figures["a"].reshape(-1))
         before = carrier.gather(words)
         carrier.tell(figures["b"])
         first, second = two_stages(carrier, words), two_stages(carrier, words)
         expected = COMM.gather(words), *[two_stages(COMM, words)] * 2
-        mean = carrier.mean_of_figures(figures["b"])[1]
-        return (before, first, second, mean), (*expected, COMM.mean(figures))
+        mean = carrier.mean_of_figures(figures["b"])
+        return (before, first, second, mean), (*expected, COMM.mean(flat(figures)))
 
     jax.tree.map(np.testing.assert_array_equal, *each(one, (words, TREE)))
 

@@ -142,7 +142,7 @@ def test_a_ladder_whose_bytes_rise_is_refused_with_its_table():
 
 
 def test_encodings_of_equal_bytes_are_no_rise_and_one_replica_sends_none():
-    traced(gravac.Scheduled((gravac.Bits(2), gravac.Bits(2, mean_bits=2)), (1,)))
+    traced(gravac.Scheduled((gravac.Bits(2), gravac.Bits(2, row_entries=2048)), (1,)))
     traced(gravac.Scheduled((gravac.Bits(2), gravac.Dense()), (1,)), replicas=1)
 
 

@@ -138,7 +138,6 @@ BEFORE = {
     "clip": gravac.ClipByGlobalNorm(0.1),
     "memory": gravac.Momentum(0.9),
     "weight_decay": 0.1,
-    "check_every": 1,
 }
 in_sgd = lambda **how: optax.chain(gravac.transform("dcn", **how), optax.sgd(0.1))
 RECIPES = {
@@ -245,7 +244,7 @@ def test_each_device_remembers_what_it_owns_and_sends_its_largest_entries():
 ENCODINGS = choices(
     [
         gravac.Bits(2, turns=4, row_entries=32),
-        gravac.Bits(8, mean_bits=4, row_entries=32),  # in two stages
+        gravac.Bits(8, row_entries=32),
         gravac.Dense("bfloat16"),
         gravac.LowRank(1),
         gravac.TopK(4),

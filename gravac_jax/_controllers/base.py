@@ -41,8 +41,6 @@ class Evidence(NamedTuple):
       measured_seconds: `[rungs]` float32, the mean of the step times that were handed
         to `update` since the last decision, at the rung that they measured; NaN at
         other rungs.
-      wire_bytes: `[rungs]` float32, the bytes that one replica sends in a step at each
-        rung.
       local_seconds: `[]` float32, the mean of measured times of local steps, which
         exchange nothing. NaN if unknown; None without rounds.
       steps: steps since the last decision: 1, unless some are local.
@@ -62,7 +60,6 @@ class Evidence(NamedTuple):
     gradient_energies: jax.Array
     predicted_parts: jax.Array
     measured_seconds: jax.Array
-    wire_bytes: jax.Array
     local_seconds: jax.Array | None = None
     steps: Any = 1
     at_own_params: jax.Array | bool = False
@@ -90,7 +87,6 @@ class Predictions(NamedTuple):
       is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
       waits_too_long: `[choices]` bool, whether its entries wait for longer than they
         may at the shared params.
-      fits: `[choices]` bool, whether its bytes are within the budget.
       home: `[]` int32, the choice believed to be fastest.
       current: `[]` int32, the choice that was decided on; another one than home is
         visited to measure it.
@@ -107,7 +103,6 @@ class Predictions(NamedTuple):
     progress: jax.Array
     is_allowed: jax.Array
     waits_too_long: jax.Array
-    fits: jax.Array
     home: jax.Array
     current: jax.Array
     times: jax.Array

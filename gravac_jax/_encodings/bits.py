@@ -25,6 +25,7 @@ from gravac_jax._encodings.levels import WIDTHS, WORD_BITS, Rounded
 from gravac_jax._network import Comm, Traffic
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
+MANY_ROWS = 256  # of which the last may be padded: a full one is 0.4% of the bytes
 QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
 SMALL_LEAF = 16_384  # entries of a leaf that is not spared
 SPARED_BITS = 4  # of an entry of a spared leaf, at least
@@ -41,22 +42,20 @@ class Section(NamedTuple):
     Attributes:
       entries: the number of its entries.
       length: the entries of a row, which share scales; a multiple of 32.
-      bits: the bits of an entry, as a replica sends it.
-      bits_back: the bits of an entry of the mean, if there is a second stage.
+      bits: the bits of an entry, as a replica sends it, and as its mean comes back.
     """
 
     entries: int
     length: int
     bits: int
-    bits_back: int
 
     def rows(self, owners: int = 1) -> int:
         """Return how many rows each of some owners has; the last may be padded."""
         return -(-self.entries // (self.length * owners))
 
-    def size(self, bits: int, owners: int = 1) -> int:
-        """Return the bytes of what one owner has of it, with so many bits an entry."""
-        return self.rows(owners) * levels.row_bytes(self.length, bits)
+    def size(self, owners: int) -> int:
+        """Return the bytes of what one owner has of it."""
+        return self.rows(owners) * levels.row_bytes(self.length, self.bits)
 
 
 class Message(NamedTuple):
@@ -145,23 +144,21 @@ class Bits(Encoding):
       In float32 it came back to 3e-6. A leaf that goes dense does not move.
 
     Cost:
-      2 (N - 1) alpha + (N - 1) / N (b + m) n / 8 beta with b bits an entry and m bits
-      in the second stage, and 8 bytes a row each; with two replicas alpha + b n / 8
-      beta. A dense ring costs 64 / (b + m) times as much. In turns, n is the entries of
-      a part, which has a row for each replica at least. Spared leaves come on top.
+      2 (N - 1) alpha + (N - 1) / N b n / 4 beta with b bits an entry, and 8 bytes a row
+      each way; with two replicas alpha + b n / 8 beta. A dense ring costs 32 / b times
+      as much. In turns, n is the entries of a part, which has a row for each replica at
+      least. Spared leaves come on top.
 
     Args:
       bits: of an entry: 8, 4, 2 or 1.
       turns: in how many steps every entry goes once.
-      mean_bits: bits of an entry in the second stage; None for those of the first.
-        Entries of spared leaves have four at least, both ways.
       row_entries: entries that share a scale, a multiple of 32. They are fewer, down to
         a quarter, if a bucket then divides into whole rows, and in buckets of fewer
         than 16 such rows. `gravac.transform` fills up the last row with zeros.
 
     Raises:
-      ValueError: if `bits` or `mean_bits` is not one of these widths, `turns` not a
-        positive number, or `row_entries` not a positive multiple of 32.
+      ValueError: if `bits` is not one of these widths, `turns` not a positive number,
+        or `row_entries` not a positive multiple of 32.
 
     Example:
       >>> import gravac_jax as gravac
@@ -181,14 +178,11 @@ class Bits(Encoding):
     suits_small_leaves = True
     bits: int
     turns: int = 1
-    mean_bits: int | None = dataclasses.field(default=None, kw_only=True)
     row_entries: int = dataclasses.field(default=4096, kw_only=True)
 
     def __post_init__(self) -> None:
         _refuse.one_of(self.bits, "bits", WIDTHS)
         _refuse.count(self.turns, "turns", "parts that go one by one")
-        if self.mean_bits is not None:
-            _refuse.one_of(self.mean_bits, "mean_bits", WIDTHS)
         _refuse.count(self.row_entries, "row_entries", "entries with one scale")
         if self.row_entries % WORD_BITS:
             raise ValueError(
@@ -230,20 +224,22 @@ class Bits(Encoding):
         """Return the size of a bucket that holds `n` entries in few and whole rows.
 
         It is n, if these have whole rows. The scales of a row weigh as much as 32 of
-        its entries, in two bits.
+        its entries, in two bits. Many rows have their full length, of whole tiles on
+        TPUs: rows of 2,048 took twice the passes over a bucket.
         """
-        if n % self._row(n) == 0:
-            return n
         cost = lambda row: -(-n // row) * (row + WORD_BITS)
         lengths = self._lengths(n)
-        quick = [row for row in lengths if row % QUICK_ROW == 0]
-        row = min(quick or lengths, key=cost)
+        row = lengths[0]
+        if n < MANY_ROWS * row:
+            if n % self._row(n) == 0:
+                return n
+            quick = [row for row in lengths if row % QUICK_ROW == 0]
+            row = min(quick or lengths, key=cost)
         return -(-n // row) * row
 
     def _owners(self, replicas: int) -> int:
         """Return among how many replicas rows are divided: one, if there is no need."""
-        is_one_stage = replicas <= 2 and self.bits <= (self.mean_bits or self.bits)
-        return 1 if is_one_stage else replicas
+        return 1 if replicas <= 2 else replicas
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def message(self, bucket: Bucket, replicas: int) -> Message:
@@ -269,7 +265,7 @@ class Bits(Encoding):
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""
-        row, bits, back = self._row(n), self.bits, self.mean_bits or self.bits
+        row = self._row(n)
         least = self._owners(replicas)
 
         def part_of(entries: int) -> int:
@@ -277,11 +273,11 @@ class Bits(Encoding):
             return min(entries, max(-(-rows // self.turns), least) * row)
 
         part = n if part_of(n) == n else part_of(n - spared)
-        sections = [Section(part, self._row(part), bits, back)]
+        sections = [Section(part, self._row(part), self.bits)]
         if spared:
             rows = -(-SMALL_BUCKET_ROWS // least) * least
-            both = (max(x, SPARED_BITS) for x in (bits, back))
-            sections.append(Section(spared, self._row(spared, rows), *both))
+            bits = max(self.bits, SPARED_BITS)
+            sections.append(Section(spared, self._row(spared, rows), bits))
         return Message(n, part, spared, tuple(sections))
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
@@ -290,11 +286,10 @@ class Bits(Encoding):
 
     def _message_traffic(self, sent: Message, replicas: int) -> Traffic:
         owners = self._owners(replicas)
-        there = sum(x.size(x.bits, owners) for x in sent.sections)
+        part_bytes = sum(x.size(owners) for x in sent.sections)
         if owners == 1:
-            return _network.all_gather_traffic(there, replicas)
-        back = sum(x.size(x.bits_back, owners) for x in sent.sections)
-        return _network.two_stage_traffic(there, back, replicas)
+            return _network.all_gather_traffic(part_bytes, replicas)
+        return _network.two_stage_traffic(part_bytes, replicas)
 
     # The exchange. ------------------------------------------------------------------
 
@@ -349,7 +344,7 @@ class Bits(Encoding):
             mine = [_round_mean(x, section, comm) for section, x in of_each(theirs)]
             back = _together(comm.gather, [x.message[0] for x in mine])
             rows = lambda section: section.rows(comm.replicas)
-            means = [levels.in_order(x, rows(s), s.bits_back) for s, x in of_each(back)]
+            means = [levels.in_order(x, rows(s), s.bits) for s, x in of_each(back)]
             for i, x in enumerate(mine):
                 owed = comm.replicas * x.dropped.reshape(-1)
                 held[i] = _added_at(held[i], owed, comm.replica() * owed.size)
@@ -473,7 +468,7 @@ def _round_mean(messages: jax.Array, section: Section, comm: Comm) -> Rounded:
         inside = jnp.clip(left - length * jnp.arange(rows), 0, length)
         is_entry = jnp.arange(length)[None] < inside[:, None]
         mean, entries = jnp.where(is_entry, mean, 0), inside.astype(jnp.float32)
-    return levels.round_rows(mean, entries, section.bits_back)
+    return levels.round_rows(mean, entries, section.bits)
 
 
 def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:

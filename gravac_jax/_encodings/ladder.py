@@ -146,39 +146,46 @@ class Ladder:
         # Branches leave these alone or make them anew, and must be marked alike.
         x, states, figures = comm.cast((x, states, figures))
         given = {"bucket": self.bucket, "key": key, "step": step}
+        replicas = comm.replicas
         energy = _arrays.energy(x)
-        looked = jnp.zeros_like(x, shape=(len(self.encodings),))
+        looked: list[jax.Array] = []
         if self.is_looked_at:
             look = lambda: self.shares(x, states, key, comm, waiting=False) * energy
-            looked = _xla.chosen(looks, look, looked)
+            nothing = jnp.zeros_like(x, shape=(len(self.encodings),))
+            looked = [_xla.chosen(looks, look, nothing)]
+        # One vector goes into a branch and comes out of it: in every branch each array
+        # would have a kernel of its own.
+        leaves, structure = jax.tree.flatten(figures)
+        own, others = _arrays.ravel([energy, *looked]), _arrays.ravel(leaves)
+        all_figures = jnp.concatenate([own, others])
 
-        def branch(i: int, encoding: Encoding) -> tuple[Exchanged, Any]:
-            kind, own = _kind(encoding), encoding.traffic(self.bucket, comm.replicas)
-            rides = _carries_all(own, comm.replicas)
-            beside = (looked if self.is_looked_at else ()), (figures if rides else ())
-            carrier = Carrier(comm.axis_name, (energy, *beside))
+        def branch(encoding: Encoding) -> tuple[Sent, jax.Array, Any]:
+            kind, traffic = _kind(encoding), encoding.traffic(self.bucket, replicas)
+            rides = _carries_all(traffic, replicas)
+            carrier = Carrier(comm.axis_name, all_figures if rides else own)
             state = states.get(kind, ())
             sent, after = encoding.exchange(x, state, **given, comm=carrier)
-            mean, (whole, others, means) = carrier.mean_of_figures(sent.energy)
+            means = carrier.mean_of_figures(sent.energy)
             if not rides:
-                means = comm.mean(figures)
-            if not self.is_looked_at:
-                others = jnp.zeros_like(mean, shape=looked.shape)
-            found = Exchanged(sent, others.at[i].set(mean), whole, means)
-            return found, states | {kind: after} if kind in states else states
+                means = jnp.concatenate([means, comm.mean(others)])
+            return sent, means, states | {kind: after} if kind in states else states
 
-        taken = self.taken(comm.replicas)
-        if not isinstance(rung, np.integer):
-            branches = [functools.partial(branch, i, taken[i]) for i in reach]
-            is_below = jnp.asarray(reach) < rung
-            return jax.lax.switch(jnp.sum(is_below, dtype=jnp.int32), branches)
-        exchanged, after = branch(int(rung), taken[rung])
-        # In the branch of a conditional it would cost a pass over the bucket.
-        sent = exchanged.sent
-        if sent.residual.size:  # `jnp.where` would lose its mark of what varies
+        taken = self.taken(replicas)
+        if is_known := isinstance(rung, np.integer):
+            reach = (int(rung),)
+        branches = [functools.partial(branch, taken[i]) for i in reach]
+        at = jnp.sum(jnp.asarray(reach) < rung, dtype=jnp.int32)
+        sent, means, after = jax.lax.switch(at, branches)
+        if is_known and sent.residual.size:
+            # In the branch of a conditional it would cost a pass over the bucket.
+            # `jnp.where` would lose its mark of what varies.
             last = _xla.after_reads(sent.residual, sent.energy, energy)
             sent = sent._replace(residual=last)
-        return exchanged._replace(sent=sent), after
+        like = [energy, energy, *looked, *leaves]
+        mean, whole, *means = _arrays.unravel(means, like)
+        energies = means.pop(0) if looked else jnp.zeros_like(mean, shape=len(taken))
+        energies = jnp.where(jnp.arange(len(taken)) == rung, mean, energies)
+        return Exchanged(sent, energies, whole, structure.unflatten(means)), after
 
 
 def _kind(encoding: Encoding) -> str:
