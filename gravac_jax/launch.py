@@ -4,10 +4,12 @@ On one machine, start four processes that form one `jax.distributed` job::
 
     python -m gravac_jax.launch -n 4 train.py --its --own --arguments
 
-If a process dies, the launcher ends the others and names the process that died. The
-launcher passes SIGTERM on to all processes. If all of them then exit with status 0
-within `--grace` seconds (5), for example because they saved a checkpoint, the launcher
-exits with status 0 too.
+If a process dies, the launcher ends the others and names the process that died. With
+`--restarts K` it then starts the job again, K times at most; a script that restores its
+newest checkpoint, as with `gravac_jax.checkpoint`, goes on from there. The launcher
+passes SIGTERM on to all processes. If all of them then exit with status 0 within
+`--grace` seconds (60), for example because they saved a checkpoint, the launcher exits
+with status 0 too.
 
 A process whose script has ended waits in JAX for the others, and says so after five
 seconds: a process with fewer steps than the others, because its data were fewer, stops
@@ -47,6 +49,8 @@ import jax
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
 _PROGRAM = "gravac_jax.launch"
+# What waits for a process that died can save nothing.
+_GRACE_AFTER_ERROR_SECONDS = 5
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
-    add("--grace", type=float, default=5, help="seconds from SIGTERM to SIGKILL")
+    add("--restarts", type=int, default=0, help="how often a job may start again")
+    add("--grace", type=float, default=60, help="seconds from SIGTERM to SIGKILL")
     add("--devices", type=int, help="number of CPU devices of each process")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     add("--processes", type=int, help="number of processes of the job")
@@ -92,27 +97,41 @@ def indices(text: str) -> list[int]:
 
 
 def _run_job(options: argparse.Namespace) -> None:
-    """Start all processes on this machine, and end them together."""
+    """Start all processes on this machine, end them together, and maybe start again."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup starts its program with SIGHUP ignored, which must stay so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for restart in range(options.restarts + 1):
+        try:
+            return _run_once(options)
+        except ProcessDiedError as died:
+            said = f"{_PROGRAM}: {died}; the others were ended"
+            if restart == options.restarts:
+                raise SystemExit(said) from None
+        pause = min(2**restart, 60)
+        which = f"restart {restart + 1} of {options.restarts}"
+        sys.stderr.write(f"{said}; {which} in {pause} s\n")
+        time.sleep(pause)
+
+
+def _run_once(options: argparse.Namespace) -> None:
+    """Start all processes on this machine, and wait until they end."""
     coordinator = local_coordinator()
     launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {options.n}"
     launch += f" --devices {options.devices}" if options.devices else ""
     own = lambda i: f"{launch} --process {i} --local-devices {i}".split()
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(i), *script] for i in range(options.n)]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # nohup starts its program with SIGHUP ignored, which must stay so.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
     job = Job(commands, options.grace, env=local_environment(coordinator))
     try:
         job.wait()
-    except ProcessDiedError as died:
-        raise SystemExit(f"{_PROGRAM}: {died}; the others were ended") from None
-    except SystemExit as stop:
-        name = signal.Signals(stop.args[0] - 128).name
+    except (SystemExit, KeyboardInterrupt) as stop:
+        status = stop.args[0] if stop.args else 128 + signal.SIGINT
+        name = signal.Signals(status - 128).name
         sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
         if any(job.statuses):
-            raise
+            raise SystemExit(status) from None
 
 
 def local_coordinator() -> str:
@@ -230,7 +249,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
 
     Args:
       commands: One command for each process, as `subprocess.Popen` takes it.
-      grace_seconds: Time between SIGTERM and SIGKILL when the job ends, in seconds.
+      grace_seconds: Time between SIGTERM and SIGKILL when the job ends, in seconds; at
+        most 5 after an error, such as a process that died.
       **popen: More arguments of `subprocess.Popen` for every process, such as `env`.
 
     Raises:
@@ -245,7 +265,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
     """
 
     def __init__(
-        self, commands: Sequence[Sequence[str]], grace_seconds: float = 5, **popen: Any
+        self, commands: Sequence[Sequence[str]], grace_seconds: float = 60, **popen: Any
     ):
         self._grace_seconds = grace_seconds
         self._processes: list[Popen[Any]] = []
@@ -317,6 +337,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
         try:
             self._signal(signal.SIGTERM)
         finally:
+            deaf = [i for i, status in enumerate(self.statuses) if status is None]
+            if deaf:
+                sys.stderr.write(f"{_PROGRAM}: SIGKILL must end processes {deaf}\n")
             self._signal(signal.SIGKILL)  # ends the guardian too
             for relay in self._relays:
                 relay.join(self._grace_seconds)
@@ -330,7 +353,9 @@ class Job(contextlib.AbstractContextManager["Job"]):
             os.killpg(self._guardian.pid, number)
         _poll(lambda: None not in self.statuses, self._grace_seconds)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind not in (None, SystemExit):
+            self._grace_seconds = min(self._grace_seconds, _GRACE_AFTER_ERROR_SECONDS)
         self.end()
 
 

@@ -207,11 +207,11 @@ SCRIPT = str(Path(__file__).with_name("_resumable.py"))
 KILLS = 3
 
 
-def start(*arguments, processes=1, grace=60):
-    launch = f"-m gravac_jax.launch --grace {grace} -n {processes}".split()
+def start(*arguments, processes=1, restarts=0):
+    launch = f"-m gravac_jax.launch --restarts {restarts} -n {processes}".split()
     command = [sys.executable, *(launch if processes > 1 else [])]
     command += [SCRIPT, *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes)
 
 
@@ -237,22 +237,22 @@ def ends(process):
 def test_two_processes_that_are_stopped_go_on(tmp_path):
     """One is killed while they save, then the other one, then SIGTERM stops both."""
     whole, cut = ends(start(tmp_path / "whole", 20, processes=2)), tmp_path / "cut"
-    stops = {"step 3$": 0, "step 6$": 1, "step 10$": None}
-    for at, victim in stops.items():
-        grace = 60 if victim is None else 1
-        run = start(cut, 20, 0.3, processes=2, grace=grace)
-        try:
+    run = start(cut, 20, 0.3, processes=2, restarts=2)
+    try:
+        for at, victim in {"step 3$": 0, "step 6$": 1}.items():
             lines_until(run, at)
-            if victim is None:
-                run.send_signal(signal.SIGTERM)
-            else:  # the other one waits in a collective until it is killed, too
-                time.sleep(0.1 * (1 - victim))
-                find = ["pgrep", "-f", "--", f"--process {victim} .*{cut}"]
-                os.kill(int(subprocess.check_output(find)), signal.SIGKILL)
-            output = run.communicate(timeout=300)[0]
-        finally:
-            run.kill()
-        assert run.returncode == (0 if victim is None else 1)
+            time.sleep(0.1 * (1 - victim))
+            find = ["pgrep", "-f", "--", f"--process {victim} .*{cut}"]
+            os.kill(int(subprocess.check_output(find)), signal.SIGKILL)
+        lines_until(run, "step 10$")
+        run.send_signal(signal.SIGTERM)
+        output, errors = run.communicate(timeout=300)
+    finally:
+        run.kill()
+    assert run.returncode == 0
+    for victim, restart in enumerate(("1 of 2 in 1 s", "2 of 2 in 2 s")):
+        said = f"process {victim} of 2 .* was killed by SIGKILL; the others were ended"
+        assert re.search(f"{said}; restart {restart}\n", errors)
     (stopped,) = re.findall(r"preempted (\d+)", output)
     assert 10 <= int(stopped) < 20
     again = start(cut, 20, processes=2)
