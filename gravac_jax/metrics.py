@@ -1,4 +1,4 @@
-"""Record what every step did, in a file, in TensorBoard or in the terminal.
+"""Record what every step did, in a file, in the terminal, or wherever you like.
 
 The state of the optimizer holds the figures of the last step. A `Recorder` fetches them
 while the next step runs, and gives them to writers::
@@ -8,7 +8,6 @@ while the next step runs, and gives them to writers::
     with (
         metrics.first_host(
             lambda: metrics.JsonlWriter("runs/one.jsonl"),
-            lambda: metrics.TensorBoardWriter("runs/one"),
             lambda: metrics.LiveView(steps),
         ) as writer,
         metrics.Recorder(writer) as recorder,
@@ -17,16 +16,22 @@ while the next step runs, and gives them to writers::
             params, opt_state, loss = train_step(params, opt_state, batch(i))
             recorder.record(i, opt_state, loss=loss)
 
-A writer is any object with the two methods of `metrics.Writer`. This one sends the
-figures to Weights & Biases; open it with `lambda: Wandb(project="one")`::
+A writer is any object with the two methods of `metrics.Writer`. These send the figures
+to Weights & Biases, and to TensorBoard; open them with `lambda: Wandb(project="one")`
+and `lambda: TensorBoard("runs/one")`::
 
     class Wandb:
         def __init__(self, **options): self.run = wandb.init(**options)
         def write(self, step, scalars): self.run.log(dict(scalars), step=step)
         def close(self): self.run.finish()
 
-`TensorBoardWriter` and `LiveView` need an extra: `pip install '.[tools]'` in the
-clone.
+    class TensorBoard(tensorboardX.SummaryWriter):
+        def write(self, step, scalars):
+            for name, x in scalars.items(): self.add_scalar(name, x, step)
+
+Of a run that resumes at step k, `TensorBoard("runs/one", purge_step=k)` hides what was
+written for later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in
+the clone.
 """
 
 import contextlib
@@ -57,13 +62,11 @@ __all__ = [
     "JsonlWriter",
     "LiveView",
     "Recorder",
-    "TensorBoardWriter",
     "Writer",
     "explain",
     "first_host",
     "read_jsonl",
     "scalars",
-    "scalars_of_steps",
 ]
 
 GAINS = "gravac/gains/"  # behind it stands the name of an encoding
@@ -106,70 +109,34 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
       >>> figures["gravac/is_finite"], figures["loss"]
       (1.0, 0.5)
     """
-    return _copy(opt_state, others)()[0]
-
-
-def scalars_of_steps(infos: Any, **others: Any) -> list[dict[str, float]]:
-    """Return the figures of many steps, such as those of a `jax.lax.scan`.
-
-    Args:
-      infos: A `StepInfo` whose leaves have a leading axis `[steps, ...]`. A scan makes
-        it if its body returns `optax.tree.get(opt_state, "StepInfo")`.
-      others: More figures of these steps, `[steps]` each.
-
-    Returns:
-      For every step, what `scalars` returns.
-
-    Raises:
-      ValueError: If `infos` holds no `StepInfo` or more than one, or if one of `others`
-        does not have one entry for each step.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> import gravac_jax as gravac
-      >>> from gravac_jax import metrics
-      >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
-      >>> tx = optax.chain(exchange, optax.sgd(0.1))
-      >>> params = {"w": jnp.ones((256, 256))}
-      >>> def step(opt_state, grads):
-      ...     updates, opt_state = tx.update(grads, opt_state)
-      ...     return opt_state, optax.tree.get(opt_state, "StepInfo")
-      >>> grads = {"w": jnp.ones((3, 256, 256))}
-      >>> opt_state, infos = jax.lax.scan(step, tx.init(params), grads)
-      >>> [x["gravac/bad_steps"] for x in metrics.scalars_of_steps(infos)]
-      [0.0, 0.0, 0.0]
-    """
-    return _copy(infos, others, of_many=True)()
+    return _copy(opt_state, others)()
 
 
 def _copy(
-    tree: Any, others: Mapping[str, Any], named: Any = (), of_many: bool = False
-) -> Callable[[], list[dict[str, float]]]:
+    tree: Any, others: Mapping[str, Any], named: Any = ()
+) -> Callable[[], dict[str, float]]:
     """Copy figures on the device; return a function that waits for them.
 
-    A later step may overwrite the state meanwhile. The function returns the figures of
-    every step, by name.
+    A later step may overwrite the state meanwhile.
     """
     info = _info_in(tree)._asdict()
     gains = _local(info.pop("gains"))
     figures = {f"gravac/{name}": _local(x) for name, x in info.items()} | dict(others)
-    steps = figures["gravac/factor"].size if of_many else 1
     for name, x in figures.items():
         # Of an array with an entry for each replica, this host may hold one alone.
-        if [np.size(y) for y in jax.tree.leaves(x)] != [steps]:
+        if [np.size(y) for y in jax.tree.leaves(x)] != [1]:
             raise ValueError(
-                f"`{name}` must be a number or an array with one entry for each step"
-                f" ({steps}), got {_arrays.brief(x)}. Give its mean, or one if all are"
-                " the same; for many steps call metrics.scalars_of_steps(infos)."
+                f"`{name}` must be a number or an array with one entry, got"
+                f" {_arrays.brief(x)}. Give its mean, or one if all are the same; of a"
+                f" scan over steps take jax.tree.map(lambda x: x[i], infos)."
             )
-    rungs = range(gains.size // max(1, steps))
+    rungs = range(gains.size)
     _check_ladder(named or rungs, len(rungs))
     names = [*figures, *(f"{GAINS}{rung}" for rung in named or rungs)]
     # JAX would wrap integers of the host around.
     narrow = lambda x: np.float32(x) if isinstance(x, np.ndarray) else x
     table = _table([*(narrow(_local(x)) for x in figures.values()), gains])
-    rows = lambda: np.asarray(table, np.float64).tolist()
-    return lambda: [dict(zip(names, row, strict=True)) for row in rows()]
+    return lambda: dict(zip(names, np.asarray(table, float).tolist(), strict=True))
 
 
 def _check_ladder(named: Sequence[Any], rungs: int) -> None:
@@ -182,9 +149,8 @@ def _check_ladder(named: Sequence[Any], rungs: int) -> None:
 
 @jax.jit
 def _table(columns: list[jax.Array]) -> jax.Array:
-    """Return all figures in one array, `[steps, names]` float32: one transfer."""
-    rows = [x.astype(jnp.float32).reshape(columns[0].size, -1) for x in columns]
-    return jnp.concatenate(rows, axis=1)
+    """Return all figures in one array, `[names]` float32: one transfer."""
+    return jnp.concatenate([x.astype(jnp.float32).ravel() for x in columns])
 
 
 def _local(value: Any) -> Any:
@@ -272,13 +238,11 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
 def _verdict(found: Predictions, choice: int) -> str:
     """Return what was done with a choice."""
     if choice == found.home:
-        return "taken" if found.fits[choice] else "taken, more than most_bytes"
+        return "taken"
     if choice == found.current:
         return "visited, to measure it"
     if found.waits_too_long[choice]:
         return "only at own params"
-    if not found.fits[choice]:
-        return "too many bytes"
     return "" if found.is_allowed[choice] else "too little progress"
 
 
@@ -374,7 +338,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         for x in writers:
             self.writers += x if isinstance(x, _Writers) else [x]
         self._named = list(map(repr, controller_of(send).ladder)) if send else []
-        self._copied: dict[int, Callable[[], list[dict[str, float]]]] = {}
+        self._copied: dict[int, Callable[[], dict[str, float]]] = {}
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
         """Copy the figures of a step, and write those of the step before.
@@ -398,7 +362,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """Wait for the step recorded last, and write its figures."""
         while self._copied:
             step, fetch = self._copied.popitem()
-            self.writers.write(step, *fetch())
+            self.writers.write(step, fetch())
 
     def __exit__(self, *_: Any) -> None:
         self.flush()
@@ -509,55 +473,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
         warnings.warn(f"{path}: {why}", stacklevel=3)
 
 
-class TensorBoardWriter:
-    """Writes the event files that TensorBoard shows.
-
-    When a run resumes at step k, TensorBoard hides what was written for step k and
-    later before.
-
-    Args:
-      directory: Directory of this run, created if needed. Give `tensorboard --logdir`
-        this directory or its parent.
-
-    Raises:
-      ImportError: If tensorboardX is not installed.
-      OSError: If the directory cannot be created.
-
-    Example:
-      >>> import pathlib, tempfile
-      >>> from gravac_jax import metrics
-      >>> directory = pathlib.Path(tempfile.mkdtemp())
-      >>> writer = metrics.TensorBoardWriter(directory)
-      >>> writer.write(0, {"loss": 0.5})
-      >>> writer.close()
-      >>> len(list(directory.glob("events.out.tfevents.*")))
-      1
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        from tensorboardX import FileWriter
-        from tensorboardX.proto import event_pb2
-
-        self._file, self._protocol = FileWriter(str(directory)), event_pb2
-        self._has_written = False
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add the figures of a step."""
-        protocol: Any = self._protocol
-        if not self._has_written:  # hides what an earlier process wrote from here on
-            start = protocol.SessionLog(status=protocol.SessionLog.START)
-            self._file.add_event(protocol.Event(session_log=start), step)
-            self._has_written = True
-        event = protocol.Event()  # SummaryWriter would write Bits_2_ for Bits(2)
-        for name, x in scalars.items():
-            event.summary.value.add(tag=name, simple_value=float(x))
-        self._file.add_event(event, step)
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        self._file.close()
-
-
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}
 _ALARMS = {
     "gravac/bad_steps": "{:.0f} bad steps: a gradient was not finite",
@@ -604,11 +519,9 @@ class LiveView:
         transient: bool = False,
         every_seconds: float = 10.0,
     ) -> None:
-        from rich import console as consoles
         from rich import progress
 
         self.every_seconds, self._due = every_seconds, -math.inf  # of the next line
-        self._console = console or consoles.Console()
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
@@ -616,7 +529,7 @@ class LiveView:
             "{task.fields[pace]}",
             progress.TimeRemainingColumn(),
             "left",
-            console=self._console,
+            console=console,
             refresh_per_second=2,  # a frame takes milliseconds of a core
             transient=transient,
             expand=True,
@@ -628,7 +541,7 @@ class LiveView:
         self._sent: list[str] = []  # figures of the last step that sent
         self._losses: list[float] = []
         self._bytes = np.zeros(2)  # so far: sent, and dense
-        if self._console.is_terminal:
+        if self._progress.console.is_terminal:
             self._progress.live.start()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -640,12 +553,11 @@ class LiveView:
         figures, total, alarms = self._shown(step, scalars)
         self._lines = ["  ".join(figures), *total, *alarms]
         is_due = step + 1 == task.total or time.monotonic() >= self._due
-        if is_due and not self._console.is_terminal:
+        if is_due and not self._progress.console.is_terminal:
             self._due = time.monotonic() + self.every_seconds
             place = f"step {step + 1} of {task.total}"
             words = [task.description, place, *figures, *total, pace, *alarms]
-            line = ", ".join(filter(None, words))
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._progress.console.out(", ".join(filter(None, words)), highlight=False)
 
     def close(self) -> None:
         """Leave the last view in the terminal, or remove it if `transient`."""

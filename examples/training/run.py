@@ -42,7 +42,6 @@ class Options:
       save_every: Steps from one checkpoint to the next.
       bandwidth_mbit: The bandwidth of the network that simulated replicas are said to
         have; real steps are timed.
-      tensorboard: Also write what TensorBoard shows.
       trace: Also write a profile of ten steps, once ten are done, for Perfetto.
     """
 
@@ -56,7 +55,6 @@ class Options:
     out: Path | None = None
     save_every: int = 500
     bandwidth_mbit: float = 1000
-    tensorboard: bool = False
     trace: bool = False
 
     @property
@@ -185,13 +183,10 @@ class Run:
 
     def _writers(self) -> list[Callable[[], metrics.Writer]]:
         folder, steps = self.folder, self._config.steps
-        writers: list[Callable[[], metrics.Writer]] = [
+        return [
             lambda: metrics.JsonlWriter(folder / "metrics.jsonl"),
             lambda: metrics.LiveView(steps, title=self._label),
         ]
-        if self._options.tensorboard:
-            writers.append(lambda: metrics.TensorBoardWriter(folder / "tensorboard"))
-        return writers
 
     def _claim(self) -> None:
         """Write down what this is a run of, or refuse to go on with another one."""
