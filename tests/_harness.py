@@ -20,6 +20,11 @@ from gravac_jax._step.states import transform_states
 N = 4  # replicas; a power of two, so that a mean of integers is exact
 AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 
+# How XLA compiles for users, where tests read a compiled program (see conftest.py).
+AS_USERS = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):  # later ones have no emitters beside these
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
+
 # A sum of N float32 numbers in any order, halved exactly twice: each of the N - 1
 # additions rounds by at most 2**-24 of a partial sum, which sum |x| bounds.
 SUM_ROUNDING = N * 2.0**-24

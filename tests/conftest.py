@@ -1,8 +1,9 @@
 """Eight virtual devices, JAX at its strictest, and a cache of compiled programs.
 
-Tests run with XLA's default optimisation, as users run. What a program compiles to is
-kept across runs in pytest's cache (`.pytest_cache/d/xla-...`; `pytest --cache-clear`
-empties it), because compiling takes longer than all else here.
+Compiling takes longer than all else here. So kernels, of which most run once, are not
+optimised, unless `XLA_FLAGS` is set: `XLA_FLAGS= pytest` runs as users run. And what a
+program compiles to is kept across runs in pytest's cache (`.pytest_cache/d/xla-...`;
+`pytest --cache-clear` empties it).
 """
 
 import hashlib
@@ -13,7 +14,10 @@ import platform
 import jax
 import numpy as np
 import pytest
+from _harness import AS_USERS
 
+# Child processes have them, too.
+os.environ.setdefault("XLA_FLAGS", " ".join(f"--{name}=0" for name in AS_USERS))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import _harness
 import jax
@@ -56,7 +57,7 @@ ADAM = optax.scale_by_adam(), optax.scale(-0.05)
 RECIPES = {
     "fastest": two_stages(gravac.Fastest(LADDER), optax.sgd(0.1, momentum=0.9)),
     "adamw": gravac.adamw(0.05, **ONE_BIT),
-    "delayed": gravac.adamw(0.05, delay=1, **ONE_BIT),
+    "delayed": gravac.sgd(0.05, delay=1, **ONE_BIT),
     "adam after": two_stages(ONE_BIT["send"], *ADAM),
     "plain": gravac.sgd(0.05, **ONE_BIT),
     "rungs": two_stages(Listed()),
@@ -216,6 +217,14 @@ def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_pa
     with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
         traced(new_step(tx))
     traced(new_step(tx, at="shared"))
+
+
+def test_adam_after_few_entries_is_warned_about():
+    for factor in (2, 64):
+        with warnings.catch_warnings(record=True) as said:
+            traced(new_step(two_stages(gravac.TopK(factor), *ADAM)))
+        is_said = any("the loss ends higher" in str(x.message) for x in said)
+        assert is_said == (factor == 64)
 
 
 @jax.tree_util.register_dataclass

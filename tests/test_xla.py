@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+from _harness import AS_USERS
 
 from gravac_jax import _xla
 
@@ -18,7 +19,7 @@ X = jax.ShapeDtypeStruct((N,), jnp.float32)
 
 def text(function, **options):
     """Return the compiled program of a function of `[N]` float32."""
-    return jax.jit(function, **options).lower(X).compile().as_text()
+    return jax.jit(function, **options).lower(X).compile(AS_USERS).as_text()
 
 
 def kernels(program):
