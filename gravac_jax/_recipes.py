@@ -122,7 +122,9 @@ def adamw(
 
     A step is scaled by the learning rate at which it was made, even if it is sent
     later. Weight decay is decoupled and acts on the shared params at every step. (It
-    counts a flush as a step in its schedule of the learning rate; Adam does not.)
+    counts a flush as a step in its schedule of the learning rate; Adam does not.) The
+    schedule's own count differs in shape, one for each replica: a loop that reads the
+    step takes `optax.tree.get(opt_state, "TransformState").steps`, one number.
 
     Args:
       learning_rate: a number, or a schedule of Optax, as tuned for dense AdamW. Steps
@@ -154,15 +156,15 @@ def adamw(
       The costs of `gravac.OwnOptimizer` and of `gravac.own_params`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> mesh = gravac.make_mesh(devices=jax.devices()[:2])
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
       >>> step = gravac.train_step(loss_fn, gravac.adamw(1e-3), mesh)
       >>> params, opt_state = step.init({"w": jnp.ones((256, 256))})
       >>> params, opt_state, loss = step(params, opt_state, jnp.ones((4, 256)))
-      >>> float(loss)
-      65536.0
+      >>> float(loss), int(optax.tree.get(opt_state, "TransformState").steps)
+      (65536.0, 1)
     """
     _refuse_rate(learning_rate)
     _refuse.number(b1, "b1", low=0, below=1)

@@ -300,6 +300,14 @@ def pure(steps: Any) -> None:
         )
 
 
+def by_leaf(why: str) -> None:
+    """Refuse a memory that runs on whole leaves where leaves are cut."""
+    raise ValueError(
+        f"`memory` runs an optimizer on whole leaves, and {why}: use one that works"
+        f" entry by entry, memory=gravac.OwnOptimizer(optax.adam(1e-3))."
+    )
+
+
 def state_of_others(received: Any, expected: Any) -> None:
     """Refuse a state that was made for other params, or with other components."""
     had, need = (

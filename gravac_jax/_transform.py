@@ -41,7 +41,6 @@ def transform(
     fast_axis_name: AxisName = None,
     shardings: Any = None,
     network: WireCost | None = None,
-    check_every: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Average gradients over replicas, sending few bits or few entries of them.
 
@@ -107,10 +106,6 @@ def transform(
         the step runs by `gravac.data_parallel` without a fast axis, and `compress`
         chooses whole leaves.
       network: predicts step times until measured ones arrive. Default: `WireCost()`.
-      check_every: steps between comparisons of the params of all replicas (`update`
-        then needs them); 0 for never. `StepInfo.disagreements` counts comparisons that
-        found a difference, and `gravac.resync` mends it. The bytes of these comparisons
-        are not counted.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its state is a NamedTuple of arrays;
@@ -177,7 +172,6 @@ def transform(
         every=every,
         delay=delay,
         network=network,
-        check_every=check_every,
     )
     return optax.GradientTransformationExtraArgs(
         components.init, functools.partial(update, components)

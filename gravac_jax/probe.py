@@ -6,9 +6,9 @@ times training steps on the devices it runs on: dense ones, and one kind for eac
 encoding, such as `Bits(2)`. The gradient has the given number of entries and costs
 nothing to compute. To time your own computation too, give it your loss,
 `--loss package.module:function`: a function without arguments that returns
-`(loss_fn, params, batch)`, with the batch of one replica. With `--headroom` the probe
-times only dense steps and steps without an exchange. Their ratio is the most that any
-compression can win. To time other encodings, write them as in Python:
+`(loss_fn, params, batch)`, with the batch of one replica. The probe then also times
+steps without an exchange, which show the most that any compression can win. To time
+other encodings, write them as in Python:
 
     python -m gravac_jax probe --params 66e6 --send "Bits(1, turns=4)" "TopK(30)"
 
@@ -87,8 +87,6 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.headroom and not options.loss:
-        parser.error("--headroom needs a computation to compare with: give --loss")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: there is no directory for this file")
     axes = options.mesh or {"data": jax.device_count()}
@@ -100,10 +98,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     mesh = Mesh(gravac.make_mesh().devices.reshape(sizes), tuple(axes))
     model = options.loss() if options.loss else stand_in(options.params)
-    send = [] if options.headroom else options.send
     if jax.process_index() == 0:
         sys.stderr.write(f"compiling, then timing for {options.seconds:g} s or more\n")
-    results = measure(mesh, model, send, options.seconds)
+    results = measure(mesh, model, options.send, options.seconds)
     if not options.loss:  # the time of a stand-in's computation means nothing
         del results["network"]["compute_seconds"]
         results["headroom"] = None
@@ -125,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"
     model.add_argument("--loss", type=pkgutil.resolve_name, help=help)
     add = parser.add_argument
-    add("--headroom", action="store_true", help="only time dense steps; needs --loss")
     help = "encodings to time, written as in Python; default: %(default)s"
     add("--send", nargs="+", type=encoding, default=SEND, metavar="X", help=help)
     help = "the mesh, compressed over its first axis; default: one axis"
@@ -207,8 +203,7 @@ def measure(
     Args:
       mesh: The mesh to train on. Steps compress over its first axis.
       model: The model to train.
-      send: The encodings. Without any, only dense steps and steps without an exchange
-        are timed.
+      send: The encodings.
       seconds: How long to time. Compiling comes on top.
 
     Returns:
@@ -342,7 +337,7 @@ def compare(seconds: Seconds, sent: Mapping[str, float]) -> list[dict[str, Any]]
 
 
 def network(times: Seconds, sent: dict[str, float], messages: int) -> dict[str, float]:
-    """Return the arguments of `gravac.WireCost`, as far as they were measured.
+    """Return the arguments of `gravac.WireCost` as they were measured.
 
     What a compressed step takes beyond its computation, its bytes and the messages of
     an all-reduce counts as selection.
@@ -350,7 +345,6 @@ def network(times: Seconds, sent: dict[str, float], messages: int) -> dict[str, 
     Args:
       times: `[rounds]` seconds of the steps, and of what is timed beside them.
       sent: The bytes of each step. A dense step sends those of the large all-reduce.
-        Without another one, selection is left out.
       messages: How many messages of an all-reduce follow one after the other.
     """
     median = {name: float(np.median(x)) for name, x in times.items()}
@@ -360,9 +354,8 @@ def network(times: Seconds, sent: dict[str, float], messages: int) -> dict[str, 
     found = {"bytes_per_second": 1 / byte_seconds, "compute_seconds": compute}
     found["latency_seconds"] = latency / messages
     known = lambda name: compute + latency + sent[name] * byte_seconds
-    if others := [median[name] - known(name) for name in sent if name != "dense"]:
-        found["selection_seconds"] = max(0.0, float(np.median(others)))
-    return found
+    others = [median[name] - known(name) for name in sent if name != "dense"]
+    return found | {"selection_seconds": max(0.0, float(np.median(others)))}
 
 
 def verdict(results: dict[str, Any]) -> str:
@@ -371,8 +364,6 @@ def verdict(results: dict[str, Any]) -> str:
     most = f"without an exchange a step is {headroom} times as fast as a dense one"
     if headroom and headroom.high < PAYS_FROM:
         return f"compression will not pay here: even {most}"
-    if not others:
-        return f"compression may pay here: {most}, the most that can be won"
     best = max(others, key=lambda x: x["speed_up"].middle)
     said = {"yes": "compression pays here", "no": "compression will not pay here"}
     answer = said.get(best["pays"], "too close to call")

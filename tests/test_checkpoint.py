@@ -44,7 +44,7 @@ PADDED = {"compress": True, "send": gravac.Bits(2, turns=4, row_entries=32)}
 
 RECIPES = {
     "clip, decay, checks": BITS
-    | {"clip": gravac.ClipByGlobalNorm(1.0), "weight_decay": 0.01, "check_every": 2},
+    | {"clip": gravac.ClipByGlobalNorm(1.0), "weight_decay": 0.01},
     "nothing compressed": {"compress": False, "send": FEW},
     "several buckets": CHOOSES,
     "several encodings": {"send": Scripted((DENSE, gravac.LowRank(4), FEW))},

@@ -1,6 +1,7 @@
 """Replicas that drift apart are noticed and mended; a guard skips bad steps."""
 
 import functools
+import warnings
 
 import _harness
 import jax
@@ -90,26 +91,30 @@ def test_a_resync_leaves_what_differs_per_replica():
     assert_same(_harness.residual(jax.jit(sync)(state)), residual)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_replicas_that_drift_apart_are_counted(check_vma):
-    tx = gravac.transform(send=gravac.Dense(), check_every=3)
+# Replicas differ from the seventh step on, in an entry that each exchange compares, or
+# in one that it does not.
+@pytest.mark.parametrize(("entry", "seen"), [(0, [1, 2, 3, 4, 5, 6]), (1, [0] * 6)])
+def test_replicas_that_drift_apart_are_counted_and_warned_about(entry, seen):
+    tx = gravac.transform(send=gravac.Dense())
 
     def train_step(params, state, batch):
         # A fault of one device that shard_map knows nothing of.
-        fault = jnp.where(jax.lax.axis_index("data") == 1, batch[0, 0], 0.0)
-        updates, state = tx.update(0 * params + batch[0], state, params + fault)
+        fault = jnp.where(jax.lax.axis_index("data") == 1, batch[0], 0.0)
+        apart = params.at[entry].add(fault)
+        updates, state = tx.update(0 * params + batch, state, apart)
         return optax.apply_updates(params, updates), state
 
-    params, state = gravac.place((jnp.ones(8), tx.init(jnp.ones(8))), MESH)
-    step = gravac.data_parallel(train_step, MESH, check_vma=check_vma)
+    state = gravac.place((jnp.ones(999), tx.init(jnp.ones(999))), MESH)
+    step = gravac.data_parallel(train_step, MESH, check_vma=entry == 0)
     counts = []
-    for i in range(12):
-        batch = np.zeros((N, 8), np.float32)
-        batch[:, 0] = i >= 6
-        params, state = step(params, state, batch)
-        counts.append(int(state.info.disagreements))
-    # Every third step compares; replicas differ from the seventh step on.
-    assert counts == [0] * 8 + [1, 1, 1, 2]
+    with warnings.catch_warnings(record=True) as said:
+        for i in range(12):
+            batch = np.full(N, i >= 6, np.float32)
+            state = jax.block_until_ready(step(*state, batch))
+            counts.append(int(state[1].info.disagreements))
+    assert counts == [0] * 6 + seen
+    first = f"in step {1 + counts.index(1)} of" if any(seen) else ""
+    assert [first in str(x.message) for x in said] == [True] * any(seen)
 
 
 # The guard around an optimizer
@@ -209,7 +214,8 @@ def test_bad_steps_change_nothing_but_counters(name):
     assert_same(without_counters(after, name), without_counters(expected, name))
 
 
-@pytest.mark.parametrize("name", choices(GUARDED, INJECTED.__eq__))
+# Two programs round apart what a controller has seen.
+@pytest.mark.parametrize("name", choices([INSIDE, INJECTED], INJECTED.__eq__))
 def test_a_guard_changes_no_good_step_and_without_one_a_bad_step_moves_params(name):
     bare = "inject_hyperparams" if name == INSIDE else name.removeprefix("guarded ")
     unguarded = run(bare, *[GOOD] * 4, BAD[0])

@@ -41,7 +41,6 @@ ARGUMENTS = [
     (V, TOP_K, {"indices": "bfloat16"}, "'uint16'"),
     (V, gravac.Bits, {"bits": 3}, "8 or 4 or 2 or 1"),
     (V, gravac.Bits, {"bits": 2.0}, "8 or 4 or 2 or 1"),
-    (V, BITS, {"mean_bits": 16}, "8 or 4 or 2 or 1"),
     (V, BITS, {"turns": 0}, "at least 1"),
     (V, BITS, {"row_entries": 100}, "multiple of 32"),
     (V, LOW_RANK, {"rank": 0}, "at least 1"),
@@ -74,7 +73,6 @@ ARGUMENTS = [
     (V, transform, {"weight_decay": -1}, "at least 0"),
     (V, transform, {"every": 0}, "a function of the step"),
     (V, transform, {"delay": "1"}, "0 or 1"),
-    (V, transform, {"check_every": True}, "0 for never"),
     (T, GRAD, {"axis_name": 0}, "None"),
     (V, GRAD, {"micro_batches": 0}, "at least 1"),
     (T, adamw, {"learning_rate": "1e-3"}, "schedule"),
@@ -207,7 +205,6 @@ def linear(make):
 
 
 RISING = transform(compress=True, send=FASTEST((gravac.TopK(10), gravac.Bits(8))))
-CHECKING = transform(None, compress=True, check_every=3)
 DECAYING = transform(None, compress=True, weight_decay=0.1)
 DROPPING = optax.GradientTransformation(*ALONE)._replace(
     update=lambda grads, state, params=None: CHAINED.update(grads, state, params)
@@ -255,7 +252,6 @@ VALUES = {
         (update, PARAMS, WITH_MOMENTUM.init(PARAMS)),
     ],
     "(4, 96)…(96,)…gravac.state_specs": (update, PARAMS, place(STATE, N)),
-    "check_every…tx.update(grads, opt_state, params)": (CHECKING.update, PARAMS, STATE),
     "weight_decay…tx.update(grads, opt_st…": (DECAYING.update, PARAMS, STATE),
     "['b']…('data',)…lax.pmean…gravac.value_and_grad": partial(run, grads=summed),
     "not placed on 4…gravac.place…gravac.state_specs": [

@@ -105,7 +105,6 @@ def test_wrong_arguments_are_refused(capsys):
         ("", "one of the arguments --params --loss is required"),
         ("--params 1e6 --mesh a=3", "must have all 8 devices"),
         ("--params 1e6 --json no/probe.json", "there is no directory for this"),
-        ("--params 1e6 --headroom", "give --loss"),
         ("--params 1e6 --mesh a", "invalid mesh_axes value: 'a'"),
         ("--params 1e6 --send Bits(3)", r"got 'Bits\(3\)' \(`bits` must be 8 or"),
     ):
@@ -151,8 +150,7 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     assert dense == 4 * 16384 * 2 * 7 / 8
     assert report["headroom"][0] > 0
     assert probe.read(path).compute_seconds == report["network"]["compute_seconds"]
-    probe.main(f"--loss {model}:loss --headroom --seconds 0.1".split())
-    assert "without an exchange a step is" in capsys.readouterr().out
+    assert "Without an exchange a step takes" in said
     with pytest.raises(ValueError, match="not finite"):
         probe.main(f"--loss {model}:infinite --send TopK(10)".split())
 

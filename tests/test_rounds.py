@@ -131,8 +131,9 @@ def test_a_bad_gradient_is_nothing_to_its_replica_and_the_others_hear_later(how)
 def test_params_are_compared_at_the_exchanges():
     params = jax.tree.map(np.zeros_like, GRADIENTS)
     params["w"][:, 1] = 1
-    _, states = program(check_every=4)(GRADIENTS, params=params)
-    assert states.info.disagreements.tolist() == [0, 0, 0, 0, 0, 1]
+    for how, seen in ({}, [0, 0, 1, 1, 1, 2]), ({"delay": 1}, [0, 0, 1, 1, 1, 2]):
+        _, states = program(**how)(GRADIENTS, params=params)
+        assert states.info.disagreements.tolist() == seen
 
 
 def test_a_flush_in_the_middle_of_a_round_delivers_what_has_gathered():

@@ -5,6 +5,7 @@ Optax that holds whole arrays is taken to remember gradients, and wrappers are k
 their names.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _refuse
+from gravac_jax._encodings.base import Bucket
 from gravac_jax._memory.momentum import MomentumState
 from gravac_jax._outer import OuterState
 from gravac_jax._step import states
@@ -65,7 +67,7 @@ def checked(
 
 def ask(tx: Any, how: str, *given: Any, **extra: Any) -> Any:
     """Return `tx.update(*given)` of a delivery; refuse what would take a step."""
-    # The transform writes to `asked` that it has heard.
+    # The transform adds to `asked` what it is made of.
     asked, found, why = [how], None, None
     try:
         found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
@@ -110,6 +112,29 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     of_dx = _refuse.reached(jaxpr, [False] * n + [True] * n + others)
     has_none = map(lambda x, dx: x and not dx, of_x[:m], of_dx[m:])
     return not any(of_x[m:]) and not any(has_none)
+
+
+def suited(tx: Any, params: Any, opt_state: Any) -> str:
+    """Return at which params gradients should be taken, "own" or "shared".
+
+    Warn of what is not linear, such as Adam, after an exchange of few bits.
+    """
+    # What waits needs own params, and says so where it cannot.
+    if waits(opt_state) or is_linear(tx, params, opt_state):
+        return "own"
+    asked: list[Any] = ["identity"]  # to which the transform adds what it is made of
+    tx.update(params, opt_state, params, deliver=asked)
+    ours, many = asked[1], Bucket(2**24)
+    coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
+    is_coarse = coarsest.traffic(many, 2).bits < 3 * many.n
+    if is_coarse and not ours.memory.is_at_own_params:
+        warnings.warn(
+            f"what follows gravac.transform is not linear, such as Adam or a clip, and"
+            f" sees what {coarsest!r} sends, so that the loss ends higher: take"
+            f" gravac.adamw(1e-3), gravac.transform(clip=...), or send=gravac.Bits(8).",
+            stacklevel=2,
+        )
+    return "shared"
 
 
 def check_momentum(state: Any) -> None:

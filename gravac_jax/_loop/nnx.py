@@ -400,8 +400,7 @@ def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., A
     """Return what delivers into a model and an optimizer of all replicas."""
     from flax import nnx
 
-    def deliver(model: Any, optimizer: Any, batch: Any) -> None:
-        del batch
+    def deliver(model: Any, optimizer: Any, _: Any) -> None:
         shared = nnx.as_pure(nnx.state(model, optimizer.wrt))
         opt_state = nnx.as_pure(optimizer.opt_state)
         params, opt_state = delivery.flush(optimizer.tx, shared, opt_state)

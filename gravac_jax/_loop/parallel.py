@@ -11,7 +11,7 @@ import numpy as np
 from jax import core
 
 from gravac_jax import _arrays, _network, _refuse
-from gravac_jax._loop import placement
+from gravac_jax._loop import placement, watch
 from gravac_jax._network import AxisName, Comm
 from gravac_jax._step import states
 
@@ -54,6 +54,8 @@ def data_parallel(
       masks of their own write `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
     - Skip a step, or scale a loss, by what all replicas agree on, such as
       `jax.lax.pmin(is_finite.astype(jnp.int32), axis_name)`, or take `gravac.guard`.
+      The step warns once its replicas hold different params
+      (`StepInfo.disagreements`).
 
     The first axis of the batch has rows. A batch of several steps for a scan, `(steps,
     rows, ...)`, would be split along the steps: make it `(rows, steps, ...)` and scan
@@ -122,7 +124,7 @@ def data_parallel(
             body,
             mesh=cast(jax.sharding.Mesh, mesh),
             in_specs=(*specs, jax.P(axes), jax.P()),
-            out_specs=(*specs, metrics),
+            out_specs=(*specs, metrics, jax.P()),
             check_vma=check_vma,
         )(state, *others)
 
@@ -132,7 +134,7 @@ def data_parallel(
             by_vmap if is_vmapped else by_shard_map,
             donate_argnums=(0, 1) if donate else (),
             # XLA drops the names of axes that are one device long.
-            out_shardings=(placement.shardings(lies, mesh), None, None),
+            out_shardings=(placement.shardings(lies, mesh), None, None, None),
         )
 
     def run(how: str, /, *args: Any, **shared: Any) -> Any:
@@ -146,9 +148,12 @@ def data_parallel(
         shared = jax.tree.map(put_whole, shared)
         return getattr(program(is_vmapped, lies), how)(state, own, batch, shared)
 
+    watched = watch.Watch()
+
     @functools.wraps(train_step)
     def step(*args: Any, **shared: Any) -> Any:
-        state, own, metrics = run("__call__", *args, **shared)
+        state, own, metrics, counts = run("__call__", *args, **shared)
+        watched.see(counts)
         return (*state, *own, *metrics)
 
     # Not `trace`, by which jax.eval_shape would see what the jitted part returns.
@@ -202,16 +207,16 @@ def _by_vmap(
     mapped = jax.vmap(
         body,
         in_axes=(axes, 0, 0, None),
-        out_axes=(axes, 0, None if averages else 0),
+        out_axes=(axes, 0, None if averages else 0, None),
         axis_name=axis_name,
         spmd_axis_name=axis_name if is_mesh else None,
     )
     *rows, shared = others
     own, batch = jax.tree.map(split, rows)
-    state, own, metrics = mapped(_of_local(split, state), own, batch, shared)
+    state, own, metrics, counts = mapped(_of_local(split, state), own, batch, shared)
     join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     metrics = metrics if averages else jax.tree.map(join, metrics)
-    return _of_local(join, state), jax.tree.map(join, own), metrics
+    return _of_local(join, state), jax.tree.map(join, own), metrics, counts
 
 
 def _of_local(change: Step, state: Any) -> Any:
@@ -229,7 +234,7 @@ def _on_one_replica(train_step: Step, axis_name: AxisName, averages: bool) -> St
 
     def body(
         state: tuple[Any, ...], own: tuple[Any, ...], batch: Any, shared: dict[str, Any]
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any]:
         given = (*state, *own)
         # A step may change nnx objects in place: it has a copy of what came in.
         copy = jax.tree.map(lambda x: x, given)
@@ -246,7 +251,8 @@ def _on_one_replica(train_step: Step, axis_name: AxisName, averages: bool) -> St
             metrics = _reported(metrics, comm)
         else:
             metrics = comm.cast(jax.tree.map(lambda x: jnp.asarray(x)[None], metrics))
-        return after, comm.cast(own_after), metrics
+        counts = [x.info.disagreements for x in states.transform_states(after)]
+        return after, comm.cast(own_after), metrics, jax.tree.leaves(counts)
 
     return body
 

@@ -1,6 +1,5 @@
 """A whole train step in one call: everything that a loop should not forget."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from gravac_jax import _network, _refuse
 from gravac_jax._loop import chain, delivery, gradients, parallel, placement
 from gravac_jax._loop.step_clock import StepClock
 from gravac_jax._network import AxisName
-from gravac_jax._step.states import Round, TransformState
+from gravac_jax._step.states import TransformState
 
 
 def train_step(
@@ -57,7 +56,8 @@ def train_step(
       at: where a replica takes its gradient: at its "own" params, or at the "shared"
         ones. By default at its own, unless what comes after the transform is not linear
         in the updates. Learning rates, momentum and decay are linear; Adam,
-        `optax.MultiSteps` and clips are not: give a clip to the transform.
+        `optax.MultiSteps` and clips are not: give a clip to the transform. What is not
+        linear after few bits or entries makes the loss higher, and the step warns.
       branches: whether the rungs of a controller are branches of one program, as by
         default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
         program of its own, which is compiled when it is first taken: XLA fuses more, a
@@ -108,10 +108,7 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where, own = at, params
-        if where is None:  # what waits needs own params, and says so where it cannot
-            is_own = chain.waits(opt_state) or chain.is_linear(tx, params, opt_state)
-            where = "own" if is_own else "shared"
+        where, own = at or chain.suited(tx, params, opt_state), params
         if where == "own":
             own = delivery.own_params(tx, params, opt_state)
         value, grads = loss_and_grad(own, batch)
@@ -125,10 +122,6 @@ def train_step(
             metrics = *metrics, _what_follows(_transform_of(opt_state))
         return params, opt_state, *metrics
 
-    def deliver(params: Any, opt_state: Any, batch: Any) -> Any:
-        del batch
-        return delivery.flush(tx, params, opt_state)
-
     how: Any = {"mesh": mesh, "fast_axis_name": fast_axis_name, "check_vma": check_vma}
     run = functools.partial(parallel.data_parallel, axis_name=axis_name, **how)
 
@@ -137,7 +130,7 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    deliver_all = run(deliver)
+    deliver_all = run(lambda params, state, _: delivery.flush(tx, params, state))
     nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
@@ -230,15 +223,13 @@ class HostView:
     """
 
     def __init__(self, state: TransformState, has_branches: bool):
-        self._has_rounds = isinstance(state.round, Round)
+        self._has_rounds = bool(state.round)
         self._has_branches = has_branches or state.ladder.size == 1
         self._local_steps = int(state.info.local_steps)
-        lengths: Any = (1, 1)
-        if self._has_rounds:
-            lengths = (state.round.length, state.round.next_length)
+        lengths = state.round[:2] if self._has_rounds else (1, 1)
         # The rung and the length of the next exchange, and of the one after.
         pairs = zip(_numbers(state.next_rungs), map(int, lengths), strict=True)
-        self._coming: collections.deque[Any] = collections.deque(pairs)
+        self._coming: list[Any] = list(pairs)
 
     def next(self) -> Kind:
         """Return the kind of the next step."""
@@ -256,8 +247,7 @@ class HostView:
             return metrics
         *metrics, following = metrics
         self._local_steps = 0
-        self._coming.popleft()
-        self._coming.append(following)
+        self._coming = [self._coming[1], following]
         return metrics
 
 

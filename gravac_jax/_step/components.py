@@ -41,7 +41,6 @@ class Components:
     compress: Any
     delay: int
     network: WireCost | None
-    check_every: int
 
     def __post_init__(self) -> None:
         _refuse.two_axes(self.axis_name, self.fast_axis_name)
@@ -57,8 +56,6 @@ class Components:
         _refuse.one_of(self.delay, "delay", (0, 1))
         if not callable(self.every):
             _refuse.count(self.every, "every", "steps; a function of the step may, too")
-        if self.check_every:
-            _refuse.count(self.check_every, "check_every", "steps, or 0 for never")
         self._refuse_pairs()
 
     def _refuse_pairs(self) -> None:
@@ -77,11 +74,7 @@ class Components:
                     f" memory=gravac.Momentum(0.9, masking=False)."
                 )
         if self.memory.by_leaf and self.slices is not None:
-            raise ValueError(
-                "`memory` runs an optimizer on whole leaves, and with `shardings` each"
-                " device has slices of them: use one that works entry by entry,"
-                " memory=gravac.OwnOptimizer(optax.adam(1e-3))."
-            )
+            _refuse.by_leaf("with `shardings` each device has slices of them")
 
     @property
     def waits(self) -> bool:
@@ -185,11 +178,7 @@ class Components:
         ]
         leaves = [x.leaf for part in buckets.parts for x in part]
         if len(set(leaves)) < len(leaves):
-            raise ValueError(
-                f"`memory` runs an optimizer on whole leaves, and a leaf lies in two of"
-                f" {len(named) - 1} buckets: use one that works entry by entry,"
-                f" memory=gravac.OwnOptimizer(optax.adam(1e-3))."
-            )
+            _refuse.by_leaf(f"a leaf lies in two of {len(named) - 1} buckets")
         return list(map(self.memory.of_leaves, named))
 
     def ladders(self, buckets: Buckets) -> list[Ladder]:

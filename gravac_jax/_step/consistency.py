@@ -1,7 +1,8 @@
 """Compare replicas, and make them the same again.
 
 Replicas hold the same params because they start from the same params and add the same
-updates. A memory fault, or a device that adds in another order, breaks that silently.
+updates. A step that skips updates, or scales them, by its own gradient alone breaks
+that silently, as do a memory fault and a seed for each process.
 """
 
 from typing import Any
@@ -10,19 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _network, _refuse
-from gravac_jax._network import AxisName, Comm
+from gravac_jax import _refuse
+from gravac_jax._network import Axes, AxisName, Comm
 from gravac_jax._step.states import map_local
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
+LEAVES, SIDE = 4, 32  # leaves of a sample, and the root of its entries; arbitrary
 WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
     """Return every replica's checksum of `tree`; they are equal if the replicas are.
 
-    Call it where `update` is called, now and then. `gravac.transform(check_every=...)`
-    calls it for you and counts differences in `StepInfo.disagreements`.
+    Each exchange compares a sample of the params and counts differences in
+    `StepInfo.disagreements`. Call this where `update` is called, now and then, to
+    compare all of them, for example after a memory fault in one entry.
 
     Args:
       tree: arrays that should be the same on every replica, such as the params.
@@ -50,15 +53,10 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       False
     """
     _refuse.bound_axis(axis_name, "checksum")
-    return Comm(axis_name).gather(own_checksum(tree))
-
-
-def own_checksum(tree: Any) -> jax.Array:
-    """Return the checksum of this replica's `tree`, `[]` uint32."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         total = 3 * total + leaf_checksum(leaf)
-    return total
+    return Comm(axis_name).gather(total)
 
 
 def leaf_checksum(leaf: Any) -> jax.Array:
@@ -134,31 +132,41 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     return map_local(tree, lambda local: local, shared)
 
 
-def is_apart(
-    params: Any, steps: jax.Array, unseen: jax.Array, check_every: int, comm: Comm
-) -> jax.Array:
-    """Compare params between replicas, every `check_every` steps.
+def is_sampled(params: Any, axes: Axes) -> bool:
+    """Return whether every exchange compares a sample of the params; static."""
+    inner = axes.fast.replicas if axes.is_sliced else 1
+    # The mean over devices that share a replica must be exact.
+    is_exact = inner & (inner - 1) == 0
+    return bool(jax.tree.leaves(params)) and is_exact and axes.alike.replicas > 1
 
-    Args:
-      params: the params.
-      steps: `[]` int32, steps before this one.
-      unseen: `[]` int32, steps since the last call, this one included.
-      check_every: steps from one comparison to the next.
-      comm: the replicas that should hold the same params.
+
+def sampled(params: Any, axes: Axes) -> jax.Array:
+    """Return a figure whose mean is not 0 if replicas hold different params.
+
+    It is the checksum of entries that are spread over a few leaves: a wrong skip or
+    scale changes all of them. As few bits travel as float32 adds up exactly, so that
+    the mean is 0 where the checksums are the same.
 
     Returns:
-      `[1]` float32, 1 if replicas were compared and differ, else 0.
+      The figure, `[1]` float32; `[0]` unless `is_sampled`.
     """
-    if params is None:
-        _refuse.no_params("check_every")
+    if not is_sampled(params, axes):
+        return jnp.zeros(0, jnp.float32)
+    leaves = jax.tree.leaves(params)
+    few = leaves[:: -(-len(leaves) // LEAVES)]
+    flat = jnp.concatenate([_words(_spread(x)).astype(jnp.uint32).ravel() for x in few])
+    # CPUs sum up a square in one kernel.
+    square = jnp.pad(flat, (0, -flat.size % SIDE)).reshape(-1, SIDE)
+    small = leaf_checksum(square) >> (8 + axes.both.replicas.bit_length())
+    return axes.alike.contrast(small.astype(jnp.float32))[None]
 
-    def compare() -> jax.Array:
-        sums = comm.gather(own_checksum(params))
-        return jnp.any(sums != sums[0]).astype(jnp.float32)
 
-    now = steps + 1
-    is_due = now // check_every > (now - unseen) // check_every
-    return _network.exchange_if(is_due, compare, jnp.float32(0))[None]
+def _spread(leaf: Any) -> jax.Array:
+    """Return entries that are spread over a leaf, at most its share of a sample."""
+    x = jnp.asarray(leaf)
+    places = int((SIDE**2 / LEAVES) ** (1 / max(1, x.ndim)))
+    strides = [n // places + 1 for n in x.shape]
+    return jax.lax.slice(x, [0] * x.ndim, x.shape, strides)
 
 
 def _words(x: Any) -> jax.Array:

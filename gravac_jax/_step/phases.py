@@ -36,6 +36,9 @@ from gravac_jax._step.values import Arrived, Figures, Taken
 LIMIT = 2.0**50
 # Norms that are closer are of the same gradients. Sums of float32 in other orders are.
 ALIKE = 1e-6
+# So many entries show whether gradients are alike. A clip in the step gives all of them
+# the same norm, but not a sample of each. CPUs sum up as many in one kernel.
+SAMPLE = 32
 
 # The buckets, then the leaves that go dense: `[n]` float32 each.
 Parts = tuple[jax.Array, ...]
@@ -100,10 +103,12 @@ class Step:
     def tables(self) -> Tables:
         """What each rung sends."""
         components, controller = self.components, self.components.controller
-        # Every step averages a count, an energy, its contrast, the rung and the length
-        # of a round, if there are any, for each kind of step a time and how many
-        # replicas measured it, and for each rung an energy, if they are asked for.
-        scalars = 4 + components.has_rounds + 2 * components.kinds
+        # Every step averages a count, two energies, the contrast of one, the rung and
+        # the length of a round, if there are any, a sample of the params, for each kind
+        # of step a time and how many replicas measured it, and for each rung an energy,
+        # if they are asked for.
+        scalars = 5 + components.has_rounds + 2 * components.kinds
+        scalars += consistency.is_sampled(self.params, self.axes)
         scalars += len(controller.ladder) * (controller.looks_at == "gradient")
         # And a row's norm and its sum with signs.
         scalars += sum(x.size for x in self.state.local.norms)
@@ -260,9 +265,12 @@ class Step:
             is_told = True if components.delay else self._exchanges
             nothing = jnp.broadcast_to(0 * bad, (rungs,))
             sampled = _xla.chosen(self.looks & is_told, look, nothing)
+        largest = max(parts, key=jnp.size)
+        some = _arrays.energy(largest[:: largest.size // SAMPLE + 1])
+        sample = some, self.axes.slow.contrast(some)
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], good[1], *times, own_norms)
+        return Told(bad, good[0], sample, good[1], *times, own_norms)
 
     def _sent_by_chance(
         self, parts: list[jax.Array], energies: list[jax.Array], local: LocalState
@@ -316,22 +324,17 @@ class Step:
         rung is agreed on, too, before it is taken.
         """
         components, axes, state = self.components, self.axes, self.state
-        apart = round_steps = jnp.zeros(0, jnp.float32)
+        round_steps = jnp.zeros(0, jnp.float32)
         if components.has_rounds:
             begin = state.steps + 1 + state.round.next_length
             steps = components.round_steps(begin, state.controller)
             round_steps = axes.both.of_first(steps)[None]
-        if components.check_every:
-            unseen, every = state.info.local_steps + 1, components.check_every
-            given = self.params, state.steps, unseen, every, axes.alike
-            apart = consistency.is_apart(*given)
         return Figures(
             told=told,
             dense=dense,
-            contrast=axes.slow.contrast(told.gradient_energy),
             rung=axes.both.of_first(state.decided),
             round_steps=round_steps,
-            apart=apart,
+            apart=consistency.sampled(self.params, axes),
         )
 
     def agree(self, own: Figures) -> Figures:
@@ -409,7 +412,6 @@ class Step:
             measured_seconds=times[:rungs],
             local_seconds=times[-1] if components.has_rounds else None,
             steps=state.info.local_steps + 1,
-            wire_bytes=jnp.asarray(tables.wire_bytes[:rungs]),
             at_own_params=self.is_own,
         )
         rung, decided = controller.decide(evidence, state.controller)
@@ -443,18 +445,15 @@ class Step:
                 is_bad=figures.told.bad != 0,
                 is_told_late=self.components.waits,
                 is_alike=self._are_alike(figures),
-                apart=figures.apart,
+                are_apart=jnp.any(figures.apart != 0),
             ),
         )
 
     def _are_alike(self, mean: Figures) -> jax.Array:
-        """Return whether all gradients have the same norm, and are no zeros.
-
-        A clip may give different gradients the same norm, so nothing is said with one.
-        """
-        is_alike = jnp.abs(mean.contrast) < ALIKE * mean.told.gradient_energy
-        is_clipped = self.components.clip is not None
-        return is_alike & (self.axes.slow.replicas > 1 and not is_clipped)
+        """Return whether a sample of all gradients has the same norm, and is not 0."""
+        energy, contrast = mean.told.sample
+        is_alike = jnp.abs(contrast) < ALIKE * energy
+        return is_alike & (self.axes.slow.replicas > 1)
 
     def _what_follows(self, arrived: Arrived) -> tuple[jax.Array, Any]:
         """Return the next rungs and the round of the next step.

@@ -24,6 +24,8 @@ class Told(NamedTuple):
     Attributes:
       bad: `[]` float32, 1 if it is left out.
       gradient_energy: `[]` float32, its energy.
+      sample: `[]` float32 each, the energy of a few of its entries, and the contrast of
+        that energy, whose mean is 0 if all replicas have the same gradient.
       gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
         never asks.
       seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
@@ -35,6 +37,7 @@ class Told(NamedTuple):
 
     bad: jax.Array
     gradient_energy: jax.Array
+    sample: tuple[jax.Array, jax.Array]
     gradient_energies: Any
     seconds: jax.Array
     timed: jax.Array
@@ -45,8 +48,9 @@ def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     """Return what is told before the first step: nothing."""
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
     looks = controller.looks_at == "gradient"
-    sampled = zeros(len(controller.ladder)) if looks else ()
-    return Told(zeros(), zeros(), sampled, zeros(kinds), zeros(kinds), norms)
+    rungs = zeros(len(controller.ladder)) if looks else ()
+    figures = zeros(), zeros(), (zeros(), zeros()), rungs, zeros(kinds), zeros(kinds)
+    return Told(*figures, norms)
 
 
 def ladder_checksums(ladder: Sequence[Encoding]) -> np.ndarray:

@@ -50,12 +50,14 @@ class StepInfo(NamedTuple):
       bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
         because it was not finite. Where replicas are told late, exchanges that told of
         such a step.
-      disagreements: `[]` int32, how often `check_every` found that replicas hold
-        different params.
-      alike_steps: `[]` int32, steps so far in which the gradients of all replicas had
-        the same norm. They had been averaged before the exchange, which nothing else
-        can tell under `pmap`, or all replicas had the same batch. With a clip in the
-        transform, which may give all of them the same norm, no step counts.
+      disagreements: `[]` int32, exchanges so far in which replicas held different
+        params, if `update` was given any. Each exchange compares a sample of a few
+        leaves; `gravac.checksum` compares all, and `gravac.resync` mends them. A step
+        that skips updates, or scales them, by its own gradient alone makes replicas
+        part for good.
+      alike_steps: `[]` int32, steps so far in which a sample of the gradient had the
+        same norm on all replicas. They had been averaged before the exchange, which
+        nothing else can tell under `pmap`, or all replicas had the same batch.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` or
         `gravac.Fastest` makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
@@ -208,7 +210,7 @@ def after(
     is_bad: jax.Array,
     is_told_late: bool,
     is_alike: jax.Array,
-    apart: jax.Array,
+    are_apart: jax.Array,
 ) -> StepInfo:
     """Return what a step at `rung` sent, and the counters of what went wrong."""
     at_rung = lambda figures: jnp.asarray(figures)[rung]
@@ -228,7 +230,7 @@ def after(
         is_finite=~is_bad | is_told_late,
         dense_steps=count(before.dense_steps, at_rung(table.is_dense)),
         bad_steps=count(before.bad_steps, is_bad),
-        disagreements=count(before.disagreements, jnp.any(apart)),
+        disagreements=count(before.disagreements, are_apart),
         alike_steps=count(before.alike_steps, is_alike),
         local_steps=jnp.where(is_local, steps, 0),
         mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),

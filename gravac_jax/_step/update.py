@@ -23,18 +23,17 @@ def update(
     state: Any,
     params: Any = None,
     *,
-    deliver: list[str] | None = None,
+    deliver: list[Any] | None = None,
     at: str = "shared",
     rung: int | None = None,
     is_due: bool | None = None,
     step_seconds: Any = None,
     measured_step: Any = None,
-    **ignored: Any,
+    **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    del ignored
     how = deliver[0] if deliver else None
-    (deliver or []).append("heard")
+    (deliver or []).append(components)
     if how == "identity":  # for `_loop/chain.py`, which looks around the transform
         return updates, state
     _refuse.bound_axis(components.axis_name, "update")
@@ -57,10 +56,9 @@ def update(
             return _delivered(how, components.memory, buckets, axes, state, local)
         is_own = at == "own" or components.memory.is_at_own_params
         reach = components.controller.reach(is_own)
-        known = {"reach": reach, "is_own": is_own, "is_due": is_due}
-        known["times"] = _times(components, state, **times)
-        known["rung"] = _rung(rung, reach, state, axes.both)
-        step = Step(components, axes, buckets, state, params, **known)
+        known = reach, is_own, is_due, _times(components, state, **times)
+        taken = _rung(rung, reach, state, axes.both)
+        step = Step(components, axes, buckets, state, params, *known, taken)
         if components.waits:
             local = step.add_times(local)
         parts, bad = step.prepare(updates)

@@ -14,17 +14,15 @@ class Figures(NamedTuple):
       told: what replicas tell of their gradients and times; `bad` is above 0 if some
         gradient is, and `timed` the share of replicas that measured a time.
       dense: `[m]` float32, the mean of the leaves that go dense.
-      contrast: `[]` float32, 0 if the gradient's energy is the same on all replicas.
       rung: `[]` float32, the rung in the first replica's state.
       round_steps: `[1]` float32, the length of the round after the next exchange, in
         the first replica's state; `[0]` without rounds.
-      apart: `[1]` float32, above 0 if replicas hold different params; `[0]` if params
-        are never compared.
+      apart: `[1]` float32, other than 0 if a sample shows that replicas hold different
+        params; `[0]` if they are not compared.
     """
 
     told: Told
     dense: jax.Array
-    contrast: jax.Array
     rung: jax.Array
     round_steps: jax.Array
     apart: jax.Array
