@@ -9,7 +9,7 @@ If a process dies, the launcher ends the others and names the process that died.
 newest checkpoint, as with `gravac_jax.checkpoint`, goes on from there. The launcher
 passes SIGTERM on to all processes. If all of them then exit with status 0 within
 `--grace` seconds (60), for example because they saved a checkpoint, the launcher exits
-with status 0 too.
+with status 0 too. After a death or Ctrl-C they have 5 seconds.
 
 A process whose script has ended waits in JAX for the others, and says so after five
 seconds: a process with fewer steps than the others, because its data were fewer, stops
@@ -84,8 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     place = options.coordinator, options.processes, options.process
     options.place = *place, options.local_devices, options.detect
-    if options.n is not None and options.n < 1:
-        parser.error(f"-n must be at least 1, got {options.n}")
+    if options.n is not None and min(options.n, 1 + options.restarts) < 1:
+        parser.error(f"-n must be at least 1, got {options.n}, and --restarts 0")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)

@@ -29,8 +29,9 @@ and `lambda: TensorBoard("runs/one")`::
         def write(self, step, scalars):
             for name, x in scalars.items(): self.add_scalar(name, x, step)
 
-Of a run that resumes at step k, `TensorBoard("runs/one", purge_step=k)` hides what was
-written for later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in
+These need their libraries, and TensorBoard's calls `Bits(2)` `Bits_2_`. Of a run that
+resumes at step k, `TensorBoard("runs/one", purge_step=k)` hides what was written for
+later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in
 the clone.
 """
 
@@ -128,7 +129,7 @@ def _copy(
             raise ValueError(
                 f"`{name}` must be a number or an array with one entry, got"
                 f" {_arrays.brief(x)}. Give its mean, or one if all are the same; of a"
-                f" scan over steps take jax.tree.map(lambda x: x[i], infos)."
+                f" scan the StepInfo of one step, jax.tree.map(lambda x: x[i], infos)."
             )
     rungs = range(gains.size)
     _check_ladder(named or rungs, len(rungs))

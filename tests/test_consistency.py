@@ -113,8 +113,8 @@ def test_replicas_that_drift_apart_are_counted_and_warned_about(entry, seen):
             state = jax.block_until_ready(step(*state, batch))
             counts.append(int(state[1].info.disagreements))
     assert counts == [0] * 6 + seen
-    first = f"in step {1 + counts.index(1)} of" if any(seen) else ""
-    assert [first in str(x.message) for x in said] == [True] * any(seen)
+    words = ["hold different params" in str(x.message) for x in said]
+    assert words == [True] * any(seen)
 
 
 # The guard around an optimizer

@@ -123,7 +123,7 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     if waits(opt_state) or is_linear(tx, params, opt_state):
         return "own"
     asked: list[Any] = ["identity"]  # to which the transform adds what it is made of
-    tx.update(params, opt_state, params, deliver=asked)
+    jax.eval_shape(lambda *x: tx.update(*x, deliver=asked), params, opt_state, params)
     ours, many = asked[1], Bucket(2**24)
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     is_coarse = coarsest.traffic(many, 2).bits < 3 * many.n

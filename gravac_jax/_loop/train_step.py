@@ -57,7 +57,8 @@ def train_step(
         ones. By default at its own, unless what comes after the transform is not linear
         in the updates. Learning rates, momentum and decay are linear; Adam,
         `optax.MultiSteps` and clips are not: give a clip to the transform. What is not
-        linear after few bits or entries makes the loss higher, and the step warns.
+        linear after few bits or entries makes the loss higher: the step warns, unless
+        `at` is given.
       branches: whether the rungs of a controller are branches of one program, as by
         default on CPUs and for simulated replicas. On GPUs and TPUs each rung has a
         program of its own, which is compiled when it is first taken: XLA fuses more, a

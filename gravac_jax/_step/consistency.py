@@ -137,22 +137,28 @@ def is_sampled(params: Any, axes: Axes) -> bool:
     inner = axes.fast.replicas if axes.is_sliced else 1
     # The mean over devices that share a replica must be exact.
     is_exact = inner & (inner - 1) == 0
-    return bool(jax.tree.leaves(params)) and is_exact and axes.alike.replicas > 1
+    return bool(_floats(params)) and is_exact and axes.alike.replicas > 1
+
+
+def _floats(params: Any) -> list[Any]:
+    """Return the leaves that training may change, the smallest first."""
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return sorted(filter(is_float, jax.tree.leaves(params)), key=jnp.size)
 
 
 def sampled(params: Any, axes: Axes) -> jax.Array:
     """Return a figure whose mean is not 0 if replicas hold different params.
 
-    It is the checksum of entries that are spread over a few leaves: a wrong skip or
-    scale changes all of them. As few bits travel as float32 adds up exactly, so that
-    the mean is 0 where the checksums are the same.
+    It is the checksum of entries that are spread over a few leaves of other sizes: a
+    wrong skip or scale changes those that are trained. As few bits travel as float32
+    adds up exactly, so that the mean is 0 where the checksums are the same.
 
     Returns:
       The figure, `[1]` float32; `[0]` unless `is_sampled`.
     """
     if not is_sampled(params, axes):
         return jnp.zeros(0, jnp.float32)
-    leaves = jax.tree.leaves(params)
+    leaves = _floats(params)
     few = leaves[:: -(-len(leaves) // LEAVES)]
     flat = jnp.concatenate([_words(_spread(x)).astype(jnp.uint32).ravel() for x in few])
     # CPUs sum up a square in one kernel.
