@@ -31,8 +31,7 @@ and `lambda: TensorBoard("runs/one")`::
 
 These need their libraries, and TensorBoard's calls `Bits(2)` `Bits_2_`. Of a run that
 resumes at step k, `TensorBoard("runs/one", purge_step=k)` hides what was written for
-later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in
-the clone.
+later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in the clone.
 """
 
 import contextlib

@@ -65,10 +65,12 @@ def checked(
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-def ask(tx: Any, how: str, *given: Any, **extra: Any) -> Any:
-    """Return `tx.update(*given)` of a delivery; refuse what would take a step."""
-    # The transform adds to `asked` what it is made of.
-    asked, found, why = [how], None, None
+def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
+    """Return `tx.update(*given)` of a delivery; refuse what would take a step.
+
+    The transform adds what it is made of to `asked`, a list of how to deliver.
+    """
+    found, why = None, None
     try:
         found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
     except Exception as error:
@@ -98,7 +100,7 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     """
 
     def jvp(x: Any, dx: Any, state: Any, params: Any) -> Any:
-        around = lambda x: ask(tx, "identity", x, state, params, **extra)[0]
+        around = lambda x: ask(tx, ["identity"], x, state, params, **extra)[0]
         return jax.jvp(around, (x,), (dx,))
 
     like = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -122,8 +124,8 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     # What waits needs own params, and says so where it cannot.
     if waits(opt_state) or is_linear(tx, params, opt_state):
         return "own"
-    asked: list[Any] = ["identity"]  # to which the transform adds what it is made of
-    jax.eval_shape(lambda *x: tx.update(*x, deliver=asked), params, opt_state, params)
+    asked: list[Any] = ["identity"]
+    jax.eval_shape(lambda *x: ask(tx, asked, *x), params, opt_state, params)
     ours, many = asked[1], Bucket(2**24)
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     is_coarse = coarsest.traffic(many, 2).bits < 3 * many.n

@@ -64,7 +64,7 @@ def flush(
     """
     _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.flush")
-    updates, opt_state = chain.ask(tx, "mean", params, opt_state, params, **extra)
+    updates, opt_state = chain.ask(tx, ["mean"], params, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -143,7 +143,7 @@ def own_params(
     params, opt_state = jax.tree.map(_xla.once, (params, opt_state))
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    look = lambda how: chain.ask(tx, how, zeros, opt_state, params, **extra)[0]
+    look = lambda how: chain.ask(tx, [how], zeros, opt_state, params, **extra)[0]
     # The difference is the part of what is held back: decay and momentum act even on
     # an update of zeros.
     own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))
