@@ -54,16 +54,31 @@ def tuning_rows(lines: list[Line]) -> list[list[str]]:
     return rows
 
 
+def compared(
+    name: str, found: list[float], sign: str = "", unit: str = ""
+) -> list[str]:
+    """Return the mean of gaps to dense with each of them, and their bound.
+
+    Args:
+      name: The method; of "dense" nothing is said.
+      found: The gaps, one a seed.
+      sign: "+" to show the sign of those above 0, too.
+      unit: What follows the mean and the bound.
+    """
+    if name == "dense" or not found:
+        return ["", ""]
+    each = ", ".join(f"{x:{sign}.1f}" for x in found)
+    bound = f"{upper_bound(found):.1f}{unit}" if len(found) > 1 else ""
+    return [f"{statistics.fmean(found):{sign}.1f}{unit} ({each})", bound]
+
+
 def accuracy_rows(runs: list[Result]) -> list[list[str]]:
     """Return what each method loses in points of accuracy; the heading is first."""
     rows = [["method", "accuracy, %", "points below dense: mean (each)", "bound"]]
     for name, own in by_method(runs).items():
         below = [y.accuracy - x.accuracy for x, y in paired(own, runs)]
-        each, is_compared = ", ".join(f"{x:.1f}" for x in below), name != "dense"
-        mean = f"{statistics.fmean(below):.1f} ({each})" if below else ""
-        bound = f"{upper_bound(below):.1f}" if len(below) > 1 else ""
-        row = [name, f"{statistics.fmean(x.accuracy for x in own):.1f}"]
-        rows.append([*row, *((mean, bound) if is_compared else ("", ""))])
+        accuracy = f"{statistics.fmean(x.accuracy for x in own):.1f}"
+        rows.append([name, accuracy, *compared(name, below)])
     return rows
 
 
@@ -72,18 +87,13 @@ def gap_rows(runs: list[Result]) -> list[list[str]]:
     rows = [["method", "rate", "fewer bytes", "loss", "above dense: mean (each)"]]
     rows[0].append("bound")
     for name, own in by_method(runs).items():
-        found = gaps(own, runs)
-        each = ", ".join(f"{x:+.1f}" for x in found)
-        is_compared = found and name != "dense"
-        bound = f"{upper_bound(found):.1f}%" if len(found) > 1 else ""
         rows.append(
             [
                 name,
                 f"{own[0].learning_rate:g}",
                 f"{statistics.fmean(x.wire_factor for x in own):.1f}",
                 f"{statistics.fmean(x.loss for x in own):.4f}",
-                f"{statistics.fmean(found):+.1f}% ({each})" if is_compared else "",
-                bound if is_compared else "",
+                *compared(name, gaps(own, runs), sign="+", unit="%"),
             ]
         )
     return rows
