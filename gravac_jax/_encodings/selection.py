@@ -7,6 +7,7 @@ entries begin), and five halvings with a population count give the bit within th
 (rank and select: Jacobson, FOCS 1989; Vigna, WEA 2008).
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from gravac_jax import _arrays, _xla
 SMALLEST = 1  # bits of the smallest denormal: every entry but a zero reaches it
 BEYOND = 0x7F800000  # bits of infinity: no finite entry reaches it
 OCTAVE = 2**23  # bits from one power of two to the next
-ALL = 2**31 - 1  # stands for "every tie is among the k"
 
 SAMPLE_ENTRIES = 2**16  # of a bucket; arbitrary: a count is 1% off at factor 10
 SPREAD = 4  # standard deviations of a count in the sample
@@ -31,83 +31,19 @@ PAD = 2**30
 # Which magnitude is the k-th largest. -----------------------------------------------
 
 
-class Cut(NamedTuple):
-    """The border of the k largest, for one k or several.
+def kth(bits: jax.Array, k: jax.Array) -> jax.Array:
+    """Return the k-th largest of `bits` (`[n]`) for each `k` (`[m]`, int32): `[m]`.
 
-    Attributes:
-      bits: int32, magnitude bits of the k-th largest entry. At least k entries reach
-        it and, apart from ties, no more; `SMALLEST` if fewer than k are not zero.
-      ties: int32, how many entries of exactly this magnitude are among the k; `ALL` if
-        all of them are.
+    The search tries the highest bit first, and keeps each that k entries still reach.
     """
 
-    bits: jax.Array
-    ties: jax.Array
-
-
-class _Search(NamedTuple):
-    low: jax.Array  # at least k entries reach it
-    low_count: jax.Array  # how many
-    high: jax.Array  # fewer than k entries reach it
-    high_count: jax.Array  # how many
-    tries: jax.Array
-
-
-def kth(
-    bits: jax.Array,
-    k: jax.Array,
-    low: jax.Array | int = 0,
-    high: jax.Array | int = BEYOND,
-) -> Cut:
-    """Find the border of the k largest, for several k at once.
-
-    In the tail of a gradient counts fall like a power of the magnitude, and magnitude
-    bits grow like its logarithm. So log counts are interpolated linearly: five to seven
-    tries are enough on a sample of gradients. From the eighth on every second try
-    halves the bracket, so that the search ends after at most 70.
-
-    Args:
-      bits: `[n]` int32, magnitude bits.
-      k: `[m]` int32, in [1, n].
-      low: the first try, a threshold that more than k entries are likely to reach.
-      high: the second try, a threshold that fewer are likely to reach. A wrong guess
-        only costs time.
-
-    Returns:
-      The cuts, `[m]`.
-    """
-
-    def is_open(s: _Search) -> jax.Array:
-        return (s.low_count != k) & (s.high - s.low > 1)
-
-    def interpolate(s: _Search) -> jax.Array:
-        log = lambda count: jnp.log(count.astype(jnp.float32) + 0.5)
-        share = (log(s.low_count) - log(k)) / (log(s.low_count) - log(s.high_count))
-        share = jnp.where((s.tries > 7) & (s.tries % 2 == 0), 0.5, share)
-        width = s.high - s.low
-        step = (share * width.astype(jnp.float32)).astype(jnp.int32)
-        return s.low + jnp.clip(step, 1, width - 1)
-
-    def narrow(s: _Search) -> _Search:
-        asked = jnp.where(s.tries == 0, low, jnp.where(s.tries == 1, high, 0))
-        is_inside = (asked > s.low) & (asked < s.high)
-        middle = jnp.where(is_inside, asked, interpolate(s)).astype(jnp.int32)
-        middle = jnp.where(is_open(s), middle, s.low)
-        reached = jax.vmap(lambda t: count(bits >= t))(middle)
-        is_reached = reached >= k
-        raised = s._replace(low=middle, low_count=reached)
-        lowered = s._replace(high=middle, high_count=reached)
-        return _arrays.where(is_reached, raised, lowered)._replace(tries=s.tries + 1)
+    def narrow(i: jax.Array, found: jax.Array) -> jax.Array:
+        tried = found | jnp.int32(2**30) >> i
+        reached = jax.vmap(lambda x: count(bits >= x))(tried)
+        return jnp.where(reached >= k, tried, found)
 
     # Plain zeros would not be marked as varying over the replicas; bits are.
-    zero = jnp.zeros_like(k) + 0 * bits[0]
-    start = _Search(zero, zero + bits.size, zero + BEYOND, zero, zero[0])
-    found = jax.lax.while_loop(lambda s: jnp.any(is_open(s)), narrow, start)
-    is_tied = (found.low_count > k) & (found.low > 0)
-    ties = jnp.where(is_tied, k - found.high_count, ALL)
-    # Where the search stops depends on how logarithms round; this does not.
-    reached = jax.vmap(lambda t: jnp.min(jnp.where(bits >= t, bits, BEYOND)))(found.low)
-    return Cut(jnp.maximum(reached, SMALLEST), ties)
+    return jax.lax.fori_loop(0, 31, narrow, jnp.zeros_like(k) + 0 * bits[0])
 
 
 class Bracket(NamedTuple):
@@ -128,28 +64,26 @@ class Bracket(NamedTuple):
     slope: jax.Array
 
 
-def bracket(bucket: jax.Array, k: jax.Array, key: jax.Array) -> Bracket:
+def bracket(bucket: jax.Array, k: int, key: jax.Array) -> Bracket:
     """Estimate the k-th largest magnitude of `bucket` (`[n]`) from a sample of it."""
     places = sample_places(bucket.size, key)
     sampled = bucket.at[places].get(mode="promise_in_bounds")
     bits = _arrays.magnitude_bits(sampled)
     share = bits.size / bucket.size
-    rank = k.astype(jnp.float32) * share
+    rank = k * share
     # A sample that is the whole bucket has no error.
-    spread = SPREAD * jnp.sqrt(rank * (1 - share)) + float(share < 1)
-    floats = jnp.stack([rank + spread, rank, rank - spread])
-    ranks = jnp.round(floats).astype(jnp.int32)
-    searched = lambda bits, k: kth(bits, k).bits
-    at_ranks = lambda bits, k: jnp.maximum(jnp.sort(bits)[bits.size - k], SMALLEST)
-    k = jnp.clip(ranks, 1, bits.size)
-    # A sort takes an accelerator less time than its host to read how a search goes.
-    found = jax.lax.platform_dependent(bits, k, cpu=searched, default=at_ranks)
-    low, middle, high = jnp.where(ranks > bits.size, SMALLEST, found)
-    high = jnp.where(ranks[-1] < 1, BEYOND, high)
+    spread = SPREAD * math.sqrt(rank * (1 - share)) + (share < 1)
+    last, middle, first = (round(x) for x in (rank + spread, rank, rank - spread))
+    ranks = jnp.clip(jnp.array([last, middle, first]), 1, bits.size)
+    # A sort takes an accelerator less time than 31 passes.
+    at_ranks = lambda bits, ranks: jnp.sort(bits)[bits.size - ranks]
+    found = jax.lax.platform_dependent(bits, ranks, cpu=kth, default=at_ranks)
+    low, middle, high = jnp.maximum(found, SMALLEST)
+    low = jnp.where(last > bits.size, SMALLEST, low)
+    high = jnp.where(first < 1, BEYOND, high)
     # Bits of magnitudes are nearly their logarithm.
     fall = (middle - low).astype(jnp.float32) / OCTAVE
-    slope = fall / jnp.maximum(jnp.log2(floats[0] / floats[1]), 1e-6)
-    return Bracket(low, middle, high, slope)
+    return Bracket(low, middle, high, fall / max(math.log2(1 + spread / rank), 1e-6))
 
 
 def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.Array:
@@ -162,28 +96,21 @@ def sample_places(n: int, key: jax.Array, entries: int = SAMPLE_ENTRIES) -> jax.
     return places + start.astype(jnp.int32)
 
 
-def k_largest(
-    bits: jax.Array, k: int, low: jax.Array | int = 0, high: jax.Array | int = BEYOND
-) -> jax.Array:
+def k_largest(bits: jax.Array, k: int) -> jax.Array:
     """Return a mask of the k largest of `bits`, of equal ones the earlier: `[n]`.
 
-    `low` and `high` are the first tries of the search (`kth`).
+    Zeros are not among them.
     """
-    cut = kth(bits, jnp.full(1, k, jnp.int32), low, high)
-    return at_or_above(bits, jax.tree.map(lambda x: x[0], cut))
-
-
-def at_or_above(bits: jax.Array, cut: Cut) -> jax.Array:
-    """Return a mask of the entries that reach the cut, of ties the earlier: `[n]`."""
+    bound = jnp.maximum(kth(bits, jnp.full(1, k, jnp.int32))[0], SMALLEST)
+    room = k - count(bits > bound)
+    ties = mark(bits == bound)
 
     def place_of_last_tie(_: jax.Array) -> jax.Array:
-        ties = mark(bits == cut.bits)
-        return places_of_ranks(ties, cut.ties[None] - 1)[0]
+        return places_of_ranks(ties, room[None] - 1)[0]
 
+    last = _xla.only_if(ties.total > room, place_of_last_tie, 0 * room + bits.size)
     at = jnp.arange(bits.size, dtype=jnp.int32)
-    none_is_too_many = cut.ties * 0 + bits.size
-    last = _xla.only_if(cut.ties < ALL, place_of_last_tie, none_is_too_many)
-    return (bits > cut.bits) | ((bits == cut.bits) & (at <= last))
+    return (bits > bound) | ((bits == bound) & (at <= last))
 
 
 # Which entries are marked. ----------------------------------------------------------

@@ -57,8 +57,7 @@ class TopK(Encoding):
       deviations on the safe side; if more than k entries reach it, the exact one is
       searched. Nothing that is sent is smaller than anything that is held back.
     - "exact" sends the k largest, and of equal magnitudes the earlier. Counting finds
-      the k-th magnitude, from a sample's bracket of it: in six to eleven passes over
-      four million entries of heavy and light tails.
+      the k-th magnitude bit by bit, in 31 passes over the bucket.
 
     If more entries reach the threshold than there are slots, some stay behind for the
     next step, when they will have grown: never those of at least twice the threshold,
@@ -198,16 +197,14 @@ class TopK(Encoding):
         self, x: jax.Array, state: TopKState, k: int, key: jax.Array
     ) -> tuple[Marks, TopKState]:
         """Mark at most k entries."""
-        bracket = selection.bracket(x, jnp.int32(k), key)
+        bits = _arrays.magnitude_bits(x)
+        k_largest = lambda: selection.mark(selection.k_largest(bits, k))
+        if self.select == "exact":
+            return k_largest(), state
+        bracket = selection.bracket(x, k, key)
         if self.select == "threshold":
             return _by_threshold(x, state, k, bracket, key)
-        k_largest = lambda *hints: selection.mark(
-            selection.k_largest(_arrays.magnitude_bits(x), k, *hints)
-        )
-        if self.select == "exact":
-            return k_largest(bracket.low, bracket.high), state
-        # In one pass; if too many reach the threshold, the exact one is searched.
-        marks = selection.mark(_arrays.magnitude_bits(x) >= _safe_bits(bracket))
+        marks = selection.mark(bits >= _safe_bits(bracket))
         return _xla.only_if(marks.total > k, lambda _: k_largest(), marks), state
 
     def look(
