@@ -224,7 +224,8 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
         planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
         # A GPU would sum over 32 codes in two kernels, with all of them in memory.
-        one_by_one = lambda x: _arrays.total(x[:, :, i] for i in range(x.shape[2]))
+        each = lambda x: jnp.split(x, x.shape[2], axis=2)
+        one_by_one = lambda x: sum(each(x), jnp.uint32(0))[:, :, 0]
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
     return _xla.own_kernel(add_up, levels.scales)
