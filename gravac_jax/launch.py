@@ -4,10 +4,12 @@ On one machine, start four processes that form one `jax.distributed` job::
 
     python -m gravac_jax.launch -n 4 train.py --its --own --arguments
 
-If a process dies, the launcher ends the others and names the process that died. With
-`--restarts K` it then starts the job again, K times at most; a script that restores its
-newest checkpoint, as with `gravac_jax.checkpoint`, goes on from there. The launcher
-passes SIGTERM on to all processes. If all of them then exit with status 0 within
+If a process dies, the launcher ends the others and names the process that died, or is
+stopped. With `--restarts K` it then starts the job again, K times at most; a script
+that restores its newest checkpoint, as with `gravac_jax.checkpoint`, goes on from
+there. With `--min-processes M`, a process that died in two starts in a row is left out,
+down to M processes: a checkpoint may be restored on fewer. The launcher passes SIGTERM
+on to all processes. If all of them then exit with status 0 within
 `--grace` seconds (60), for example because they saved a checkpoint, the launcher exits
 with status 0 too. After a death or Ctrl-C they have 5 seconds.
 
@@ -32,6 +34,7 @@ must first check `jax.distributed.is_initialized()`.
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import runpy
 import signal
@@ -71,11 +74,13 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
     add("--restarts", type=int, default=0, help="how often a job may start again")
+    add("--min-processes", type=int, help="go on without what dies twice in a row")
     add("--grace", type=float, default=60, help="seconds from SIGTERM to SIGKILL")
     add("--devices", type=int, help="number of CPU devices of each process")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     add("--processes", type=int, help="number of processes of the job")
     add("--process", type=int, help="index of this process, from 0")
+    add("--heartbeat", type=int, help="seconds until a silent process counts as dead")
     add("--detect", help="how JAX detects the rest, such as mpi4py or deactivate")
     add("--local-devices", type=indices, help="GPUs of this process, such as 0,1")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
@@ -84,8 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     place = options.coordinator, options.processes, options.process
     options.place = *place, options.local_devices, options.detect
-    if options.n is not None and min(options.n, 1 + options.restarts) < 1:
-        parser.error(f"-n must be at least 1, got {options.n}, and --restarts 0")
+    least = options.min_processes = options.min_processes or options.n
+    if options.n is not None and min(options.n, least, 1 + options.restarts) < 1:
+        parser.error("-n and --min-processes must be at least 1, and --restarts 0")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)
@@ -102,27 +108,34 @@ def _run_job(options: argparse.Namespace) -> None:
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    members, last = [*range(options.n)], None
     for restart in range(options.restarts + 1):
         try:
-            return _run_once(options)
+            return _run_once(options, members)
         except ProcessDiedError as died:
             said = f"{_PROGRAM}: {died}; the others were ended"
             if restart == options.restarts:
                 raise SystemExit(said) from None
+            before, last = last, members[died.index]
+        if last == before and len(members) > options.min_processes:
+            members.remove(last)
+            said += f", and it is left out, which leaves {len(members)}"
         pause = min(2**restart, 60)
         which = f"restart {restart + 1} of {options.restarts}"
         sys.stderr.write(f"{said}; {which} in {pause} s\n")
         time.sleep(pause)
 
 
-def _run_once(options: argparse.Namespace) -> None:
-    """Start all processes on this machine, and wait until they end."""
+def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
+    """Start processes on this machine, one for each device, and wait until they end."""
     coordinator = local_coordinator()
-    launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {options.n}"
+    launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {len(members)}"
     launch += f" --devices {options.devices}" if options.devices else ""
-    own = lambda i: f"{launch} --process {i} --local-devices {i}".split()
+    # Between machines JAX waits for 100 seconds.
+    launch += f" --heartbeat {options.heartbeat or 15}"
+    own = lambda i, device: f"{launch} --process {i} --local-devices {device}".split()
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
-    commands = [[sys.executable, *own(i), *script] for i in range(options.n)]
+    commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
     job = Job(commands, options.grace, env=local_environment(coordinator))
     try:
         job.wait()
@@ -187,8 +200,9 @@ def _run_process(options: argparse.Namespace) -> None:
 def _join_job(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_num_cpu_devices", options.devices)
+    beats = {"heartbeat_timeout_seconds": options.heartbeat or 100}
     try:
-        jax.distributed.initialize(*options.place)
+        jax.distributed.initialize(*options.place, **beats)
         devices = jax.devices()
     except Exception as error:
         raise SystemExit(
@@ -233,7 +247,15 @@ _GUARDIAN = (
 
 
 class ProcessDiedError(RuntimeError):
-    """A process of a job failed; the message says which one, and how."""
+    """A process of a job failed; the message says which one, and how.
+
+    Attributes:
+      index: which one.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class Job(contextlib.AbstractContextManager["Job"]):
@@ -312,20 +334,30 @@ class Job(contextlib.AbstractContextManager["Job"]):
             if not _poll(is_over, timeout_seconds):
                 raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
             if any(self.statuses):
-                raise ProcessDiedError(self._describe_death())
+                raise self._death()
 
-    def _describe_death(self) -> str:
-        index = next(i for i, status in enumerate(self.statuses) if status)
+    def _death(self) -> ProcessDiedError:
+        n, index = len(self.pids), next(i for i, x in enumerate(self.statuses) if x)
         # Processes that talk to one that was killed fail within milliseconds, and on a
         # busy machine may be seen to fail before it.
         time.sleep(0.2)
         with contextlib.suppress(ValueError):
             index = self.statuses.index(-signal.SIGKILL)
-        status = self.statuses[index] or 0
-        how = f"exited with status {status}"
-        if status < 0:
+        # Others die of one that is stopped: they hear nothing of it.
+        index = next(itertools.chain(filter(self._is_stopped, range(n)), [index]))
+        status = self.statuses[index]
+        how = "is stopped" if status is None else f"exited with status {status}"
+        if status and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
-        return f"process {index} of {len(self.pids)} (pid {self.pids[index]}) {how}"
+        said = f"process {index} of {n} (pid {self.pids[index]}) {how}"
+        return ProcessDiedError(said, index)
+
+    def _is_stopped(self, index: int) -> bool:
+        """Return whether a process is stopped, as by SIGSTOP; False without /proc."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.pids[index]}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "T"
+        return False
 
     def end(self) -> None:
         """End all processes and what they started: SIGTERM, later SIGKILL.

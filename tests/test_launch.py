@@ -138,7 +138,7 @@ def test_wrong_options_are_refused(capsys):
     for options, complaint in (
         ("", "arguments are required: script"),
         ("-n 2 --local-devices 0 train.py", "leave out --coordinator and the like"),
-        ("-n 0 train.py", "-n must be at least 1, got 0"),
+        ("-n 0 train.py", "-n and --min-processes must be at least 1"),
         ("--local-devices a,b train.py", "invalid indices value: 'a,b'"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -270,6 +270,7 @@ FAIL += SLEEP.replace("sleep(1000)", "sleep(sleep); sys.exit('no data')")
         (SLEEP, signal.SIGINT, 130, "SIGINT; all processes have ended"),
         (SAVE, signal.SIGTERM, 0, "SIGTERM; all processes have ended"),
         (TRAIN, signal.SIGKILL, 1, r"process 1 of 2 \(pid {}\) was killed by SIGKILL"),
+        (TRAIN, signal.SIGSTOP, 1, r"process 1 of 2 \(pid {}\) is stopped"),
         (FAIL, 0, 1, r"\[1\] no data\n.* 1 of 2 \(pid {}\) exited with status 1"),
     ],
 )
@@ -286,10 +287,28 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
         own = "--process 1 "
         [pid] = [pid for pid, words in running(path).items() if own in " ".join(words)]
         os.kill(pid if text == TRAIN else launcher.pid, number)
-        _, errors = launcher.communicate(timeout=30)
+        _, errors = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
     assert launcher.returncode == status
     said = rf"{said.format(pid)}(; the others were ended)?\n$"
     assert re.search(said, errors, re.DOTALL)
     assert not running(path) | running(str(launcher.pid))
+
+
+DIES = """
+import sys, jax
+device = jax.config.values["jax_cuda_visible_devices"]
+print(f"device {device} of {jax.process_count()}")
+sys.exit(7 * (device == "1"))
+"""
+
+
+@pytest.mark.slow
+def test_what_dies_twice_in_a_row_is_left_out(script):
+    options = ["-n", "2", "--restarts", "2", "--min-processes", "1"]
+    status, output, errors = finish(*LAUNCH, *options, script(DIES))
+    assert status == 0, errors
+    assert sorted(re.findall(r"device (\d) of 1", output)) == ["0"]
+    left = "process 1 of 2 .* exited with status 7; the others were ended, and it is"
+    assert re.search(f"{left} left out, which leaves 1; restart", errors)
