@@ -154,8 +154,8 @@ class Checkpointer:
         _refuse.count(save_every, "save_every", "steps from one checkpoint to the next")
         if keep is not None:
             _refuse.count(keep, "keep", "the checkpoints that are kept, or is None")
-        is_url = "://" in str(directory)
-        self.directory = directory if is_url else pathlib.Path(directory).absolute()
+        path = pathlib.Path(directory).expanduser().absolute()
+        self.directory = directory if "://" in str(directory) else path
         self.save_every = save_every
         self._must_stop = False
         self._last_saves = -1  # calls of `save` since it must stop; -1 before any call
@@ -228,20 +228,29 @@ class Checkpointer:
             return False
         named = _to_named(tree, params)
         label = _label(named, data)
-        self.wait()
+        try:
+            self.wait()
+        finally:  # if the one before cannot be written, this one may
+            self._save(step, named, label)
+        if self._must_stop:
+            self.wait()
+        return True
+
+    def _save(self, step: int, named: Named, label: dict[str, Any]) -> None:
         with self._errors(f"step {step} cannot be saved to"):
             if self._is_reader:
                 self._is_reader = False
                 self._orbax.close()
                 # It deletes what killed runs left unfinished, and so must no reader.
                 self._orbax = self._open(cleanup_tmp_directories=True)
-            if max(self.steps, default=-1) >= step:
-                raise ValueError(f"it has {self.steps}; delete them, or use another")
+            self._orbax.reload()  # another run may have saved
+            last = step - 1 if self._at is None else self._at
+            if max(self.steps, default=-1) > last:
+                raise ValueError(
+                    f"it has {self.steps} of another run: delete them, or use another"
+                )
             self._orbax.save_async(step, named, force=True, custom_metadata=label)
         self._at = step
-        if self._must_stop:
-            self.wait()
-        return True
 
     def wait(self) -> None:
         """Wait until everything is written.

@@ -383,7 +383,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
       path: The file; its folder is created if needed.
 
     Raises:
-      ValueError: If the file exists and has a line that this writer did not write.
+      ValueError: If the file exists, and no such writer wrote its first line.
       OSError: If the file cannot be written.
 
     Example:
@@ -399,7 +399,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = Path(path).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._old: list[Any] | None = list(_lines(path)) if path.exists() else []
         self._file = path.open("ab")
@@ -421,7 +421,8 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
         seconds = time.perf_counter() - self._start
         line = dict(step=int(step), seconds=seconds, **figures)
         if self._old is not None:  # lines from this step on, and a last one cut off
-            kept = itertools.takewhile(lambda x: x[1]["step"] < step, self._old)
+            is_kept = lambda x: x[1] is None or x[1]["step"] < step
+            kept = itertools.takewhile(is_kept, self._old)
             self._file.truncate(sum(len(text) for text, _ in kept))
             self._old = None
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -442,31 +443,32 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
       path: The file.
 
     Returns:
-      One dictionary for each line: `step`, `seconds` and the figures. A last line that
-      was cut off is left out, with a warning.
+      One dictionary for each line: `step`, `seconds` and the figures. What is damaged,
+      as a last line that was cut off, is left out, with a warning.
 
     Raises:
-      ValueError: If a line is not a line of `JsonlWriter`; the message says which.
+      ValueError: If the first line is not a line of `JsonlWriter`.
       OSError: If the file cannot be read.
 
     Example:
       See `metrics.JsonlWriter`.
     """
-    return [line for _, line in _lines(Path(path))]
+    return [line for _, line in _lines(Path(path).expanduser()) if line]
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
-    """Yield every whole line, as bytes and parsed."""
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
+    """Yield every whole line, as bytes and parsed; None if it is damaged."""
     *whole, rest = path.read_bytes().split(b"\n")
     for number, text in enumerate(whole, 1):
         try:
             line = {name: float(x) for name, x in json.loads(text).items()}
             _ = line["step"], line["seconds"]
-        except (ValueError, TypeError, AttributeError, KeyError):
-            raise ValueError(
-                f"{path}, line {number}, is not a line of metrics.JsonlWriter:"
-                f" {text[:60]!r}. Give another file, or remove the line."
-            ) from None
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError):
+            why = f"line {number} is not a line of metrics.JsonlWriter: {text[:60]!r}"
+            if number == 1:
+                raise ValueError(f"{path}: {why}. Give another file.") from None
+            warnings.warn(f"{path}: {why}; it is left out", stacklevel=3)
+            line = None
         yield text + b"\n", line
     if rest:
         why = "the last line was cut off and is left out"

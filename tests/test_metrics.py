@@ -269,9 +269,25 @@ def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path):
     path = tmp_path / "notes"
     for text in (b"# notes\n", b"{}\n", b"[1]\n", b"\xff\xfe\n"):
         path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"line 1, is not a line of metrics\.Json"):
+        with pytest.raises(ValueError, match=r"line 1 is not a line of metrics\.Json"):
             metrics.JsonlWriter(path)
         assert path.read_bytes() == text
+
+
+def test_a_damaged_line_is_left_out_and_stays_in_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, range(4))
+    lines = path.read_bytes().splitlines(True)
+    too_large = b'{"step": 1' + 400 * b"0" + b"}\n"
+    for damaged in (lines[2][:9] + b"\n", 99 * b"\0" + b"\n", too_large):
+        path.write_bytes(b"".join([*lines[:2], damaged, *lines[3:]]))
+        with pytest.warns(UserWarning, match="line 3 is not a line of .* left out"):
+            assert [x["step"] for x in metrics.read_jsonl(path)] == [0, 1, 3]
+        with pytest.warns(UserWarning, match="line 3 is not"):
+            write(path, [3, 4])
+        assert path.read_bytes().startswith(b"".join([*lines[:2], damaged]))
+        with pytest.warns(UserWarning, match="line 3 is not"):
+            assert [x["step"] for x in metrics.read_jsonl(path)] == [0, 1, 3, 4]
 
 
 # The live view.

@@ -112,7 +112,7 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path):
     for text, complaint in (
         (None, "No such file"),
         ("", "run has no whole line yet"),
-        ('{"step": 1}\n', "line 1, is not a line of metrics.JsonlWriter"),
+        ('{"step": 1}\n', "line 1 is not a line of metrics.JsonlWriter"),
     ):
         if text is not None:
             path.write_text(text)
