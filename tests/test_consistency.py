@@ -232,6 +232,13 @@ def test_a_guard_does_nothing_where_replicas_hear_late(name):
     assert_same(guarded, run(name, *kinds))
 
 
+def test_a_guard_around_the_transform_alone_warns_unless_all_is_inside_of_it(recwarn):
+    gravac.guard(gravac.adamw(0.1, None)).init(PARAMS)
+    assert not recwarn.list
+    gravac.guard(gravac.transform(None)).init(PARAMS)
+    assert "guard the whole chain" in str(recwarn.pop(UserWarning).message)
+
+
 def test_a_guard_hands_extra_arguments_to_the_transform():
     tx = gravac.guard(optax.chain(gravac.transform(None), optax.sgd(0.125)))
     state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)

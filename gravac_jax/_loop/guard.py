@@ -59,12 +59,22 @@ def guard(
     tx = chain.checked(tx, "gravac.guard")
 
     def init(params: Any) -> Any:
-        state = tx.init(params)
+        state: Any = tx.init(params)
+        memory = chain.the_transform(state, "gravac.guard").local.memory
         if chain.waits(state):
             warnings.warn(
                 "gravac.guard does nothing with a delay or with rounds, where replicas"
                 " hear too late of a gradient that is not finite: leave out the guard,"
                 " or what delays the news.",
+                stacklevel=2,
+            )
+        elif is_transform_state(state) and not any(
+            hasattr(x, "optimizer") for x in memory
+        ):
+            warnings.warn(
+                "gravac.guard holds gravac.transform alone, and momentum or decay after"
+                " it would move params in a bad step: guard the whole chain, as"
+                " gravac.guard(optax.chain(gravac.transform(), optax.sgd(0.1))).",
                 stacklevel=2,
             )
         return state
