@@ -371,11 +371,12 @@ LADDERS = {
 }
 
 
-@pytest.mark.parametrize("delay", choices([0, 1], lambda x: x == 0))
-@pytest.mark.parametrize(
-    "other", choices(LADDERS, lambda x: x in ("encoding", "and back"))
-)
-def test_with_another_ladder_or_controller_decisions_begin_anew(tmp_path, other, delay):
+CHANGED = choices([*LADDERS, "longer, late"], ("encoding", "and back").__contains__)
+
+
+@pytest.mark.parametrize("other", CHANGED)
+def test_with_another_ladder_or_controller_decisions_begin_anew(tmp_path, other):
+    other, delay = other.removesuffix(", late"), int(other.endswith(", late"))
     run, changed = (Run(**ADAM, send=x, delay=delay) for x in LADDERS[other])
     state = run.train(run.begin(), 0, 3)
     with pytest.warns(UserWarning, match="encodings keep, begin anew"):

@@ -100,13 +100,11 @@ def by_bytes(encodings):
     return tuple(sorted(encodings, key=sent, reverse=True))
 
 
-# In the default run some encodings; in the slow run each, and each class beside each.
+# In the default run some encodings; in the slow run each class beside each, too.
 NEIGHBOURS = zip(QUICK[::2], QUICK[1::2] + QUICK[:1], strict=True)
 QUICK_PAIRS = list(map(by_bytes, NEIGHBOURS))
 CLASSES = itertools.combinations(_examples.one_of_each(ENCODINGS), 2)
-EACH = zip(EXAMPLES[::2], [*EXAMPLES[1::2], EXAMPLES[0]], strict=True)
-OTHERS = [by_bytes(x) for x in (*EACH, *CLASSES)]
-PAIRS = dict.fromkeys(QUICK_PAIRS + OTHERS)
+PAIRS = dict.fromkeys([*QUICK_PAIRS, *map(by_bytes, CLASSES)])
 
 
 @pytest.mark.parametrize("law", _laws.LADDER_LAWS, ids=name_of)

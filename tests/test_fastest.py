@@ -108,7 +108,7 @@ def random_networks(count, seed=0):
     return networks
 
 
-NETWORKS = random_networks(128)
+NETWORKS = random_networks(64)
 SPECIAL = (
     (gravac.WireCost(1e11, 1e-6, 0.1, selection_seconds=0.01), 1e7, 4),
     (gravac.WireCost(1e6, 1e-4, 0.01), 1e7, 4),

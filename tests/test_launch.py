@@ -243,7 +243,7 @@ LATE = "gravac.adamw(1e-2, delay=1, every=4, send=gravac.Bits(2))"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tx", "processes", "steps"), [(ADAPTIVE, 3, 200), (LATE, 2, 100)]
+    ("tx", "processes", "steps"), [(ADAPTIVE, 3, 60), (LATE, 2, 40)]
 )
 def test_processes_with_different_data_keep_the_same_bits(tx, processes, steps, script):
     n = str(processes)

@@ -86,7 +86,7 @@ def test_small_entries_of_a_selection_wait_longer_than_its_share_says():
 
 # On gradients of a training run. ---------------------------------------------------
 
-FACTORS = (10, 100, 1000)
+FACTORS = (10, 1000)
 
 # What each selection sends on gradients at least, as shares of k and of the energy of
 # the k largest entries.
