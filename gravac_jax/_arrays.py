@@ -22,9 +22,13 @@ LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinit
 
 
 def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """Return the leaves of `tree`, each with a path such as `['dense']['kernel']`."""
+    """Return the leaves of `tree`, each with a path such as `['dense']['kernel']`.
+
+    Of a variable of Flax NNX it is the path of what it holds, with and without it.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
+    name = lambda path: jax.tree_util.keystr(path).removesuffix(".value")
+    return [(name(path) or "the tree itself", x) for path, x in leaves]
 
 
 def brief(value: Any) -> str:

@@ -229,15 +229,24 @@ class Adapted(nnx.Module):
         return x @ (self.frozen[...] + self.kernel[...])
 
 
+BY_LEAF = gravac.OwnOptimizer(optax.adamw(0.05), by_leaf=True)
+BY_PATH = {"compress": lambda path, x: path == "['kernel']", "send": CHEAP["send"]}
+OWN = {
+    "adamw": gravac.adamw(0.05, **CHEAP),
+    "by leaf and path": gravac.transform(memory=BY_LEAF, **BY_PATH),
+}
+
+
 @everywhere
-def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(mesh):
+@pytest.mark.parametrize("tx", OWN.values(), ids=OWN)
+def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(mesh, tx):
     def step(model, optimizer, x):
         grad_fn = gravac.nnx_value_and_grad(square, optimizer=optimizer)
         optimizer.update(model, grad_fn(model, x)[1])
 
     square = lambda model, x: jnp.mean(model(x) ** 2)
     plain_square = lambda params, x: jnp.mean((x @ (FROZEN + params["kernel"])) ** 2)
-    tx = gravac.guard(gravac.adamw(0.05, **CHEAP))
+    tx = gravac.guard(tx)
     plain = gravac.train_step(plain_square, tx, mesh)
     state = plain.init({"kernel": np.zeros((64, 64), np.float32)})
     model = Adapted()
@@ -411,7 +420,7 @@ def test_a_variable_that_stays_the_same_everywhere_is_written_back():
     assert int(model.calls[...]) == 1
 
 
-DIFFERS = r"\.largest\.value of the returned state differs .*jax\.lax\.pmean"
+DIFFERS = r"\.largest of the returned state differs .*jax\.lax\.pmean"
 STRUCTURE = "may change values of variables only, got other"
 HIDDEN = rf"{STRUCTURE} .*hidden.* nnx\.Intermediate"
 ARRAYS = r"no nnx objects are: argument 1 \(dict\), argument 2 .*Make the batch one"
