@@ -131,6 +131,11 @@ def _shifts(dtype: Any) -> range:
     return range(0, jnp.iinfo(dtype).bits, PART_BITS)
 
 
+def is_float(x: Any) -> bool:
+    """Return whether an array or a number is of real floating-point numbers."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
 def energy(x: jax.Array) -> jax.Array:
     """Return the squared norm of `x`, `[]` float32."""
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
@@ -194,23 +199,14 @@ def to_words(x: jax.Array, word: Any = jnp.uint32) -> jax.Array:
 
     Where words are wider than entries, an odd one at the end is filled up with a zero.
     """
-    word = jnp.dtype(word)
-    if x.dtype.itemsize < word.itemsize:
-        each = word.itemsize // x.dtype.itemsize
-        widths = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % each)]
-        x = jnp.pad(x, widths).reshape(*x.shape[:-1], -1, each)
-        return jax.lax.bitcast_convert_type(x, word)
-    words = jax.lax.bitcast_convert_type(x, word)
-    return words.reshape(*x.shape[:-1], -1) if words.ndim > x.ndim else words
+    each = max(1, jnp.dtype(word).itemsize // x.dtype.itemsize)
+    whole = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % each)]
+    return (jnp.pad(x, whole) if each > 1 else x).view(word)
 
 
 def from_words(words: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Undo `to_words`, but for a zero that filled up the last word."""
-    each = jnp.dtype(dtype).itemsize // words.dtype.itemsize
-    if each > 1:
-        words = words.reshape(*words.shape[:-1], -1, each)
-    x = jax.lax.bitcast_convert_type(words, dtype)
-    return x.reshape(*words.shape[:-1], -1) if x.ndim > words.ndim else x
+    return words.view(dtype)
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:

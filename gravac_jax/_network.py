@@ -87,7 +87,6 @@ class Comm:
 
         @same.def_vmap
         def rule(size: int, in_batched: list[bool], *given: Any) -> Any:
-            del size
             is_ours, *differ = in_batched
             seen.extend([differ] if is_ours else [])  # else vmap maps something else
             return same(*given), tuple(in_batched)
@@ -179,10 +178,10 @@ class Comm:
         all-reduce of integers beside one in a conditional crashes jaxlib 0.10.2 on CPUs
         if the program comes from JAX's cache.
         """
-        if self.axis_name is None:
-            return tree
         whole = lambda x: x.astype(jnp.int32) if x.dtype == bool else x
         tree = jax.tree.map(whole, tree)
+        if self.axis_name is None:
+            return tree
         flat, split = jax.tree.flatten(jax.tree.map(_arrays.exact_parts, tree))
         total = jax.lax.psum(self.cast(_arrays.ravel(flat)), self.axis_name)
         sums = jax.tree.unflatten(split, _arrays.unravel(total, flat))

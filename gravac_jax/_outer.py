@@ -72,7 +72,14 @@ def outer(
 
     def init(params: Any) -> OuterState:
         state = transform.init(params)
-        _holds_steps(state)
+        found = transform_states(state)
+        kinds = {type(x) for ours in found for x in ours.local.memory}
+        if len(found) != 1 or kinds != {OwnOptimizerState}:
+            raise ValueError(
+                f"gravac.outer steps on what optimizers made, got {len(found)}"
+                f" transforms with {sorted(x.__name__ for x in kinds)}: give it one of"
+                f" gravac.transform(memory=gravac.OwnOptimizer(optax.adamw(1e-3)))."
+            )
         return OuterState(state, optimizer.init(params))
 
     def update(
@@ -107,14 +114,3 @@ def outer(
         return stepped, OuterState(inner, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _holds_steps(state: Any) -> None:
-    found = transform_states(state)
-    memories = [x for ours in found for x in ours.local.memory]
-    if len(found) != 1 or not all(isinstance(x, OwnOptimizerState) for x in memories):
-        raise ValueError(
-            f"gravac.outer steps on what optimizers made, got {len(found)} transforms"
-            f" with {sorted({type(x).__name__ for x in memories})}: give it one"
-            f" gravac.transform(memory=gravac.OwnOptimizer(optax.adamw(1e-3)), ...)."
-        )

@@ -275,9 +275,8 @@ def diloco(
       Douillard et al., DiLoCo, arXiv 2311.08105, Algorithm 1.
     """
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
-    tx = transform(
-        axis_name, send=send, every=every, memory=OwnOptimizer(inner), **others
-    )
+    memory = OwnOptimizer(inner)
+    tx = transform(axis_name, send=send, every=every, memory=memory, **others)
     return _outer.outer(tx, outer)
 
 

@@ -182,7 +182,7 @@ def bound_axis(axis_name: Any, caller: str) -> None:
 
 def placed(leading: int | None, parts: int, is_sliced: bool = False) -> None:
     """Refuse a state that was not placed on this many replicas, or slices of them."""
-    if (1 if is_sliced and leading is None else leading) == parts:
+    if leading == parts:
         return
     where = "not placed" if leading is None else f"placed on {leading} replicas, not"
     made = "gravac.transform(shardings=params)" if is_sliced else "tx.init(params)"
@@ -310,10 +310,8 @@ def by_leaf(why: str) -> None:
 
 def state_of_others(received: Any, expected: Any) -> None:
     """Refuse a state that was made for other params, or with other components."""
-    had, need = (
-        {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
-        for tree in (received, expected)
-    )
+    shapes = lambda tree: {path: jnp.shape(x) for path, x in _arrays.named_leaves(tree)}
+    had, need = shapes(received), shapes(expected)
     if had != need:
         for path in [path for path in had if need.get(path) == had[path]]:
             del had[path], need[path]

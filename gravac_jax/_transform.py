@@ -173,6 +173,5 @@ def transform(
         delay=delay,
         network=network,
     )
-    return optax.GradientTransformationExtraArgs(
-        components.init, functools.partial(update, components)
-    )
+    step = functools.partial(update, components)
+    return optax.GradientTransformationExtraArgs(components.init, step)

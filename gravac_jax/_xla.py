@@ -7,6 +7,7 @@ order of operations differs between devices, `jax.lax.platform_dependent` stands
 the computation.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,11 +57,10 @@ def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any)
     """
     if isinstance(predicate, bool):
         return make() if predicate else otherwise
-    both = lambda x, y: jax.tree.map(lambda x, y: jnp.where(predicate, x, y), x, y)
+    where = functools.partial(jnp.where, predicate)
     branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
-    return jax.lax.platform_dependent(
-        cpu=branch, default=lambda: both(make(), otherwise)
-    )
+    both = lambda: jax.tree.map(where, make(), otherwise)
+    return jax.lax.platform_dependent(cpu=branch, default=both)
 
 
 def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
@@ -75,10 +75,7 @@ def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
       x: computed from the vector.
       figures: `[]` float32, at least 0, computed from the vector by the other readers.
     """
-    least = figures[0]
-    for figure in figures[1:]:
-        least = jnp.minimum(least, figure)
-    in_place = lambda x: jnp.where(_is_never(least), 0, x)
+    in_place = lambda x: jnp.where(_is_never(jnp.minimum(*figures)), 0, x)
     return jax.lax.platform_dependent(x, cpu=in_place, default=lambda x: x)
 
 

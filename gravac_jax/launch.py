@@ -89,8 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     place = options.coordinator, options.processes, options.process
     options.place = *place, options.local_devices, options.detect
-    least = options.min_processes = options.min_processes or options.n
-    if options.n is not None and min(options.n, least, 1 + options.restarts) < 1:
+    if options.min_processes is None:
+        options.min_processes = options.n
+    least = options.n, options.min_processes, 1 + options.restarts
+    if options.n is not None and min(least) < 1:
         parser.error("-n and --min-processes must be at least 1, and --restarts 0")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")

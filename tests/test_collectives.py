@@ -69,8 +69,10 @@ def test_sums_travel_as_float32_in_one_collective_and_keep_their_dtypes():
     sums = each(COMM.sum, jax.tree.map(lambda x: jnp.stack([x] * N), tree))
     assert jax.tree.map(jnp.result_type, sums) == jax.tree.map(jnp.result_type, tree)
     assert [float(sums[name][0]) for name in "abc"] == [12, 1024, 2]
-    assert Comm(None).sum(tree) is tree
-    assert each(COMM.sum, np.array([True, False, True, True])).tolist() == [3] * N
+    assert Comm(None).sum(tree) == tree
+    truths = jnp.array([True, False, True, True])
+    assert each(COMM.sum, truths).tolist() == [3] * N
+    assert Comm(None).sum(truths).dtype == each(COMM.sum, truths).dtype == jnp.int32
 
 
 def test_alone_is_a_mean_of_one():

@@ -62,7 +62,7 @@ REFUSED = [
     ("as many devices each, got 1 to 2", {"axis_names": TWO, "devices": UNEVEN}),
     ("as many devices each, got 2 to 3.*`hosts`", {"axis_names": TWO, "hosts": 3}),
     ("`hosts` must be a whole number", {"hosts": 0}),
-    ("at least one array", {"devices": []}),
+    ("a mesh needs a device", {"devices": [], "hosts": 3}),
 ]
 NAMES = "data", "ab", (), ("a", "b", "c"), ("a", "a")
 REFUSED += [("a tuple of one or two names", {"axis_names": x}) for x in NAMES]

@@ -14,7 +14,8 @@ from _harness import assert_same
 
 from gravac_jax._encodings import payload as payloads
 from gravac_jax._encodings import selection
-from gravac_jax._encodings.payload import INDICES, VALUES, Payload, WireFormat
+from gravac_jax._encodings.dense import VALUES
+from gravac_jax._encodings.payload import INDICES, Payload, WireFormat
 from gravac_jax._encodings.selection import PAD
 
 NORMAL = 2.0**-126

@@ -151,7 +151,6 @@ class Controller(abc.ABC):
         Args:
           at_own_params: whether gradients are known to be taken at own params.
         """
-        del at_own_params
         return tuple(range(len(self.ladder)))
 
     @property
@@ -172,7 +171,6 @@ class Controller(abc.ABC):
         Returns:
           `[]` int32, the steps of the round, of which the last one exchanges.
         """
-        del step, state
         return 1
 
     def looks(self, step: jax.Array, local_steps: Any = 0) -> jax.Array | bool:
@@ -219,7 +217,6 @@ class Controller(abc.ABC):
         Args:
           state: from `decide`.
         """
-        del state
         return None
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._controllers import base
-from gravac_jax._controllers.base import Controller, Evidence, Predictions
+from gravac_jax._controllers.base import Controller, Evidence, Predictions, check_ladder
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.bits import Bits
 from gravac_jax._encodings.dense import Dense
@@ -153,7 +152,7 @@ class Fastest(Controller):
     rounds: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        base.check_ladder(self.ladder, "Fastest", least=2)
+        check_ladder(self.ladder, "Fastest", least=2)
         _refuse.number(self.least_progress, "least_progress", low=0, high=1)
         _refuse.instance(self.rounds, tuple, "rounds", "(1, 4, 16)")
         for steps in self.rounds:
@@ -171,7 +170,6 @@ class Fastest(Controller):
 
     def round_steps(self, step: jax.Array, state: FastestState) -> jax.Array:
         """Return the length of the rounds that it has chosen."""
-        del step
         return jnp.asarray(self.rounds, jnp.int32)[state.current // len(self.ladder)]
 
     def init(self) -> tuple[jax.Array, FastestState]:

@@ -141,9 +141,8 @@ class GraVAC(Controller):
         # The paper's smoothing factor N / 100 exceeds 1 beyond 100 workers, which would
         # make an average swing, so it is capped.
         weight = self.smoothing or min(1.0, evidence.replicas / 100)
-        averages = compression_gain.smooth(
-            state.averages, evidence.energies, evidence.energy, weight
-        )
+        seen = evidence.energies, evidence.energy
+        averages = compression_gain.smooth(state.averages, *seen, weight)
         gains = compression_gain.gain(averages.sent, averages.total, self.gain)
         rung = self._gate(state, gains)
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _refuse
-from gravac_jax._controllers import base
-from gravac_jax._controllers.base import Controller, Evidence
+from gravac_jax._controllers.base import Controller, Evidence, check_ladder
 from gravac_jax._encodings.base import Encoding
 
 
@@ -46,7 +45,7 @@ class Scheduled(Controller):
     starts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        base.check_ladder(self.ladder, "Scheduled")
+        check_ladder(self.ladder, "Scheduled")
         starts, others = self.starts, len(self.ladder) - 1
         is_step = lambda x: _refuse.is_number(x, is_whole=True) and x >= 0
         is_fine = isinstance(starts, tuple) and all(map(is_step, starts))

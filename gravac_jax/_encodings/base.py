@@ -111,7 +111,6 @@ class Encoding(abc.ABC):
 
         Encodings of the same class on a ladder share the largest of theirs.
         """
-        del bucket
         return ()
 
     @abc.abstractmethod
@@ -145,7 +144,6 @@ class Encoding(abc.ABC):
 
         Encodings of the same class share it.
         """
-        del state, bucket, key
         return x
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:

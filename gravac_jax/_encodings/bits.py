@@ -55,7 +55,8 @@ class Section(NamedTuple):
 
     def size(self, owners: int) -> int:
         """Return the bytes of what one owner has of it."""
-        return self.rows(owners) * levels.row_bytes(self.length, self.bits)
+        scales = levels.SCALES * _network.FLOAT32_BYTES
+        return self.rows(owners) * (self.length * self.bits // 8 + scales)
 
 
 class Message(NamedTuple):
@@ -304,22 +305,18 @@ class Bits(Encoding):
         comm: Comm,
     ) -> tuple[Sent, Any]:
         """Send all entries, or those whose turn it is."""
-        del key
         message = self.message(bucket, comm.replicas)
         starts, sections = message.starts(step), message.sections
         if message.spared or not message.is_whole:
             # The bucket is made once, for all sections and for what is not due.
             x = _xla.once(x)
-        of_each = functools.partial(zip, sections, strict=True)
-        cut = jax.lax.dynamic_slice
-        parts = [cut(x, (at,), (section.entries,)) for section, at in of_each(starts)]
+        cut = lambda section, at: jax.lax.dynamic_slice(x, (at,), (section.entries,))
+        parts = list(map(cut, sections, starts))
         # Spared leaves are not read again, so that the bucket can be overwritten.
         parts[1:] = map(_xla.once, parts[1:])
         owners = self._owners(comm.replicas)
-        rounded = [
-            levels.round_rows(*_in_rows(part, section.length), section.bits, owners)
-            for section, part in of_each(parts)
-        ]
+        round_ = lambda s, x: levels.round_rows(*_in_rows(x, s.length), s.bits, owners)
+        rounded = list(map(round_, sections, parts))
         energy = _sent_energy(rounded, message)
         comm.tell(energy)
         averaged = self._average(rounded, sections, comm)
@@ -354,7 +351,6 @@ class Bits(Encoding):
 
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
         """Look at the bucket; shares of it are estimated once for all that ask."""
-        del state, bucket
         whole = lambda x: jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
         few_rows = functools.cache(lambda length: _few_rows(x, length, key))
 
@@ -397,9 +393,7 @@ class Bits(Encoding):
         """
         message = self.message(bucket, replicas)
         kept, spared, sent = self._shares(looked, message)
-        in_turns = lambda turns, share: (
-            (turns - 1) / 2 + turns * ROUNDING_WAITS * (1 - share) / share
-        )
+        in_turns = lambda t, a: (t - 1) / 2 + t * ROUNDING_WAITS * (1 - a) / a
         return spared * in_turns(1, sent) + (1 - spared) * in_turns(message.turns, kept)
 
 

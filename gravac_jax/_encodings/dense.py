@@ -63,17 +63,9 @@ class Dense(Encoding):
         return _network.mean_traffic(bucket.n, replicas)
 
     def exchange(
-        self,
-        x: jax.Array,
-        state: Any,
-        *,
-        bucket: Bucket,
-        key: jax.Array,
-        step: jax.Array | int,
-        comm: Comm,
+        self, x: jax.Array, state: Any, *, comm: Comm, **_: Any
     ) -> tuple[Sent, Any]:
         """Average everything."""
-        del bucket, key, step
         is_whole = self.sends_whole_entries
         sent = x if is_whole else _arrays.round_to_bfloat16(x)
         energy = _arrays.energy(sent)
@@ -83,5 +75,4 @@ class Dense(Encoding):
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return 1: everything is sent."""
-        del bucket, replicas
         return jnp.ones_like(looked, shape=())

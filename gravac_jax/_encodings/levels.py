@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _xla
-from gravac_jax._network import FLOAT32_BYTES
 
 WORD_BITS = 32
 WIDTHS = (8, 4, 2, 1)
@@ -145,9 +144,8 @@ def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
 def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
     units = BIG * _root_mean_square(x, entries)
     is_big = jnp.abs(x) > _of_rows(units, x)
-    total, above, count = _xla.row_sums(
-        jnp.abs(x), jnp.where(is_big, jnp.abs(x), 0), is_big
-    )
+    big = jnp.where(is_big, jnp.abs(x), 0)
+    total, above, count = _xla.row_sums(jnp.abs(x), big, is_big)
     # A row of equal magnitudes has none above, and a row has never all above.
     high = _normal(above / jnp.maximum(count, 1))
     low = _normal(jnp.maximum(total - above, 0) / (entries - count))
@@ -234,11 +232,6 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """Undo `pack`: return codes, `[rows, bits, 32 / bits, entries / 32]` uint32."""
     return (words[:, :, None] >> _shifts(bits)) & jnp.uint32(2**bits - 1)
-
-
-def row_bytes(length: int, bits: int) -> int:
-    """Return the bytes of the words and scales of a row."""
-    return length * bits // 8 + FLOAT32_BYTES * SCALES
 
 
 def _join(words: jax.Array, scales: jax.Array, parts: int) -> jax.Array:

@@ -53,7 +53,7 @@ class _Matrix(NamedTuple):
     @property
     def top_rank(self) -> int:
         """The highest rank at which two thin matrices are smaller than the whole."""
-        return max(0, self.entries - 1) // (self.rows + self.columns)
+        return max(0, self.entries - 1) // max(1, self.rows + self.columns)
 
     def of(self, bucket: jax.Array) -> jax.Array:
         part = jax.lax.slice_in_dim(bucket, self.start, self.start + self.entries)
@@ -171,17 +171,9 @@ class LowRank(Encoding):
         return tuple(states)
 
     def exchange(
-        self,
-        x: jax.Array,
-        state: tuple[PowerState, ...],
-        *,
-        bucket: Bucket,
-        key: jax.Array,
-        step: jax.Array | int,
-        comm: Comm,
+        self, x: jax.Array, state: Any, *, bucket: Bucket, comm: Comm, **_: Any
     ) -> tuple[Sent, tuple[PowerState, ...]]:
         """Run one power iteration, in two collectives, or in one if none is low."""
-        del key, step
         rounded, average = (lambda x: x), comm.mean
         if self.values == "bfloat16":
             rounded, average = _arrays.round_to_bfloat16, comm.bfloat16_mean
@@ -207,20 +199,13 @@ class LowRank(Encoding):
         residual = x - _arrays.ravel(sent)
         return Sent(_arrays.ravel(means), residual, energy), tuple(comm.cast(states))
 
-    def look(
-        self,
-        x: jax.Array,
-        state: tuple[PowerState, ...],
-        bucket: Bucket,
-        key: jax.Array,
-    ) -> _Looked:
+    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
         """Return the energies of arrays, and of the largest entries of a sample."""
         energies = [_arrays.energy(matrix.of(x)) for matrix in _matrices(bucket)]
         return _Looked(top_k.energies_of_largest(x, key), energies, state)
 
     def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
         """Return what each further rank took of the rest when it was last sent."""
-        del replicas
         shares: list[Any] = [1.0] * len(looked.states)
         for i in self._low(bucket):
             shares[i] = 1 - jnp.prod(1 - looked.states[i].remaining_shares[: self.rank])
@@ -230,7 +215,6 @@ class LowRank(Encoding):
 
     def waits(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
         """Estimate as if the largest entries were sent, and small ones soon."""
-        del replicas
         share = top_k.share_of_largest(looked.sums, sum(self._sent(bucket)), bucket.n)
         return (1 - share) / share
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gravac_jax import _arrays
 from gravac_jax._encodings.selection import PAD, Marks, clear
 
-VALUES = ("bfloat16", "float32")
 INDICES = ("uint16", "int32")
 WORD_BYTES = 2
 BLOCK_BITS = 16  # of an index: its place within a block of 65,536 entries
@@ -108,13 +107,10 @@ def _in_blocks(indices: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     Indices rise, so the ends tell the block of every slot. The receiver pays a running
     sum over k slots.
     """
-    ends = jnp.minimum(jnp.arange(1, -(-n // BLOCK) + 1) * BLOCK, n)
+    ends = jnp.minimum(jnp.arange(1, -(-n // BLOCK) + 1, dtype=jnp.int32) * BLOCK, n)
     search = lambda method: functools.partial(jnp.searchsorted, method=method)
     reached = jax.lax.platform_dependent(
-        indices,
-        ends.astype(jnp.int32),
-        cpu=search("scan"),
-        default=search("scan_unrolled"),
+        indices, ends, cpu=search("scan"), default=search("scan_unrolled")
     )
     return (indices & (BLOCK - 1)).astype(jnp.uint16), reached.astype(jnp.int32)
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _network, _refuse, _xla
-from gravac_jax._encodings import payload, selection
+from gravac_jax._encodings import dense, payload, selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
-from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.selection import BEYOND, OCTAVE, Bracket, Marks
 from gravac_jax._network import Comm, Traffic
 
@@ -104,7 +103,7 @@ class TopK(Encoding):
     def __post_init__(self) -> None:
         _refuse_density(self.factor, "factor")
         _refuse.one_of(self.select, "select", SELECT)
-        _refuse.one_of(self.values, "values", payload.VALUES)
+        _refuse.one_of(self.values, "values", dense.VALUES)
         _refuse.one_of(self.indices, "indices", payload.INDICES)
 
     @classmethod
@@ -181,7 +180,6 @@ class TopK(Encoding):
         comm: Comm,
     ) -> tuple[Sent, TopKState]:
         """Gather the selections of all replicas, and add them up in their order."""
-        del step
         format_, k = self._wire(bucket.n), self.slots(bucket.n)
         marks, state = self._choose(x, state, k, key)
         chosen = payload.take(x, selection.places(marks, k))
@@ -211,7 +209,6 @@ class TopK(Encoding):
         self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array
     ) -> jax.Array:
         """Return the energies of the largest entries of a sample, summed up."""
-        del state, bucket
         return energies_of_largest(x, key)
 
     def share(self, looked: jax.Array, bucket: Bucket, replicas: int) -> jax.Array:
@@ -221,7 +218,6 @@ class TopK(Encoding):
         at 1000 (standard deviations); averages over steps miss by less. Tails that are
         far heavier read low.
         """
-        del replicas
         return share_of_largest(looked, self.slots(bucket.n), bucket.n)
 
     def waits(self, looked: jax.Array, bucket: Bucket, replicas: int) -> jax.Array:
@@ -322,4 +318,4 @@ def _scaled(
         # Products make names of many digits.
         factors.append(float(f"{minimum * multiplier:.12g}"))
         multiplier = scale(multiplier)
-    return (Dense(), *(TopK(x, **options) for x in (*factors, maximum)))
+    return (dense.Dense(), *(TopK(x, **options) for x in (*factors, maximum)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _refuse
+from gravac_jax import _arrays, _refuse
 from gravac_jax._encodings.base import Bucket
 from gravac_jax._memory.momentum import MomentumState
 from gravac_jax._outer import OuterState
@@ -28,8 +28,6 @@ _WRAPPERS = (
     optax.MultiStepsState,
     optax.contrib.SAMState,
 )
-
-_MOMENTA = (MomentumState, optax.TraceState)
 
 
 def the_transform(state: Any, caller: str) -> TransformState:
@@ -87,11 +85,6 @@ def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
     return found
 
 
-def waits(state: Any) -> bool:
-    """Return whether steps wait in the memory before other replicas hear of them."""
-    return bool(the_transform(state, "gravac.train_step").local.told)
-
-
 def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     """Return whether what stands around the transform is linear in the updates.
 
@@ -122,7 +115,8 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     Warn of what is not linear, such as Adam, after an exchange of few bits.
     """
     # What waits needs own params, and says so where it cannot.
-    if waits(opt_state) or is_linear(tx, params, opt_state):
+    local = the_transform(opt_state, "gravac.train_step").local
+    if local.told or is_linear(tx, params, opt_state):
         return "own"
     asked: list[Any] = ["identity"]
     jax.eval_shape(lambda *x: ask(tx, asked, *x), params, opt_state, params)
@@ -144,7 +138,7 @@ def check_momentum(state: Any) -> None:
     for ours in transform_states(state):
         axes = 0 if states.placed_replicas(ours.local) is None else 1
         others = []
-        if _instances(ours.local.memory, _MOMENTA):
+        if _instances(ours.local.memory, (MomentumState, optax.TraceState)):
             # An Adam may be one without a first moment, which its state does not tell.
             others = _instances(state, optax.TraceState)
         elif _remembering(ours.local.memory, axes):
@@ -200,8 +194,7 @@ def _instances(tree: Any, kind: Any) -> list[Any]:
 
 def _remembering(tree: Any, axes: int = 0) -> list[Any]:
     """Return every state of Optax in `tree` with arrays of more than `axes` axes."""
-    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    is_array = lambda x: jnp.ndim(x) > axes and is_float(x)
+    is_array = lambda x: jnp.ndim(x) > axes and _arrays.is_float(x)
     of_optax = lambda x: type(x).__module__.startswith("optax.")
     # What wraps a transform, such as optax.inject_hyperparams, holds its arrays, too.
     found = _found(tree, lambda x: of_optax(x) and not transform_states(x))

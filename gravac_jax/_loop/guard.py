@@ -12,9 +12,7 @@ from gravac_jax._loop import chain
 from gravac_jax._step.states import is_transform_state
 
 
-def guard(
-    tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Skip a step on all replicas when the gradient of one is not finite.
 
     Without it, a replica whose gradient is not finite leaves that gradient out, and the
@@ -60,17 +58,15 @@ def guard(
 
     def init(params: Any) -> Any:
         state: Any = tx.init(params)
-        memory = chain.the_transform(state, "gravac.guard").local.memory
-        if chain.waits(state):
+        local = chain.the_transform(state, "gravac.guard").local
+        if local.told:
             warnings.warn(
                 "gravac.guard does nothing with a delay or with rounds, where replicas"
                 " hear too late of a gradient that is not finite: leave out the guard,"
                 " or what delays the news.",
                 stacklevel=2,
             )
-        elif is_transform_state(state) and not any(
-            hasattr(x, "optimizer") for x in memory
-        ):
+        elif is_transform_state(state) and not hasattr(local.memory[0], "optimizer"):
             warnings.warn(
                 "gravac.guard holds gravac.transform alone, and momentum or decay after"
                 " it would move params in a bad step: guard the whole chain, as"

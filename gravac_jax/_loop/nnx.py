@@ -109,7 +109,9 @@ def nnx_value_and_grad(
                 f" {type(given[0]).__name__}: pass it by position, or choose by `wrt`."
             )
         if optimizer is not None:
-            params = _own_params(params, optimizer)
+            shared, state = map(nnx.as_pure, (params[0], optimizer.opt_state))
+            own = delivery.own_params(optimizer.tx, shared, state)
+            params = jax.tree.structure(params).unflatten(jax.tree.leaves(own))
         keys = jax.tree.map(functools.partial(_key_of, comm), keys)
 
         def of_params(params: Any) -> Any:
@@ -127,22 +129,13 @@ def nnx_value_and_grad(
 
         value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
         (loss, (aux, changed)), grads = value_and_grad(params)
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        all_float = lambda path, x: all(map(is_float, jax.tree.leaves(x)))
+        all_float = lambda path, x: all(map(_arrays.is_float, jax.tree.leaves(x)))
         is_statistic = nnx.All(nnx.BatchStat, all_float)
         statistics, others = nnx.split_state(changed, is_statistic, ...)
         nnx.update(_objects_in(given), comm.mean(statistics), others)
         return ((loss, aux) if has_aux else loss), grads[0]
 
     return wrapped
-
-
-def _own_params(params: Any, optimizer: Any) -> Any:
-    from flax import nnx
-
-    shared, opt_state = nnx.as_pure(params[0]), nnx.as_pure(optimizer.opt_state)
-    own = delivery.own_params(optimizer.tx, shared, opt_state)
-    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(own))
 
 
 def _key_of(comm: Comm, keys: jax.Array) -> jax.Array:

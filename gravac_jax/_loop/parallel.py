@@ -213,14 +213,11 @@ def _by_vmap(
     )
     *rows, shared = others
     own, batch = jax.tree.map(split, rows)
-    state, own, metrics, counts = mapped(_of_local(split, state), own, batch, shared)
+    state = states.change_local(split, state)
+    state, own, metrics, counts = mapped(state, own, batch, shared)
     join = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     metrics = metrics if averages else jax.tree.map(join, metrics)
-    return _of_local(join, state), jax.tree.map(join, own), metrics, counts
-
-
-def _of_local(change: Step, state: Any) -> Any:
-    return states.map_local(state, lambda x: jax.tree.map(change, x), lambda x: x)
+    return states.change_local(join, state), jax.tree.map(join, own), metrics, counts
 
 
 def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
@@ -261,10 +258,9 @@ def _reported(metrics: Any, comm: Comm) -> Any:
     """Return the mean of floats over replicas; what is no float is the same on all."""
     can_tell = comm.is_checked or comm.is_simulated
     is_alike = lambda x: can_tell and comm.is_known_alike(x)
-    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
     for path, x in _arrays.named_leaves(metrics):
         is_number = hasattr(x, "dtype") or isinstance(x, numbers.Number)
-        is_ours = isinstance(x, jax.Array) and not is_float(x)
+        is_ours = isinstance(x, jax.Array) and not _arrays.is_float(x)
         if not is_number or (is_ours and not is_alike(x)):
             raise TypeError(
                 f"the metric at {path} must be a float, which is averaged, got a"
@@ -273,6 +269,6 @@ def _reported(metrics: Any, comm: Comm) -> Any:
                 f" .astype(jnp.float32) behind, and add names outside of the step."
             )
     metrics = jax.tree.map(jnp.asarray, metrics)
-    floats = jax.tree.map(lambda x: x if is_float(x) else None, metrics)
+    floats = jax.tree.map(lambda x: x if _arrays.is_float(x) else None, metrics)
     pick = lambda x, mean: x if mean is None else mean
     return jax.tree.map(pick, metrics, comm.reported_mean(floats))

@@ -65,6 +65,8 @@ def make_mesh(
             f" the `devices` of the mesh, and hand them to jax.sharding.Mesh."
         )
     chosen = list(jax.devices() if devices is None else devices)
+    if not chosen:
+        raise ValueError("a mesh needs a device, got devices=[]: leave it out for all.")
     if hosts is None:
         rows = _by_host(chosen)
     else:

@@ -128,8 +128,7 @@ def _compilations() -> list[str]:
     """Return a list that grows whenever this process compiles."""
     events: list[str] = []
 
-    def listener(event: str, duration_secs: float, **more: Any) -> None:
-        del duration_secs, more
+    def listener(event: str, *_: Any, **__: Any) -> None:
         if "compile" in event:
             events.append(event)
 

@@ -56,7 +56,6 @@ class Memory(abc.ABC):
 
     def of_leaves(self, leaves: Leaves) -> "Memory":
         """Return the memory of a bucket that holds these leaves, in this order."""
-        del leaves
         return self
 
     @abc.abstractmethod

@@ -152,34 +152,25 @@ class OwnOptimizer(ErrorFeedback):
     def init(self, n: int) -> OwnOptimizerState:
         """Return the optimizer's first state and an empty residual."""
         optimizer = ()
-        if not self._is_empty:
+        if self._leaves != ():
             optimizer = self.optimizer.init(self._cut(jnp.zeros(n, jnp.float32)))
         return OwnOptimizerState(optimizer, jnp.zeros(n, jnp.float32))
 
     def compensate(
-        self,
-        gradient: jax.Array,
-        state: OwnOptimizerState,
-        params: jax.Array | None = None,
+        self, gradient: jax.Array, state: Any, params: jax.Array | None = None
     ) -> tuple[jax.Array, OwnOptimizerState]:
         """Return the residual plus this replica's own step."""
-        if self._is_empty:
+        if self._leaves == ():
             return state.residual, state
         own = params
         if params is not None:
             own = self._cut(params + state.residual)
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            step, optimizer = self.optimizer.update(
-                self._cut(gradient), state.optimizer, own
-            )
+            given = self._cut(gradient), state.optimizer, own
+            step, optimizer = self.optimizer.update(*given)
         step = self._joined(step, gradient.size)
         return state.residual + step, state._replace(optimizer=optimizer)
-
-    @property
-    def _is_empty(self) -> bool:
-        """Whether the bucket is known to hold no leaf."""
-        return self._leaves == ()
 
     def _cut(self, vector: jax.Array) -> Any:
         """Return what the optimizer sees of `vector`, `[n]` float32."""

@@ -14,12 +14,10 @@ class ErrorFeedback(Memory):
 
     def held(self, state: Any, n: int) -> jax.Array:
         """Return the residual."""
-        del n
         return state.residual
 
     def hold(self, residual: jax.Array, compensated: jax.Array, state: Any) -> Any:
         """Return the state with the new residual."""
-        del compensated
         return state._replace(residual=residual)
 
 

@@ -111,10 +111,8 @@ class Buckets:
         There is at least one bucket, which may be empty.
         """
         order = range(len(self.leaves))
-        chosen = sorted(
-            (i for i in order if self.is_compressed[i]),
-            key=lambda leaf: self.leaves[leaf].size,
-        )
+        chosen = [i for i in order if self.is_compressed[i]]
+        chosen.sort(key=lambda leaf: self.leaves[leaf].size)
         buckets: list[tuple[Piece, ...]] = [()]
         room = MAX_ENTRIES
         for piece in itertools.chain(*map(self._pieces, chosen)):
@@ -157,11 +155,11 @@ class Buckets:
         return (*sizes, max(1, dense))
 
     @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The path of the leaf of each piece of each part."""
+    def named(self) -> list[tuple[tuple[str, tuple[int, ...]], ...]]:
+        """The path of the leaf, and the shape, of each piece of each part."""
         tree = jax.tree.unflatten(self.structure, self.leaves)
         paths = [path for path, _ in _arrays.named_leaves(tree)]
-        return tuple(tuple(paths[x.leaf] for x in part) for part in self.parts)
+        return [tuple((paths[x.leaf], x.shape) for x in part) for part in self.parts]
 
     @property
     def layout(self) -> tuple[tuple[int, int], ...]:
@@ -170,20 +168,15 @@ class Buckets:
         A part ends with its padding, whose leaf is `NO_LEAF`.
         """
         rows: list[tuple[int, int]] = []
-        for part, size, entries in zip(
-            self.parts, self.sizes, self.entries, strict=True
-        ):
+        parts = zip(self.parts, self.sizes, self.entries, strict=True)
+        for part, size, entries in parts:
             rows += [*((x.leaf, x.size) for x in part), (NO_LEAF, size - entries)]
         return tuple(rows)
 
     def pack(self, tree: Any) -> tuple[jax.Array, ...]:
         """Return the parts of `tree`: buckets, then dense leaves, `[n]` float32."""
-        leaves = jax.tree.leaves(tree)
-
-        def cut(x: Piece) -> jax.Array:
-            ends = (x.start,), (x.start + x.size,)
-            return jax.lax.slice(jnp.ravel(leaves[x.leaf]), *ends)
-
+        flat = list(map(jnp.ravel, jax.tree.leaves(tree)))
+        cut = lambda x: jax.lax.slice_in_dim(flat[x.leaf], x.start, x.start + x.size)
         parts = [list(map(cut, part)) for part in self.parts]
         return tuple(map(_arrays.ravel, parts, self.sizes))
 
@@ -199,18 +192,13 @@ class Buckets:
           count: as for `_arrays.unravel`.
         """
         cuts: list[list[jax.Array]] = [[] for _ in self.leaves]
+        like = lambda x: jax.ShapeDtypeStruct(x.shape, self.leaves[x.leaf].dtype)
         for vector, pieces in zip(parts, self.parts, strict=True):
-            like = [
-                jax.ShapeDtypeStruct(x.shape, self.leaves[x.leaf].dtype) for x in pieces
-            ]
-            arrays = _arrays.unravel(vector, like, count)
+            arrays = _arrays.unravel(vector, list(map(like, pieces)), count)
             for piece, x in zip(pieces, arrays, strict=True):
                 cuts[piece.leaf].append(x)
-        leaves = [
-            cut[0] if len(cut) == 1 else jnp.concatenate(cut).reshape(spec.shape)
-            for cut, spec in zip(cuts, self.leaves, strict=True)
-        ]
-        return jax.tree.unflatten(self.structure, leaves)
+        whole = lambda x, y: jnp.concatenate(x).reshape(y.shape) if x[1:] else x[0]
+        return jax.tree.unflatten(self.structure, map(whole, cuts, self.leaves))
 
     def rounded(
         self, parts: tuple[jax.Array, ...], count: jax.Array

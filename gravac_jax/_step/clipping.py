@@ -37,10 +37,7 @@ class Clip(abc.ABC):
 
     @abc.abstractmethod
     def clip(
-        self,
-        parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
-        replicas: int,
+        self, parts: tuple[jax.Array, ...], norm: Callable[[], jax.Array], replicas: int
     ) -> tuple[jax.Array, ...]:
         """Clip one replica's gradient.
 
@@ -93,10 +90,7 @@ class ClipByGlobalNorm(Clip):
         _refuse.number(self.max_norm, "max_norm", "for none leave `clip` out", above=0)
 
     def clip(
-        self,
-        parts: tuple[jax.Array, ...],
-        norm: Callable[[], jax.Array],
-        replicas: int,
+        self, parts: tuple[jax.Array, ...], norm: Callable[[], jax.Array], replicas: int
     ) -> tuple[jax.Array, ...]:
         """Scale the gradient to the bound if its norm is larger."""
         bound = self.max_norm * math.sqrt(replicas)

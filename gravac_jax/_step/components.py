@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -125,10 +127,8 @@ class Components:
         if self.slices is None:
             return buckets
         # Few bits would round the zeros that stand for a leaf of another device.
-        is_cut = self.slices.are_cut(buckets.leaves)
-        both = zip(buckets.is_compressed, is_cut, strict=True)
-        leaves = self.slices.shapes(buckets.leaves)
-        chosen = tuple(map(all, both))
+        leaves, are_cut = self.slices.slices_of(buckets.leaves)
+        chosen = tuple(map(operator.and_, buckets.is_compressed, are_cut))
         return dataclasses.replace(buckets, leaves=leaves, is_compressed=chosen)
 
     def initial(self, buckets: Buckets) -> TransformState:
@@ -146,7 +146,7 @@ class Components:
             rounds = states.first_round(self.round_steps, controller)
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
-            ladder=jnp.asarray(states.ladder_checksums(ladder)),
+            ladder=jnp.array([zlib.crc32(repr(x).encode()) for x in ladder], "uint32"),
             layout=self._layout(buckets),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
@@ -166,20 +166,16 @@ class Components:
     def _layout(self, buckets: Buckets) -> jax.Array:
         slices = 1 if self.slices is None else self.slices.inner_devices
         pieces = [(*piece, slices) for piece in buckets.layout]
-        return jnp.asarray(pieces, jnp.int32).reshape(-1, 3)
+        return jnp.asarray(pieces, jnp.int32)
 
     def memories(self, buckets: Buckets) -> list[Memory]:
         """Return the memory of each bucket, and of the leaves that go dense."""
         if not self.memory.by_leaf:
             return [self.memory for _ in buckets.sizes]
-        named = [
-            tuple(zip(names, (x.shape for x in part), strict=True))
-            for names, part in zip(buckets.names, buckets.parts, strict=True)
-        ]
         leaves = [x.leaf for part in buckets.parts for x in part]
         if len(set(leaves)) < len(leaves):
-            _refuse.by_leaf(f"a leaf lies in two of {len(named) - 1} buckets")
-        return list(map(self.memory.of_leaves, named))
+            _refuse.by_leaf(f"a leaf lies in two of {len(buckets.parts) - 1} buckets")
+        return list(map(self.memory.of_leaves, buckets.named))
 
     def ladders(self, buckets: Buckets) -> list[Ladder]:
         """Return the encodings of each bucket."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _refuse
+from gravac_jax import _arrays, _refuse
 from gravac_jax._network import Axes, AxisName, Comm
 from gravac_jax._step.states import map_local
 
@@ -142,8 +142,7 @@ def is_sampled(params: Any, axes: Axes) -> bool:
 
 def _floats(params: Any) -> list[Any]:
     """Return the leaves that training may change, the smallest first."""
-    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return sorted(filter(is_float, jax.tree.leaves(params)), key=jnp.size)
+    return sorted(filter(_arrays.is_float, jax.tree.leaves(params)), key=jnp.size)
 
 
 def sampled(params: Any, axes: Axes) -> jax.Array:

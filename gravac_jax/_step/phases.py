@@ -46,8 +46,7 @@ Parts = tuple[jax.Array, ...]
 
 def held(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
     """Return what the memory holds back, to which no gradient was added."""
-    pairs = zip(local.memory, buckets.sizes, strict=True)
-    return tuple(memory.held(*x) for x in pairs)
+    return tuple(map(memory.held, local.memory, buckets.sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +111,8 @@ class Step:
         scalars += len(controller.ladder) * (controller.looks_at == "gradient")
         # And a row's norm and its sum with signs.
         scalars += sum(x.size for x in self.state.local.norms)
-        replicas = self.axes.slow.replicas
-        return step_info.tables(
-            self.buckets, self.ladders, scalars, replicas, self.rides
-        )
+        given = scalars, self.axes.slow.replicas, self.rides
+        return step_info.tables(self.buckets, self.ladders, *given)
 
     @property
     def looks(self) -> jax.Array | bool:
@@ -222,9 +219,8 @@ class Step:
             return self
         params = self.buckets.pack(self.params)
         own = jax.tree.map(jnp.add, params, self._held(local))
-        return dataclasses.replace(
-            self, own_params=self.buckets.rounded(own, self.state.steps)
-        )
+        own = self.buckets.rounded(own, self.state.steps)
+        return dataclasses.replace(self, own_params=own)
 
     def _params_beside(self, held: Parts) -> Parts:
         """Return the params that are own params with what the memory now holds.
@@ -280,11 +276,9 @@ class Step:
         It is what an exchange by chance would send in which entries wait as long.
         """
         key, comm = self.key, self.axes.slow
-        given = zip(self.ladders, parts, local.encodings, energies, strict=True)
-        return _arrays.total(
-            ladder.shares(x, state, key, comm, waiting=True) * energy
-            for ladder, x, state, energy in given
-        )
+        share = lambda ladder, *x: ladder.shares(*x, key, comm, waiting=True)
+        shares = map(share, self.ladders, parts, local.encodings)
+        return _arrays.total(map(jnp.multiply, shares, energies))
 
     def add_times(self, local: LocalState) -> LocalState:
         """Add a measured time to what the next exchange tells."""
@@ -470,6 +464,5 @@ class Step:
             next_round = Round(state.round.next_length, length, exchanges)
         next_rungs = jnp.stack([state.next_rungs[1], number(figures.rung)])
         is_local = arrived.rung == len(components.controller.ladder)
-        return _arrays.where(
-            is_local, (state.next_rungs, state.round), (next_rungs, next_round)
-        )
+        before = state.next_rungs, state.round
+        return _arrays.where(is_local, before, (next_rungs, next_round))

@@ -27,7 +27,6 @@ from gravac_jax import _arrays, _refuse
 from gravac_jax._network import AxisName, Comm, inner_axes
 from gravac_jax._refuse import axis_names
 from gravac_jax._step import states
-from gravac_jax._step.states import TransformState
 
 
 class Cut(NamedTuple):
@@ -66,15 +65,12 @@ class Slices:
         """The number of devices that share a replica."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
-    def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shape of a device's slice of each leaf."""
+    def slices_of(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[bool]]:
+        """Return a device's slice of each leaf, as shapes, and whether each divides."""
+        cuts = self._cuts(leaves)
         shape = lambda x, cut: self._on_mesh(cut.spec).shard_shape(x.shape)
-        cuts = zip(leaves, self._cuts(leaves), strict=True)
-        return tuple(jax.ShapeDtypeStruct(shape(x, cut), x.dtype) for x, cut in cuts)
-
-    def are_cut(self, leaves: Sequence[Any]) -> list[bool]:
-        """Return whether each leaf divides, so that a device owns a part of each."""
-        return [not cut.copies for cut in self._cuts(leaves)]
+        like = lambda x, cut: jax.ShapeDtypeStruct(shape(x, cut), x.dtype)
+        return tuple(map(like, leaves, cuts)), [not cut.copies for cut in cuts]
 
     def _on_mesh(self, spec: jax.P) -> jax.NamedSharding:
         return jax.NamedSharding(self.mesh, spec)
@@ -104,13 +100,11 @@ class Slices:
         """Raise if params are others, or lie otherwise on their mesh, if they tell."""
         self._cuts(jax.tree.leaves(params))
 
-    def place(self, make: Callable[[], TransformState]) -> TransformState:
+    def place(self, make: Callable[[], states.TransformState]) -> states.TransformState:
         """Return the state that `make` returns for one device, of all devices."""
         own = self._on_mesh(jax.P((*axis_names(self.axis_name), *self.axes)))
         every = lambda x: jnp.broadcast_to(x, (own.num_devices, *x.shape))
-        of_all = lambda: states.map_local(
-            make(), lambda local: jax.tree.map(every, local), lambda x: x
-        )
+        of_all = lambda: states.change_local(every, make())
         lies = states.per_leaf(jax.eval_shape(make), own, self._on_mesh(jax.P()))
         return jax.jit(of_all, out_shardings=lies)()
 
@@ -118,7 +112,7 @@ class Slices:
         self,
         update: Callable[..., Any],
         deliver: str | None,
-        given: tuple[Any, TransformState, Any, dict[str, Any]],
+        given: tuple[Any, states.TransformState, Any, dict[str, Any]],
     ) -> Any:
         """Call `update` on every device, with what it owns.
 
@@ -199,7 +193,6 @@ class Slices:
 
         @escaped.def_vmap
         def of_all_replicas(replicas: int, is_batched: Any, *given: Any) -> Any:
-            del replicas
             is_batched = tuple(is_batched)
 
             def on_device(*given: Any) -> Any:
@@ -285,8 +278,5 @@ def said(
         if _refuse.names_in(spec) & {*axis_names(axis_name)}:
             _refuse.cut(path, lies, axis_name)
     slices = Slices(mesh, axis_name, specs)
-    # Without other axes nothing is cut.
-    return {
-        "fast_axis_name": slices.axes or None,
-        "slices": slices if slices.axes else None,
-    }
+    inner = slices.axes or None  # without other axes nothing is cut
+    return {"fast_axis_name": inner, "slices": inner and slices}

@@ -1,16 +1,13 @@
 """The state that the transform carries, and how to find it in any pytree."""
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _refuse
 from gravac_jax._controllers.base import Controller
-from gravac_jax._encodings.base import Encoding
 from gravac_jax._network import Comm
 from gravac_jax._step.step_info import StepInfo
 
@@ -51,11 +48,6 @@ def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     rungs = zeros(len(controller.ladder)) if looks else ()
     figures = zeros(), zeros(), (zeros(), zeros()), rungs, zeros(kinds), zeros(kinds)
     return Told(*figures, norms)
-
-
-def ladder_checksums(ladder: Sequence[Encoding]) -> np.ndarray:
-    """Return a number for the name of each encoding: `[rungs]` uint32."""
-    return np.asarray([zlib.crc32(repr(x).encode()) for x in ladder], np.uint32)
 
 
 class Round(NamedTuple):
@@ -165,6 +157,11 @@ def map_local(tree: Any, local: Change, shared: Change) -> Any:
     return jax.tree.map(change, tree, is_leaf=_is_local)
 
 
+def change_local(change: Change, tree: Any) -> Any:
+    """Apply `change` to each per-replica leaf of `tree`."""
+    return map_local(tree, lambda x: jax.tree.map(change, x), lambda x: x)
+
+
 def per_leaf(tree: Any, local: Any, shared: Any) -> Any:
     """Return `local` for each per-replica leaf of `tree`, `shared` for all others."""
     each = lambda state: jax.tree.map(lambda _: local, state)
@@ -218,9 +215,8 @@ def credit(
       Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
       elsewhere. All zeros if the time or the step is not known.
     """
-    scalar = _refuse.scalar
-    seconds = scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-    step = scalar(measured_step, state.steps - 1, jnp.int32, "measured_step")
+    seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
+    step = _refuse.scalar(measured_step, state.steps - 1, jnp.int32, "measured_step")
     age = state.steps - step
     is_time = jnp.isfinite(seconds) & (seconds > 0)
     is_known = is_time & (age >= 1) & (age <= PAST_STEPS)
