@@ -227,7 +227,7 @@ class Checkpointer:
         if step == self._at or (step % self.save_every and not self._must_stop):
             return False
         named = _to_named(tree, params)
-        label = _label(named, data)
+        label = _label(named, data, [x.layout for x in states.transform_states(tree)])
         try:
             self.wait()
         finally:  # if the one before cannot be written, this one may
@@ -274,8 +274,10 @@ class Checkpointer:
 
         Args:
           tree: the state, as for `save`, placed on the devices of this run. It stays as
-            it is. In place of an array outside the state of `gravac.transform` a
-            `jax.ShapeDtypeStruct` with a sharding will do.
+            it is. In place of its arrays `jax.ShapeDtypeStruct` with shardings will do
+            if the replicas and what the transform sends are those that saved it, so
+            that a large state need not be in memory twice. Shapes do not tell whether
+            an encoding has other arguments: after such a change restore into arrays.
           params: the params in `tree`.
           step: the step of the checkpoint; by default the last one.
           partial: whether `tree` may be a part of what was saved, such as `(params,)`
@@ -284,6 +286,24 @@ class Checkpointer:
 
         Returns:
           What was saved; None if the directory has no checkpoint.
+
+        Example:
+          >>> import tempfile, jax, jax.numpy as jnp
+          >>> import gravac_jax as gravac
+          >>> from gravac_jax import checkpoint
+          >>> mesh, tx = gravac.make_mesh(), gravac.adamw(1e-3)
+          >>> def begin():
+          ...     params = {"w": jnp.ones((256, 256))}
+          ...     return gravac.place((params, tx.init(params)), mesh)
+          >>> lies = lambda x, spec: x.update(sharding=jax.NamedSharding(mesh, spec))
+          >>> shapes = jax.eval_shape(begin)
+          >>> shapes = jax.tree.map(lies, shapes, gravac.state_specs(shapes))
+          >>> with checkpoint.Checkpointer(tempfile.mkdtemp(), save_every=1) as saver:
+          ...     state = begin()
+          ...     saved = saver.save(1, state, state[0])
+          ...     (params, opt_state) = saver.restore(shapes, shapes[0]).tree
+          >>> float(params["w"].sum())
+          65536.0
 
         Raises:
           ValueError: if the checkpoint is of another model, optimizer or memory.
@@ -296,11 +316,12 @@ class Checkpointer:
         step = max(self.steps, default=None) if step is None else step
         if step is None:
             return None
-        here = _to_named(tree, params)
         what = f"step {step} (of {self.steps}) cannot be read from"
         with self._errors(what):
             step = operator.index(step)
-            saved, data, sums = _read_label(self._orbax.metadata(step))
+            saved, label = _read_label(self._orbax.metadata(step))
+        sums, tree = label["checksums"], _laid_out(tree, label.get("layout"))
+        here = _to_named(tree, params)
         if partial:  # but a state of gravac.transform is whole
             kinds = {*map(_kind, here)} - {"tree"}
             saved = {k: x for k, x in saved.items() if k in here or _kind(k) in kinds}
@@ -312,7 +333,7 @@ class Checkpointer:
             if bad := dict(_checksums(found).items() - sums.items()):
                 raise ValueError(f"damaged arrays: {', '.join(sorted(bad)[:3])}")
         self._at = step
-        return Restored(step, _from_named(found, here, tree, params), data)
+        return Restored(step, _from_named(found, here, tree, params), label["data"])
 
     def close(self) -> None:
         """Wait until everything is written, and release the directory.
@@ -359,6 +380,19 @@ def _stop_all(*_: object) -> None:
 # Training state as named arrays, and back. ------------------------------------------
 
 
+def _laid_out(tree: Any, layout: Any) -> Any:
+    """Return `tree` with the saved layout of buckets where it has a shape alone."""
+    layouts = jax.tree.leaves([x.layout for x in states.transform_states(tree)])
+
+    def fill(x: Any) -> Any:
+        is_layout = _is_shape(x) and any(x is y for y in layouts)
+        if not is_layout or x.shape != np.shape(layout):
+            return x
+        return jax.device_put(np.asarray(layout, x.dtype), x.sharding)
+
+    return jax.tree.map(fill, tree)
+
+
 def _to_named(tree: Any, params: Any) -> Named:
     """Return what a checkpoint stores of `tree`.
 
@@ -398,7 +432,8 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
     """
     _require_same(here, saved)
     shapes = lambda y: {k: _shape(y[k]) for k in y if _kind(k) == "decided"}
-    ladder = _checksums({k: here[k] for k in here if k.startswith("decided/.ladder")})
+    has_ladder = lambda k: k.startswith("decided/.ladder") and not _is_shape(here[k])
+    ladder = _checksums({k: here[k] for k in filter(has_ladder, here)})
     is_same = shapes(here) == shapes(saved) and ladder.items() <= sums.items()
     if not is_same:
         warnings.warn(
@@ -409,6 +444,7 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
     begins_anew = () if is_same else ("decided", "local")
     fits = lambda k: _kind(k) == "memory" or _shape(saved[k]) == _shape(here[k])
     names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
+    _require_values(*(here[k] for k in here.keys() - names))
     return {k: _loading(here[k], _shape(saved[k])) for k in names}
 
 
@@ -461,8 +497,9 @@ def _from_named(found: Named, here: Named, tree: Any, params: Any) -> Any:
 def _stored(state: TransformState, params: Any) -> Named:
     """Return what is stored of a transform's state."""
     layout = _layout_of(state, params)
-    by_device = jax.NamedSharding(layout.mesh, layout.spec)
-    placed = jax.device_put(state.local, by_device)
+    own = jax.NamedSharding(layout.mesh, layout.spec)
+    put = lambda x: x.update(sharding=own) if _is_shape(x) else jax.device_put(x, own)
+    placed = jax.tree.map(put, state.local)
     parts: dict[str, list[Any]] = {}
     for keys, x in jax.tree.leaves_with_path(state._replace(local=placed, layout=())):
         parts.setdefault(_stored_name(keys), []).append(x)
@@ -473,7 +510,8 @@ def _stored(state: TransformState, params: Any) -> Named:
     for name, arrays in parts.items():
         if _kind(name) == "memory" and [x.shape[1:] for x in arrays] == sizes:
             names = [name + leaf.path for leaf in layout.leaves]
-            named |= zip(names, layout.split(arrays), strict=True)
+            split = layout.shapes if _is_shape(arrays[0]) else layout.split
+            named |= zip(names, split(arrays), strict=True)
         elif len(arrays) > 1 and jnp.issubdtype(arrays[0].dtype, jnp.floating):
             named |= {f"{name}/{i}": x for i, x in enumerate(arrays)}
         else:
@@ -491,6 +529,8 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
         name = _stored_name(keys)
         is_vector = paths and name + paths[0] in named
         own = name + "".join(f"/{x.idx}" for x in keys[2:3] if hasattr(x, "idx"))
+        if 0 in x.shape:  # which is not stored
+            return jnp.zeros_like(x)
         # The caller may donate what it passed, so nothing may share its memory.
         copy = lambda: jnp.copy(named.get(own, named.get(name, x)))
         return join(name)[keys[2].idx] if is_vector else copy()
@@ -514,6 +554,19 @@ def _stored_name(keys: Any) -> str:
     return f"{'decided' if is_decided else field[1:]}/{keystr(keys)}"
 
 
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _require_values(*leaves: Any) -> None:
+    """Refuse shapes where the checkpoint has no values for them."""
+    if any(map(_is_shape, leaves)):
+        raise ValueError(
+            "shapes suffice where replicas, buckets, ladder and controller are those"
+            " that saved it: restore into arrays, as gravac.place makes them."
+        )
+
+
 def _kind(name: str) -> str:
     return name.split("/", 1)[0]
 
@@ -532,19 +585,21 @@ def _shape(x: Any) -> tuple[int, ...]:
     return _type_and_shape(x)[1]
 
 
-def _label(named: Named, data: Any) -> dict[str, Any]:
+def _label(named: Named, data: Any, layouts: list[Any]) -> dict[str, Any]:
     """Return the label to store beside arrays.
 
     Raises:
       TypeError: if an array has no checksum, or JSON cannot store `data`.
     """
     content = {"version": VERSION, "data": data, "checksums": _checksums(named)}
+    for layout in jax.tree.leaves(layouts):
+        content["layout"] = np.asarray(layout).tolist()
     text = json.dumps(content)
     return {"label": text, "crc32": zlib.crc32(text.encode())}
 
 
-def _read_label(metadata: Any) -> tuple[Named, Any, dict[str, int]]:
-    """Return Orbax's metadata of each array, `data`, and the arrays' checksums.
+def _read_label(metadata: Any) -> tuple[Named, dict[str, Any]]:
+    """Return Orbax's metadata of each array, and the label: `data`, `checksums`, ...
 
     Args:
       metadata: what Orbax tells of a checkpoint, with the label.
@@ -562,7 +617,7 @@ def _read_label(metadata: Any) -> tuple[Named, Any, dict[str, int]]:
     if version != VERSION:
         has = f"version {version}, and this gravac_jax reads {VERSION}"
     elif saved and content["checksums"].keys() == saved.keys():
-        return saved, content["data"], content["checksums"]
+        return saved, content
     raise ValueError(
         f"it has {has}: restore it with what saved it, deliver what replicas hold back,"
         f" if anything (gravac.flush), and begin with its params, step.init(params) or"
@@ -632,6 +687,12 @@ class _Layout(NamedTuple):
     spec: jax.P
     leaves: tuple[_Leaf, ...]
     buckets: tuple[tuple[int, int], ...]
+
+    def shapes(self, buckets: list[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes, with shardings, of what `split` returns."""
+        shardings = [jax.NamedSharding(self.mesh, x.spec) for x in self.leaves]
+        lies = lambda x, sharding: x.update(sharding=sharding)
+        return [*map(lies, jax.eval_shape(self.split, buckets), shardings)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
@@ -715,7 +776,7 @@ def _require_placed(steps: Any, replica: Any) -> None:
     """
     shards = getattr(replica, "addressable_shards", [])
     found = {(str(x.index), str(np.asarray(x.data))) for x in shards}
-    are_copies = len(found) == len(dict(found)) > 0
+    are_copies = _is_shape(replica) or len(found) == len(dict(found)) > 0
     if not are_copies or (steps.ndim, replica.ndim) != (0, 1):
         raise ValueError(
             f"the state must be as gravac.place makes it and gravac.data_parallel"

@@ -125,8 +125,13 @@ def saving(directory):
     return checkpoint.Checkpointer(directory, save_every=1, keep=None)
 
 
-def restored(checkpointer, run, step=None):
-    state = run.begin()
+def shapes_of(tree):
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(lambda x: shape(x) if isinstance(x, jax.Array) else x * 0, tree)
+
+
+def restored(checkpointer, run, step=None, like=lambda state: state):
+    state = like(run.begin())
     return checkpointer.restore(state, state[0], step)
 
 
@@ -167,7 +172,7 @@ def test_a_run_cut_at_any_step_goes_on_bit_for_bit(tmp_path, monkeypatch, recipe
     with saving(tmp_path) as checkpointer:
         state = run.train(run.begin(), 0, STEPS, checkpointer)
         for step in range(1, STEPS + 1):
-            saved = restored(checkpointer, run, step)
+            saved = restored(checkpointer, run, step, *[shapes_of] * (step % 2))
             assert (saved.step, saved.data) == (step, {"at": step - 1})
             assert_same(run.train(saved.tree, step, STEPS), state, f"cut at {step}")
 
@@ -181,9 +186,7 @@ def test_every_kind_of_leaf_is_restored(tmp_path):
         "empty": jnp.zeros((0, 3)),
         "alike": {"a.b": 1, "a": {"b": 2}, "a/b": 3, "['a']['b']": 4},
     }
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    clear = lambda x: shape(x) if isinstance(x, jax.Array) else x * 0
-    fresh = jax.tree.map(clear, tree)
+    fresh = shapes_of(tree)
     with saving(tmp_path) as checkpointer:
         checkpointer.save(1, tree, {})
         saved = checkpointer.restore(fresh, {}).tree
@@ -439,6 +442,10 @@ def test_params_alone_are_restored_into_shapes_on_other_devices(of_momentum):
                 reader.restore(part, shapes)
         assert_same(on_host(params), PARAMS)
         assert placed(params) == dict.fromkeys(PARAMS, lies)
+    on_two = shapes_of(Run(2, **MOMENTUM, send=FEW).begin())
+    complaint = pytest.raises(ValueError, match="shapes suffice where replicas")
+    with saving(of_momentum) as reader, complaint:
+        reader.restore(on_two, on_two[0])
 
 
 def test_another_version_and_what_orbax_saved_by_itself_are_refused_with_a_way_on(
