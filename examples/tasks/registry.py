@@ -41,6 +41,9 @@ TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rat
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
 VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
 SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
+SMALL_CNN = Size(
+    {"stages": ((16,), (32,), (64,)), "hidden": 128, "over_batch": True}, 16, 0.1
+)
 SMALL_VIT = Size(
     {"patch": 4, "width": 96, "layers": 3, "heads": 4}, rows=8, learning_rate=0.05
 )
@@ -148,6 +151,7 @@ TASKS = {
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
     "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
+    "cnn-cifar10": _images(VGG, SMALL_CNN, cifar.CIFAR10),
     "vgg-cifar10": _images(VGG, SMALL_VGG, cifar.CIFAR10),
     "vit-cifar10": _images(VisionTransformer, SMALL_VIT, cifar.CIFAR10),
 }
