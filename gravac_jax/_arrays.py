@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
     Of a variable of Flax NNX it is the path of what it holds, with and without it.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    name = lambda path: jax.tree_util.keystr(path).removesuffix(".value")
-    return [(name(path) or "the tree itself", x) for path, x in leaves]
+    nnx = sys.modules.get("flax.nnx")  # which not everybody has
+    pure = tree if nnx is None else nnx.as_pure(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(pure, is_leaf=is_leaf)
+    return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
 
 
 def brief(value: Any) -> str:

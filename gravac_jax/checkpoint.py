@@ -154,7 +154,7 @@ class Checkpointer:
         _refuse.count(save_every, "save_every", "steps from one checkpoint to the next")
         if keep is not None:
             _refuse.count(keep, "keep", "the checkpoints that are kept, or is None")
-        path = pathlib.Path(directory).expanduser().absolute()
+        path = pathlib.Path(os.path.expanduser(directory)).absolute()
         self.directory = directory if "://" in str(directory) else path
         self.save_every = save_every
         self._must_stop = False
@@ -230,8 +230,10 @@ class Checkpointer:
         label = _label(named, data, [x.layout for x in states.transform_states(tree)])
         try:
             self.wait()
-        finally:  # if the one before cannot be written, this one may
+        except CheckpointError:  # this one may be written all the same
             self._save(step, named, label)
+            raise
+        self._save(step, named, label)
         if self._must_stop:
             self.wait()
         return True
@@ -244,10 +246,11 @@ class Checkpointer:
                 # It deletes what killed runs left unfinished, and so must no reader.
                 self._orbax = self._open(cleanup_tmp_directories=True)
             self._orbax.reload()  # another run may have saved
-            last = step - 1 if self._at is None else self._at
+            last = step - 1 if self._at is None else min(self._at, step - 1)
             if max(self.steps, default=-1) > last:
                 raise ValueError(
-                    f"it has {self.steps} of another run: delete them, or use another"
+                    f"it has {self.steps}, from the last of which this run did not go"
+                    f" on: use another, or delete the later ones"
                 )
             self._orbax.save_async(step, named, force=True, custom_metadata=label)
         self._at = step
@@ -332,7 +335,8 @@ class Checkpointer:
             found = {name: loaded[name] for name in wanted}
             if bad := dict(_checksums(found).items() - sums.items()):
                 raise ValueError(f"damaged arrays: {', '.join(sorted(bad)[:3])}")
-        self._at = step
+        if self._is_reader:  # once it saves, it only looks back
+            self._at = step
         return Restored(step, _from_named(found, here, tree, params), label["data"])
 
     def close(self) -> None:
@@ -385,9 +389,10 @@ def _laid_out(tree: Any, layout: Any) -> Any:
     layouts = jax.tree.leaves([x.layout for x in states.transform_states(tree)])
 
     def fill(x: Any) -> Any:
-        is_layout = _is_shape(x) and any(x is y for y in layouts)
-        if not is_layout or x.shape != np.shape(layout):
+        if not (_is_shape(x) and any(x is y for y in layouts)):
             return x
+        if x.sharding is None or x.shape != np.shape(layout):
+            _require_values(x)
         return jax.device_put(np.asarray(layout, x.dtype), x.sharding)
 
     return jax.tree.map(fill, tree)
@@ -562,8 +567,9 @@ def _require_values(*leaves: Any) -> None:
     """Refuse shapes where the checkpoint has no values for them."""
     if any(map(_is_shape, leaves)):
         raise ValueError(
-            "shapes suffice where replicas, buckets, ladder and controller are those"
-            " that saved it: restore into arrays, as gravac.place makes them."
+            "shapes suffice if they have shardings, and params, replicas, ladder and"
+            " controller are those that saved the checkpoint: restore into arrays, as"
+            " gravac.place makes them."
         )
 
 

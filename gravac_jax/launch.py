@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
     add("--restarts", type=int, default=0, help="how often a job may start again")
-    add("--min-processes", type=int, help="go on without what dies twice in a row")
+    add("--min-processes", type=int, help="leave out what dies twice, down to M")
     add("--grace", type=float, default=60, help="seconds from SIGTERM to SIGKILL")
     add("--devices", type=int, help="number of CPU devices of each process")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
@@ -89,11 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     place = options.coordinator, options.processes, options.process
     options.place = *place, options.local_devices, options.detect
-    if options.min_processes is None:
-        options.min_processes = options.n
-    least = options.n, options.min_processes, 1 + options.restarts
-    if options.n is not None and min(least) < 1:
-        parser.error("-n and --min-processes must be at least 1, and --restarts 0")
+    counts = options.n, options.min_processes, options.heartbeat, options.restarts + 1
+    if min(x for x in counts if x is not None) < 1:
+        parser.error("counts must be at least 1, and --restarts at least 0")
+    if options.min_processes and not (options.n and options.restarts):
+        parser.error("--min-processes needs -n and --restarts")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)
@@ -119,9 +119,9 @@ def _run_job(options: argparse.Namespace) -> None:
             if restart == options.restarts:
                 raise SystemExit(said) from None
             before, last = last, members[died.index]
-        if last == before and len(members) > options.min_processes:
+        if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
-            said += f", and it is left out, which leaves {len(members)}"
+            said += f", and device {last} is left out, which leaves {len(members)}"
         pause = min(2**restart, 60)
         which = f"restart {restart + 1} of {options.restarts}"
         sys.stderr.write(f"{said}; {which} in {pause} s\n")

@@ -38,6 +38,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -399,7 +400,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._old: list[Any] | None = list(_lines(path)) if path.exists() else []
         self._file = path.open("ab")
@@ -453,7 +454,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
     Example:
       See `metrics.JsonlWriter`.
     """
-    return [line for _, line in _lines(Path(path).expanduser()) if line]
+    return [line for _, line in _lines(Path(os.path.expanduser(path))) if line]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:

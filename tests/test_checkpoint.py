@@ -443,9 +443,12 @@ def test_params_alone_are_restored_into_shapes_on_other_devices(of_momentum):
         assert_same(on_host(params), PARAMS)
         assert placed(params) == dict.fromkeys(PARAMS, lies)
     on_two = shapes_of(Run(2, **MOMENTUM, send=FEW).begin())
-    complaint = pytest.raises(ValueError, match="shapes suffice where replicas")
+    complaint = pytest.raises(ValueError, match="shapes suffice if")
     with saving(of_momentum) as reader, complaint:
         reader.restore(on_two, on_two[0])
+    nowhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), on_two)
+    with saving(of_momentum) as reader, pytest.raises(ValueError, match="shardings"):
+        reader.restore(nowhere, nowhere[0])
 
 
 def test_another_version_and_what_orbax_saved_by_itself_are_refused_with_a_way_on(

@@ -112,8 +112,10 @@ def test_of_two_runs_in_one_directory_the_later_to_save_is_refused(tmp_path):
         two.restore(begin(), PARAMS)
         two.save(2, state, PARAMS)
         two.wait()
-        with pytest.raises(CheckpointError, match=r"step 3 .*\[1, 2\] of another run"):
+        with pytest.raises(CheckpointError, match=r"step 3 .*\[1, 2\], from the last"):
             one.save(3, state, PARAMS)
+        two.restore(begin(), PARAMS, step=1)
+        assert two.save(3, state, PARAMS), "it has only looked back"
 
 
 def test_a_state_of_many_sharded_arrays_is_saved(tmp_path):
@@ -280,6 +282,9 @@ def test_two_processes_that_are_stopped_go_on(tmp_path):
     again = start(cut, 20, processes=2)
     assert lines_until(again, "restored")[-1] == f"restored {stopped}"
     assert ends(again) == whole
+    fewer = start(cut, 20)
+    assert lines_until(fewer, "restored")[-1] == "restored 18"
+    assert len(ends(fewer)) == 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, assert_same, choices, make_mesh, on_host
+from _harness import assert_same, choices, on_host
 from flax import nnx
 
 import gravac_jax
@@ -201,27 +201,9 @@ def info_of(tree):
     return optax.tree.get(tree, "StepInfo")
 
 
-@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_an_evaluation_counts_the_rows_of_a_short_batch_alone(recipe, axis_type):
-    mesh = make_mesh(axis_type=axis_type)
-    params, evaluate = recipe["new_params"](), recipe["evaluator"](mesh)
-    placed = recipe["gravac"].place(params, mesh)
-    for batch in recipe["test_set"]:
-        received = evaluate(placed, recipe["filled"](batch, rows=64))
-        labels = batch["label"]
-        logits = jax.nn.relu(batch["x"] @ params["hidden"]) @ params["out"]
-        correct = int((logits.argmax(1) == labels).sum())
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
-        assert (received["correct"], received["rows"]) == (correct, len(labels))
-        np.testing.assert_allclose(received["loss"], loss, **ROUNDING)
-    assert len(labels) < 64
-
-
 def test_figures_of_the_recipes(recipe):
     info = names_of("docs/watch.md")["info"]
     assert 0 < float(info.wire_bytes) < float(info.dense_wire_bytes) / 4
-    assert recipe["totals"]["rows"] == 141
-    assert recipe["test_accuracy"] == recipe["totals"]["correct"] / 141
     assert jnp.issubdtype(recipe["correct"].dtype, jnp.integer)
     assert int(recipe["correct"]) == recipe["expected"] > 0
     losses = recipe["nnx_losses"]

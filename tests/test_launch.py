@@ -138,7 +138,9 @@ def test_wrong_options_are_refused(capsys):
     for options, complaint in (
         ("", "arguments are required: script"),
         ("-n 2 --local-devices 0 train.py", "leave out --coordinator and the like"),
-        ("-n 0 train.py", "-n and --min-processes must be at least 1"),
+        ("-n 0 train.py", "counts must be at least 1"),
+        ("-n 2 --heartbeat 0 train.py", "counts must be at least 1"),
+        ("-n 2 --min-processes 1 train.py", "--min-processes needs -n and --restarts"),
         ("--local-devices a,b train.py", "invalid indices value: 'a,b'"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -310,5 +312,5 @@ def test_what_dies_twice_in_a_row_is_left_out(script):
     status, output, errors = finish(*LAUNCH, *options, script(DIES))
     assert status == 0, errors
     assert sorted(re.findall(r"device (\d) of 1", output)) == ["0"]
-    left = "process 1 of 2 .* exited with status 7; the others were ended, and it is"
-    assert re.search(f"{left} left out, which leaves 1; restart", errors)
+    left = "process 1 of 2 .* exited with status 7; the others were ended, and"
+    assert re.search(f"{left} device 1 is left out, which leaves 1; restart", errors)

@@ -103,6 +103,15 @@ def step(encoding, x, state, key):
 jitted_step = jax.jit(step, static_argnums=0)
 
 
+@by_selection
+def test_it_works_with_64_bit_types_enabled(select):
+    x, encoding = _examples.ROUGH[0, :100], TopK(4, select=select)
+    with jax.enable_x64(True):
+        given = jnp.asarray(x), encoding.init(Bucket(100)), jax.random.key(0)
+        _, sent, _ = step(encoding, *given)
+    assert 20 <= sent <= 25
+
+
 def energy_of(x):
     return np.sum(np.square(x.astype(np.float64)))
 

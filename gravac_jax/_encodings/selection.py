@@ -74,7 +74,7 @@ def bracket(bucket: jax.Array, k: int, key: jax.Array) -> Bracket:
     # A sample that is the whole bucket has no error.
     spread = SPREAD * math.sqrt(rank * (1 - share)) + (share < 1)
     last, middle, first = (round(x) for x in (rank + spread, rank, rank - spread))
-    ranks = jnp.clip(jnp.array([last, middle, first]), 1, bits.size)
+    ranks = jnp.clip(jnp.array([last, middle, first], jnp.int32), 1, bits.size)
     # A sort takes an accelerator less time than 31 passes.
     at_ranks = lambda bits, ranks: jnp.sort(bits)[bits.size - ranks]
     found = jax.lax.platform_dependent(bits, ranks, cpu=kth, default=at_ranks)

@@ -69,7 +69,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         elif is_transform_state(state) and not hasattr(local.memory[0], "optimizer"):
             warnings.warn(
                 "gravac.guard holds gravac.transform alone, and momentum or decay after"
-                " it would move params in a bad step: guard the whole chain, as"
+                " it could move params in a bad step: guard the whole chain, as"
                 " gravac.guard(optax.chain(gravac.transform(), optax.sgd(0.1))).",
                 stacklevel=2,
             )
