@@ -447,7 +447,7 @@ def differs(path: str, names: Sequence[str]) -> None:
 
 
 _NOTES = {
-    "argument 'measured_step'": """
+    "argument 'step_seconds'": """
 gravac: the times of gravac.StepClock come by name: write the step as
 train_step(params, opt_state, batch, **times), and tx.update(..., **times) in it.
 """,

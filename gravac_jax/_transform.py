@@ -50,16 +50,16 @@ def transform(
     `axis_name`, with gradients from `gravac.value_and_grad` at `gravac.own_params`. At
     the shared params the loss ends higher.
 
-    `update(grads, state, params=None, *, step_seconds=None, measured_step=None,
+    `update(grads, state, params=None, *, step_seconds=None, steps_ago=None,
     at="shared", is_due=None, rung=None, deliver=None)` ignores every other argument.
-    `step_seconds` is how long a step took, `[]` float32, NaN if unknown.
-    `measured_step`, `[]` int32, says which step that was, counted from 0; by default
-    the previous one. `at`, static, says where gradients were taken: at the "shared"
-    params, or at "own" ones, `gravac.own_params`, so that `gravac.Fastest` may let
-    entries wait for some steps. `is_due`, static, is for who knows whether this step
-    exchanges (`every`) and compiles two programs without a branch. `rung`, static, is
-    the rung of this step, for callers who compile one program for each; all replicas
-    must pass the same. `deliver` is for `gravac.flush` and `gravac.own_params`.
+    `step_seconds` is how long a step took, `[]` float32, NaN if unknown. `steps_ago`,
+    `[]` int32, says which one: 1, the default, is the step before this one. `at`,
+    static, says where gradients were taken: at the "shared" params, or at "own" ones,
+    `gravac.own_params`, so that `gravac.Fastest` may let entries wait for some steps.
+    `is_due`, static, is for who knows whether this step exchanges (`every`) and
+    compiles two programs without a branch. `rung`, static, is the rung of this step,
+    for callers who compile one program for each; all replicas must pass the same.
+    `deliver` is for `gravac.flush` and `gravac.own_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one

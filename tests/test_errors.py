@@ -86,7 +86,6 @@ ARGUMENTS = [
     (T, MOMENTUM, {"masking": "some"}, "a bool"),
     (V, gravac.dgc, {"warm_up_steps": -1}, "before the last stage"),
     (T, partial(gravac.dgc, warm_up_steps=9), {"send": TWO}, "gravac.TopK(1000)"),
-    (V, gravac.StepClock, {"steps": (0,)}, "0 in a new run"),
     (T, gravac.value_and_grad, {"fun": 3.0}, "(loss_fn, axis_name)"),
     (V, ROUNDS, {"every": 2}, "leave `every` out, or `rounds`"),
     (V, partial(train_step, abs, TX, MESH), {"at": "mine"}, "'own' or 'shared'"),
@@ -271,7 +270,7 @@ VALUES = {
     ],
     "axis_name='batch'…of the mesh": (run, transform("batch", compress=True).update),
     "step_seconds…(1,)…None": partial(timed, step_seconds=jnp.ones(1)),
-    "measured_step…(4,)…None": partial(timed, measured_step=jnp.ones(N)),
+    "steps_ago…(4,)…None": partial(timed, steps_ago=jnp.ones(N)),
     "4 replicas…2…tx.init": [
         (place, place(TX.init(PARAMS), MESH), x) for x in (2, make_mesh((2,)))
     ],

@@ -96,8 +96,7 @@ def timed(kind, delay=0):
         transform(kind(LADDER), delay=delay), PARAMS, "vmap"
     )
     seconds = np.broadcast_to(np.arange(STEPS, dtype=np.float32)[:, None], (STEPS, N))
-    told = {"step_seconds": seconds + 1, "measured_step": np.int32(seconds) - 1}
-    return trajectory(GRADIENTS, **told)[1]
+    return trajectory(GRADIENTS, step_seconds=seconds + 1)[1]
 
 
 @pytest.mark.parametrize("delay", _harness.choices([0, 1], lambda x: x == 0))

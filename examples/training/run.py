@@ -135,7 +135,7 @@ class Run:
         if saved := self._checkpoints.restore(state, state[0]):
             state, self._start = saved.tree, saved.step
             self._batches.set_state(saved.data)
-        self._clock = gravac.StepClock(self._start)
+        self._clock = gravac.StepClock()
         every, steps = self._config.evaluate_every, self._config.steps
         for i in range(self._start, steps):
             # Simulated replicas send nothing, so that their times mean nothing.

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gravac_jax import _refuse
-
 AHEAD = 4  # steps that the host may be ahead of the devices; later times are of no use
 
 
@@ -35,17 +33,10 @@ class StepClock:
     keep the devices busy. Older times would be of no use: `gravac.transform` ignores a
     time that is more than eight steps old.
 
-    Args:
-      steps: The number of steps that the optimizer state has already counted; 0 for a
-        new run.
-
-    Raises:
-      ValueError: If `steps` is negative.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
-      >>> step = jax.jit(lambda x, step_seconds, measured_step: (x + 1, x.sum()))
+      >>> step = jax.jit(lambda x, step_seconds, steps_ago: (x + 1, x.sum()))
       >>> clock, x = gravac.StepClock(), jnp.zeros(2)
       >>> for _ in range(8):
       ...     x, loss = step(x, **clock.times())
@@ -55,10 +46,8 @@ class StepClock:
       True
     """
 
-    def __init__(self, steps: int = 0):
-        hint = "it is how many the state has counted, 0 in a new run"
-        _refuse.number(steps, "steps", hint, is_whole=True, low=0)
-        self._number = steps
+    def __init__(self) -> None:
+        self._number = 0  # of the step that comes next
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
         self._end = 0.0  # of the last step that is known to be done
         self._running: collections.deque[_Step] = collections.deque()
@@ -70,10 +59,10 @@ class StepClock:
 
         Returns:
           `step_seconds`, float32, the time of the newest step that is done, or NaN if
-          no step has finished since the last call. `measured_step`, int32, the number
-          of that step.
+          no step has finished since the last call. `steps_ago`, int32, which step that
+          was: 1 is the one before the step that begins.
         """
-        number, seconds = self._number - 1, np.nan
+        ago, seconds = 1, np.nan
         while self._running and (
             len(self._running) >= AHEAD or self._running[0].end.done()
         ):
@@ -88,9 +77,9 @@ class StepClock:
                 continue
             begin, self._end = max(self._end, step.begin), step.end.result()
             if not step.is_compiled:
-                number, seconds = step.number, self._end - begin
+                ago, seconds = self._number - step.number, self._end - begin
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
-        return {"step_seconds": np.float32(seconds), "measured_step": np.int32(number)}
+        return {"step_seconds": np.float32(seconds), "steps_ago": np.int32(ago)}
 
     def record(self, output: Any) -> None:
         """Record that the step was dispatched.

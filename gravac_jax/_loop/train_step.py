@@ -173,7 +173,7 @@ class TrainStep:
         if state.steps is not self._steps:  # no two states share this array
             _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
             self._view = self._new_view(state)
-            self._clock = self._new_clock and self._new_clock(int(state.steps))
+            self._clock = self._new_clock and self._new_clock()
         kind = self._view.next()
         times = self._clock.times() if self._clock else {}
         take = self._program(kind)

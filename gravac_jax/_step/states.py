@@ -207,7 +207,7 @@ def leave(local: LocalState, like: LocalState) -> LocalState:
 
 
 def credit(
-    state: TransformState, kinds: int, step_seconds: Any, measured_step: Any
+    state: TransformState, kinds: int, step_seconds: Any, steps_ago: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Assign a measured time to the kind of the step that it measured.
 
@@ -216,9 +216,9 @@ def credit(
       elsewhere. All zeros if the time or the step is not known.
     """
     seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-    step = _refuse.scalar(measured_step, state.steps - 1, jnp.int32, "measured_step")
-    age = state.steps - step
+    ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
+    kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
     is_time = jnp.isfinite(seconds) & (seconds > 0)
-    is_known = is_time & (age >= 1) & (age <= PAST_STEPS)
-    is_here = is_known & (jnp.arange(kinds) == state.past_rungs[step % PAST_STEPS])
+    is_known = is_time & (ago >= 1) & (ago <= PAST_STEPS)
+    is_here = is_known & (jnp.arange(kinds) == kind)
     return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)

@@ -28,7 +28,7 @@ def update(
     rung: int | None = None,
     is_due: bool | None = None,
     step_seconds: Any = None,
-    measured_step: Any = None,
+    steps_ago: Any = None,
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
@@ -64,7 +64,7 @@ def update(
         parts, bad = step.prepare(updates)
         return step.report(step.take(parts, bad, local))
 
-    times = {"step_seconds": step_seconds, "measured_step": measured_step}
+    times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
     if components.slices is None:
         return run(updates, state, params, **times)
     return components.slices.run(run, how, (updates, state, params, times))
@@ -113,7 +113,7 @@ def _delivered(
 
 
 def _times(
-    components: Components, state: TransformState, step_seconds: Any, measured_step: Any
+    components: Components, state: TransformState, step_seconds: Any, steps_ago: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Assign a measured time to its kind of step, or warn that times are guessed."""
     controller = components.controller
@@ -125,7 +125,7 @@ def _times(
             f" gravac.transform(network=gravac.WireCost(...)).",
             stacklevel=2,
         )
-    return states.credit(state, components.kinds, step_seconds, measured_step)
+    return states.credit(state, components.kinds, step_seconds, steps_ago)
 
 
 def _rung(
