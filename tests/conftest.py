@@ -48,6 +48,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+    # The longest group first, so that no worker waits for the other at the end.
+    group = lambda item: item.get_closest_marker("xdist_group").args[0]
+    items.sort(key=lambda item: group(item) != "processes")
 
 
 def _processor():
