@@ -107,7 +107,7 @@ PART_BITS = 11  # float32 adds up 2**13 parts of integers exactly
 
 def exact_parts(x: jax.Array) -> list[jax.Array]:
     """Return float32 arrays whose sums over replicas give the sum of `x`."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
+    if is_float(x):
         return [x.astype(jnp.float32)]
     unsigned = _unsigned(x.dtype)
     x, mask = x.astype(unsigned), jnp.array(2**PART_BITS - 1, unsigned)
@@ -117,7 +117,7 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
 
 def from_exact_parts(sums: list[jax.Array], like: jax.Array) -> jax.Array:
     """Undo `exact_parts` after adding up; an integer that is too large wraps around."""
-    if jnp.issubdtype(like.dtype, jnp.floating):
+    if is_float(like):
         return sums[0].astype(like.dtype)
     unsigned = _unsigned(like.dtype)
     pairs = zip(sums, _shifts(unsigned), strict=True)

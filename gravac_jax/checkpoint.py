@@ -245,7 +245,8 @@ class Checkpointer:
                 self._orbax.close()
                 # It deletes what killed runs left unfinished, and so must no reader.
                 self._orbax = self._open(cleanup_tmp_directories=True)
-            self._orbax.reload()  # another run may have saved
+            else:
+                self._orbax.reload()  # another run may have saved
             last = step - 1 if self._at is None else min(self._at, step - 1)
             if max(self.steps, default=-1) > last:
                 raise ValueError(
@@ -517,7 +518,7 @@ def _stored(state: TransformState, params: Any) -> Named:
             names = [name + leaf.path for leaf in layout.leaves]
             split = layout.shapes if _is_shape(arrays[0]) else layout.split
             named |= zip(names, split(arrays), strict=True)
-        elif len(arrays) > 1 and jnp.issubdtype(arrays[0].dtype, jnp.floating):
+        elif len(arrays) > 1 and _arrays.is_float(arrays[0]):
             named |= {f"{name}/{i}": x for i, x in enumerate(arrays)}
         else:
             named[name] = arrays[0]
@@ -850,7 +851,7 @@ def _redistribute(x: jax.Array, like: jax.Array) -> jax.Array:
     share = np.bincount(places // old * old + places // new).reshape(new, old) / old
 
     def change(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not _arrays.is_float(x):
             return x[np.arange(new) * old // new]
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
         mean = jnp.tensordot(share.astype(wide), x.astype(wide), 1, precision="highest")
