@@ -170,14 +170,20 @@ def by_hand(mesh: Any, axis_name: Any) -> None:
 
 def bound_axis(axis_name: Any, caller: str) -> None:
     """Refuse a call outside the axis that the components were built for."""
-    try:
-        _ = axis_name is None or jax.lax.axis_size(axis_name)
-    except NameError:
+    if not is_bound(axis_name):
         raise ValueError(
             f"`{caller}` was called outside axis_name={axis_name!r}: call it in a"
             f" shard_map over an axis of the mesh, not in a plain jit, where XLA has"
             f" averaged gradients already, or alone with axis_name=None."
-        ) from None
+        )
+
+
+def is_bound(axis_name: Any) -> bool:
+    """Return whether a step is mapped over an axis, or over none."""
+    try:
+        return axis_name is None or bool(jax.lax.axis_size(axis_name))
+    except NameError:
+        return False
 
 
 def placed(leading: int | None, parts: int, is_sliced: bool = False) -> None:

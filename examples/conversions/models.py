@@ -1,4 +1,4 @@
-"""The models and the made-up data of the six loops."""
+"""The models and the made-up data of the seven loops."""
 
 from typing import Any
 

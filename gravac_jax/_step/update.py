@@ -10,7 +10,7 @@ import numpy as np
 from gravac_jax import _refuse
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes, Comm
-from gravac_jax._step import states
+from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
 from gravac_jax._step.phases import Step, held
@@ -36,7 +36,8 @@ def update(
     (deliver or []).append(components)
     if how == "identity":  # for `_loop/chain.py`, which looks around the transform
         return updates, state
-    _refuse.bound_axis(components.axis_name, "update")
+    is_mapped = _refuse.is_bound(components.axis_name)
+    unsummed = () if is_mapped else plain_jit.unsummed_axes(components, updates)
     _refuse.gradients(updates)
     buckets = components.plan(updates, params if how else None)
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
@@ -65,9 +66,10 @@ def update(
         return step.report(step.take(parts, bad, local))
 
     times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
-    if components.slices is None:
-        return run(updates, state, params, **times)
-    return components.slices.run(run, how, (updates, state, params, times))
+    if components.slices is not None:
+        return components.slices.run(run, how, (updates, state, params, times))
+    run = plain_jit.on_devices(run, unsummed) if unsummed else run
+    return run(updates, state, params, **times)
 
 
 def _check(components: Components, params: Any, at: str, rung: int | None) -> None:

@@ -1,0 +1,49 @@
+"""Plain functions under `jax.jit`, on a mesh of Explicit axes, JAX's default.
+
+python examples/conversions/explicit_before.py
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from models import cross_entropy, draw_rows
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """Return the mean cross-entropy of a batch."""
+    x, y = batch
+    return cross_entropy(jax.nn.relu(x @ params["up"]) @ params["down"], y)
+
+
+def main(steps: int = 200) -> list[float]:
+    """Train, and return the losses."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    draw = jax.nn.initializers.lecun_normal()
+    keys = jax.random.split(jax.random.key(0))
+    params = {"up": draw(keys[0], (64, 256)), "down": draw(keys[1], (256, 10))}
+    tx = optax.sgd(0.05, momentum=0.9)
+    state = jax.device_put((params, tx.init(params)), jax.NamedSharding(mesh, jax.P()))
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    with jax.set_mesh(mesh):
+        rng = np.random.default_rng(0)
+        losses = []
+        for _ in range(steps):
+            batch = draw_rows(rng, 16 * jax.device_count())
+            batch = jax.device_put(batch, jax.P("data"))
+            state, loss = step(*state, batch)
+            losses.append(float(loss))
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

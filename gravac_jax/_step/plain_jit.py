@@ -1,0 +1,82 @@
+"""Gradients that a plain `jit` has not summed yet, on a mesh of Explicit axes.
+
+From JAX 0.12 on, the gradient of a loss at params that were cast by
+`jax.reshard(params, jax.P(reduced={"data"}))` is *unreduced*: each device holds its
+part of a sum that no collective has made.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from gravac_jax import _refuse
+from gravac_jax._network import join
+from gravac_jax._refuse import axis_names
+from gravac_jax._step.components import Components
+
+
+def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
+    """Return the axes over which gradients are still to be summed; static.
+
+    Raises:
+      ValueError: unless they are all axes of the transform; for `shardings`, and for a
+        memory that needs gradients at own params.
+    """
+    each = [_spec(x).unreduced for x in jax.tree.leaves(updates)]
+    unsummed = frozenset().union(*each)
+    if not unsummed or components.slices is not None:
+        _refuse.bound_axis(components.axis_name, "update")
+    axes = join(components.axis_name, components.fast_axis_name)
+    if unsummed != {*axis_names(axes)}:
+        raise ValueError(
+            f"gravac.transform averages over {axes!r}, got gradients that are still to"
+            f" be summed over {sorted(unsummed)}: give it the axes that the batch lies"
+            f" along as `axis_name` and `fast_axis_name`."
+        )
+    if components.memory.is_at_own_params:
+        raise ValueError(
+            f"{type(components.memory).__name__} needs gradients at each replica's own"
+            f" params, which a plain jit cannot hold: run the step by gravac.train_step"
+            f" or gravac.data_parallel, without a cast to `reduced`."
+        )
+    return unsummed
+
+
+def on_devices(
+    update: Callable[..., Any], unsummed: Iterable[str]
+) -> Callable[..., Any]:
+    """Return `update(updates, state, params, **times)` of one device, run on all.
+
+    Args:
+      update: takes the gradient of the rows of one device.
+      unsummed: the axes over which what the result takes is still to be summed.
+    """
+
+    def on_mesh(updates: Any, state: Any, params: Any, **times: Any) -> Any:
+        mesh = jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh
+        devices = math.prod(mesh.shape[name] for name in unsummed)
+        own = lambda x: x * devices  # the mean over the rows of one, and not of all
+        specs = jax.tree.map(_spec, (updates, state, params, times))
+
+        def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
+            return update(jax.tree.map(own, updates), state, params, **times)
+
+        return jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(jax.tree.map(_summed, specs[0]), specs[1]),
+            check_vma=False,  # JAX casts nothing from unreduced to varying (0.12.0)
+        )(updates, state, params, times)
+
+    return on_mesh
+
+
+def _spec(x: Any) -> jax.P:
+    return getattr(jax.typeof(x).sharding, "spec", jax.P())
+
+
+def _summed(spec: jax.P) -> jax.P:
+    return jax.P(*spec.partitions)
