@@ -1,4 +1,4 @@
-"""Plain functions under `jax.jit`, compressed; needs JAX 0.12.
+"""Plain functions under `jax.jit`, on a mesh of Explicit axes, compressed.
 
 python examples/conversions/explicit_after.py
 """

@@ -1,6 +1,6 @@
 """Gradients that a plain `jit` has not summed yet, on a mesh of Explicit axes.
 
-From JAX 0.12 on, the gradient of a loss at params that were cast by
+The gradient of a loss at params that were cast by
 `jax.reshard(params, jax.P(reduced={"data"}))` is *unreduced*: each device holds its
 part of a sum that no collective has made.
 """
