@@ -4,6 +4,7 @@ import functools
 import itertools
 import operator
 import warnings
+from types import SimpleNamespace
 
 import _laws
 import jax
@@ -16,6 +17,7 @@ import gravac_jax as gravac
 from gravac_jax import _network
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._step import step_info
+from gravac_jax._step.phases import Step
 
 N, LADDER = 4, (gravac.Dense(), gravac.TopK(4), gravac.TopK(1000))
 LOCAL = len(LADDER)
@@ -44,9 +46,17 @@ def usual(replicas=N):
 
 @jax.jit
 def report(before, rung, gains, is_bad=False, apart=False, is_told_late=False):
-    bad, late, apart = map(jnp.asarray, (is_bad, is_told_late, apart))
-    faults = {"is_bad": bad, "is_told_late": late, "is_alike": bad, "are_apart": apart}
-    return step_info.after(before, usual(), rung, gains, **faults)
+    """Return the report of a step; bad gradients have a norm in common."""
+    bad, energy = jnp.float32(is_bad), jnp.float32(1)
+    told = SimpleNamespace(bad=bad, sample=(energy, energy - bad))
+    figures = SimpleNamespace(told=told, apart=jnp.float32([apart]))
+    step = SimpleNamespace(
+        state=SimpleNamespace(info=before),
+        tables=usual(),
+        axes=SimpleNamespace(slow=SimpleNamespace(replicas=N)),
+        components=SimpleNamespace(waits=is_told_late),
+    )
+    return Step.info(step, SimpleNamespace(rung=rung, figures=figures), gains)
 
 
 def reports(*rungs, gains=(1.0, 0.5, 0.25)):

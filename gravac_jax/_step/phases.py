@@ -29,7 +29,7 @@ from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import global_norm
 from gravac_jax._step.components import Components
 from gravac_jax._step.states import PAST_STEPS, LocalState, Round, Told, TransformState
-from gravac_jax._step.step_info import Tables
+from gravac_jax._step.step_info import StepInfo, Tables
 from gravac_jax._step.values import Arrived, Figures, Taken
 
 # Bound of an entry of a gradient, so that sums of squares stay finite.
@@ -431,23 +431,40 @@ class Step:
             controller=taken.controller,
             past_rungs=jnp.where(slot, rung, state.past_rungs),
             round=following,
-            info=step_info.after(
-                state.info,
-                self.tables,
-                rung,
-                taken.gains,
-                is_bad=figures.told.bad != 0,
-                is_told_late=self.components.waits,
-                is_alike=self._are_alike(figures),
-                are_apart=jnp.any(figures.apart != 0),
-            ),
+            info=self.info(arrived, taken.gains),
         )
 
-    def _are_alike(self, mean: Figures) -> jax.Array:
-        """Return whether a sample of all gradients has the same norm, and is not 0."""
-        energy, contrast = mean.told.sample
+    def info(self, arrived: Arrived, gains: jax.Array) -> StepInfo:
+        """Return what the step sent, and the counters of what went wrong."""
+        before, table, rung = self.state.info, self.tables, arrived.rung
+        at_rung = lambda figures: jnp.asarray(figures)[rung]
+        count = lambda before, happened: before + happened.astype(jnp.int32)
+        is_bad = arrived.figures.told.bad != 0
+        # A sample of all gradients has the same norm, and is not 0.
+        energy, contrast = arrived.figures.told.sample
         is_alike = jnp.abs(contrast) < ALIKE * energy
-        return is_alike & (self.axes.slow.replicas > 1)
+        is_alike &= self.axes.slow.replicas > 1
+        are_apart = jnp.any(arrived.figures.apart != 0)
+        wire_bytes, steps = at_rung(table.wire_bytes), before.local_steps + 1
+        is_local = rung == gains.size
+        mean_bytes = wire_bytes / steps.astype(jnp.float32)
+        return StepInfo(
+            rung=jnp.asarray(rung, jnp.int32),
+            factor=at_rung(table.factors),
+            gain=jnp.append(gains, jnp.float32(0))[rung],
+            gains=gains,
+            payload_bytes=at_rung(table.payload_bytes),
+            wire_bytes=wire_bytes,
+            dense_bytes=jnp.float32(table.dense.payload_bytes),
+            dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
+            is_finite=~is_bad | self.components.waits,
+            dense_steps=count(before.dense_steps, at_rung(table.is_dense)),
+            bad_steps=count(before.bad_steps, is_bad),
+            disagreements=count(before.disagreements, are_apart),
+            alike_steps=count(before.alike_steps, is_alike),
+            local_steps=jnp.where(is_local, steps, 0),
+            mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
+        )
 
     def _what_follows(self, arrived: Arrived) -> tuple[jax.Array, Any]:
         """Return the next rungs and the round of the next step.

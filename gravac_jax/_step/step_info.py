@@ -199,39 +199,3 @@ def before_the_first_step(rungs: int) -> StepInfo:
         gains=jnp.zeros(rungs, jnp.float32),
         is_finite=jnp.ones((), bool),
     )
-
-
-def after(
-    before: StepInfo,
-    table: Tables,
-    rung: jax.Array,
-    gains: jax.Array,
-    *,
-    is_bad: jax.Array,
-    is_told_late: bool,
-    is_alike: jax.Array,
-    are_apart: jax.Array,
-) -> StepInfo:
-    """Return what a step at `rung` sent, and the counters of what went wrong."""
-    at_rung = lambda figures: jnp.asarray(figures)[rung]
-    count = lambda before, happened: before + happened.astype(jnp.int32)
-    wire_bytes, steps = at_rung(table.wire_bytes), before.local_steps + 1
-    is_local = rung == gains.size
-    mean_bytes = wire_bytes / steps.astype(jnp.float32)
-    return StepInfo(
-        rung=jnp.asarray(rung, jnp.int32),
-        factor=at_rung(table.factors),
-        gain=jnp.append(gains, jnp.float32(0))[rung],
-        gains=gains,
-        payload_bytes=at_rung(table.payload_bytes),
-        wire_bytes=wire_bytes,
-        dense_bytes=jnp.float32(table.dense.payload_bytes),
-        dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
-        is_finite=~is_bad | is_told_late,
-        dense_steps=count(before.dense_steps, at_rung(table.is_dense)),
-        bad_steps=count(before.bad_steps, is_bad),
-        disagreements=count(before.disagreements, are_apart),
-        alike_steps=count(before.alike_steps, is_alike),
-        local_steps=jnp.where(is_local, steps, 0),
-        mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
-    )
