@@ -204,21 +204,3 @@ def leave(local: LocalState, like: LocalState) -> LocalState:
     if placed_replicas(like) is None:
         return local
     return jax.tree.map(lambda x: x[None], local)
-
-
-def credit(
-    state: TransformState, kinds: int, step_seconds: Any, steps_ago: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Assign a measured time to the kind of the step that it measured.
-
-    Returns:
-      Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
-      elsewhere. All zeros if the time or the step is not known.
-    """
-    seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
-    ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
-    kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
-    is_time = jnp.isfinite(seconds) & (seconds > 0)
-    is_known = is_time & (ago >= 1) & (ago <= PAST_STEPS)
-    is_here = is_known & (jnp.arange(kinds) == kind)
-    return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)

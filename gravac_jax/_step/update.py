@@ -14,7 +14,7 @@ from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
 from gravac_jax._step.phases import Step, held
-from gravac_jax._step.states import LocalState, TransformState
+from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 
 def update(
@@ -117,7 +117,14 @@ def _delivered(
 def _times(
     components: Components, state: TransformState, step_seconds: Any, steps_ago: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Assign a measured time to its kind of step, or warn that times are guessed."""
+    """Assign a measured time to the kind of the step that it measured.
+
+    Warn if times are guessed.
+
+    Returns:
+      Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
+      elsewhere. All zeros if the time or the step is not known.
+    """
     controller = components.controller
     if step_seconds is None and components.network is None and controller.uses_seconds:
         warnings.warn(
@@ -127,7 +134,13 @@ def _times(
             f" gravac.transform(network=gravac.WireCost(...)).",
             stacklevel=2,
         )
-    return states.credit(state, components.kinds, step_seconds, steps_ago)
+    seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
+    ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
+    kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
+    is_time = jnp.isfinite(seconds) & (seconds > 0)
+    is_known = is_time & (ago >= 1) & (ago <= PAST_STEPS)
+    is_here = is_known & (jnp.arange(components.kinds) == kind)
+    return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
 
 
 def _rung(
