@@ -22,7 +22,6 @@ from gravac_jax._controllers.base import Evidence
 from gravac_jax._encodings.ladder import Exchanged, Ladder
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
-from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes
 from gravac_jax._step import consistency, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
@@ -42,11 +41,6 @@ SAMPLE = 32
 
 # The buckets, then the leaves that go dense: `[n]` float32 each.
 Parts = tuple[jax.Array, ...]
-
-
-def held(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
-    """Return what the memory holds back, to which no gradient was added."""
-    return tuple(map(memory.held, local.memory, buckets.sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +144,12 @@ class Step:
             fed, memory, own = self.feed(parts, bad, local)
             told = self.told_of(parts, bad, local, self.times, own)
             return self.send(told, fed, memory, local)
+        (seconds, timed), told = self.times, local.told
+        told = told._replace(
+            seconds=jnp.where(timed > 0, seconds, told.seconds),
+            timed=jnp.maximum(timed, told.timed),
+        )
+        local = local._replace(told=told)
         if not self.components.delay:
             return self._take_held(self.hold_back(parts, bad, local))
         taken = self._take_held(local)
@@ -186,7 +186,8 @@ class Step:
           memory: the states that `Memory.hold` takes, one a part.
           norms: what all replicas must know of the norms of own steps, one a part.
         """
-        components, unfed = self.components, self._held(local)
+        components = self.components
+        unfed = components.held(local, self.buckets)
         given = parts, local.memory
         if components.memory.needs_params:
             given = (*given, self._params_beside(unfed))
@@ -206,9 +207,6 @@ class Step:
         before = unfed, local.memory, untold
         return _arrays.where(is_bad, before, (fed, memory, told))
 
-    def _held(self, local: LocalState) -> Parts:
-        return held(self.components.memory, local, self.buckets)
-
     def _with_own_params(self, local: LocalState) -> "Step":
         """Return the step with own params, if the memory asks for params.
 
@@ -218,7 +216,8 @@ class Step:
         if not self.components.memory.needs_params:
             return self
         params = self.buckets.pack(self.params)
-        own = jax.tree.map(jnp.add, params, self._held(local))
+        held = self.components.held(local, self.buckets)
+        own = jax.tree.map(jnp.add, params, held)
         own = self.buckets.rounded(own, self.state.steps)
         return dataclasses.replace(self, own_params=own)
 
@@ -280,20 +279,11 @@ class Step:
         shares = map(share, self.ladders, parts, local.encodings)
         return _arrays.total(map(jnp.multiply, shares, energies))
 
-    def add_times(self, local: LocalState) -> LocalState:
-        """Add a measured time to what the next exchange tells."""
-        (seconds, timed), told = self.times, local.told
-        told = told._replace(
-            seconds=jnp.where(timed > 0, seconds, told.seconds),
-            timed=jnp.maximum(timed, told.timed),
-        )
-        return local._replace(told=told)
-
     def send_held(self, local: LocalState) -> Taken:
         """Send what the memory holds, and what the others have not been told yet."""
-        told = jax.tree.map(jnp.zeros_like, local.told)
-        rest = local._replace(told=told)
-        return self.send(local.told, self._held(local), local.memory, rest)
+        held = self.components.held(local, self.buckets)
+        rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
+        return self.send(local.told, held, local.memory, rest)
 
     def send(
         self, told: Told, fed: Parts, memory: tuple[Any, ...], local: LocalState

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _refuse
-from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes, Comm
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
-from gravac_jax._step.phases import Step, held
+from gravac_jax._step.phases import Step
 from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 
@@ -54,14 +53,12 @@ def update(
         expected = jax.eval_shape(lambda: components.initial(buckets))
         local = states.enter(state, expected, axes.owners)
         if how:
-            return _delivered(how, components.memory, buckets, axes, state, local)
+            return _delivered(how, components, buckets, axes, state, local)
         is_own = at == "own" or components.memory.is_at_own_params
         reach = components.controller.reach(is_own)
         known = reach, is_own, is_due, _times(components, state, **times)
         taken = _rung(rung, reach, state, axes.both)
         step = Step(components, axes, buckets, state, params, *known, taken)
-        if components.waits:
-            local = step.add_times(local)
         parts, bad = step.prepare(updates)
         return step.report(step.take(parts, bad, local))
 
@@ -86,7 +83,7 @@ def _check(components: Components, params: Any, at: str, rung: int | None) -> No
 
 def _delivered(
     how: str,
-    memory: Memory,
+    components: Components,
     buckets: Buckets,
     axes: Axes,
     state: TransformState,
@@ -97,12 +94,12 @@ def _delivered(
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
     this replica's part and "nothing" returns zeros; both leave the state as it is.
     """
-    *flat, dense = parts = held(memory, local, buckets)
+    *flat, dense = parts = components.held(local, buckets)
     # Without a delay or rounds, leaves that go dense were sent whole.
     dense = dense if jax.tree.leaves(local.told) else jnp.zeros(dense.shape)
     if how == "mean":
         empty = jax.tree.map(jnp.zeros_like, parts)
-        emptied = tuple(map(memory.hold, empty, parts, local.memory))
+        emptied = tuple(map(components.memory.hold, empty, parts, local.memory))
         local = local._replace(memory=emptied)
         flat, dense = axes.slow.mean(flat), axes.slow.mean(dense)
     elif how == "nothing":
