@@ -109,7 +109,7 @@ class Components:
             bucketing.warn_if_empty(buckets)
         if self.slices is None:
             return self.initial(buckets)
-        self.slices.check(params)
+        self.slices.cuts(jax.tree.leaves(params))
         return self.slices.place(functools.partial(self.initial, buckets))
 
     def plan(self, tree: Any, like: Any = None) -> Buckets:
@@ -137,6 +137,8 @@ class Components:
         memories = zip(self.memories(buckets), buckets.sizes, strict=True)
         rung, controller = self.controller.init()
         told, rounds, known = (), (), ()
+        sharing = 1 if self.slices is None else self.slices.inner_devices
+        layout = [(*piece, sharing) for piece in buckets.layout]
         if self.memory.keeps_norm:
             known = tuple(map(norms.none, buckets.sizes))
         if self.waits:
@@ -147,7 +149,7 @@ class Components:
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.array([zlib.crc32(repr(x).encode()) for x in ladder], "uint32"),
-            layout=self._layout(buckets),
+            layout=jnp.asarray(layout, jnp.int32),
             local=LocalState(
                 replica=jnp.full((), -1, jnp.int32),
                 told=told,
@@ -162,11 +164,6 @@ class Components:
             round=rounds,
             info=step_info.before_the_first_step(len(ladder)),
         )
-
-    def _layout(self, buckets: Buckets) -> jax.Array:
-        slices = 1 if self.slices is None else self.slices.inner_devices
-        pieces = [(*piece, slices) for piece in buckets.layout]
-        return jnp.asarray(pieces, jnp.int32)
 
     def memories(self, buckets: Buckets) -> list[Memory]:
         """Return the memory of each bucket, and of the leaves that go dense."""

@@ -67,7 +67,7 @@ class Slices:
 
     def slices_of(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[bool]]:
         """Return a device's slice of each leaf, as shapes, and whether each divides."""
-        cuts = self._cuts(leaves)
+        cuts = self.cuts(leaves)
         shape = lambda x, cut: self._on_mesh(cut.spec).shard_shape(x.shape)
         like = lambda x, cut: jax.ShapeDtypeStruct(shape(x, cut), x.dtype)
         return tuple(map(like, leaves, cuts)), [not cut.copies for cut in cuts]
@@ -75,7 +75,11 @@ class Slices:
     def _on_mesh(self, spec: jax.P) -> jax.NamedSharding:
         return jax.NamedSharding(self.mesh, spec)
 
-    def _cuts(self, leaves: Sequence[Any]) -> list[Cut]:
+    def cuts(self, leaves: Sequence[Any]) -> list[Cut]:
+        """Return how each leaf is cut; raise if they are others, or lie otherwise.
+
+        Leaves that do not tell how they lie on their mesh are trusted.
+        """
         if not leaves:
             return []  # optax.tree.map_params asks for the state of no params at all
         pairs = list(zip(leaves, self.specs, strict=False))
@@ -95,10 +99,6 @@ class Slices:
         if len(spec) > len(x.shape) or not isinstance(lies, jax.NamedSharding):
             return len(spec) <= len(x.shape)
         return lies.is_equivalent_to(self._on_mesh(spec), len(x.shape))
-
-    def check(self, params: Any) -> None:
-        """Raise if params are others, or lie otherwise on their mesh, if they tell."""
-        self._cuts(jax.tree.leaves(params))
 
     def place(self, make: Callable[[], states.TransformState]) -> states.TransformState:
         """Return the state that `make` returns for one device, of all devices."""
@@ -135,15 +135,13 @@ class Slices:
                 f" got a step that shard_map or pmap maps over {self.axis_name!r}: run"
                 f" it by gravac.data_parallel without a `fast_axis_name`."
             )
-        if not states.is_transform_state(state):
-            _refuse.no_state(state)
         _refuse.placed(states.placed_replicas(state.local), self.inner_devices, True)
         # The gradient of what does not depend on the batch is alike on all replicas. In
         # a lax.cond nothing is known: JAX maps its branches after they are traced.
         if deliver is None and comm.is_simulated and comm.is_known_alike(updates):
             for path, _ in _arrays.named_leaves(updates)[:1]:
                 _refuse.summed(path, axis_names(self.axis_name))
-        cuts = self._cuts(jax.tree.leaves(updates))
+        cuts = self.cuts(jax.tree.leaves(updates))
 
         def each(change: Callable[..., Any], tree: Any) -> Any:
             leaves, structure = jax.tree.flatten(tree)

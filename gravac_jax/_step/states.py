@@ -186,8 +186,6 @@ def enter(state: Any, expected: Any, comm: Comm) -> LocalState:
     Raises:
       ValueError: if the state has other shapes, or is not placed where it must be.
     """
-    if not is_transform_state(state):
-        _refuse.no_state(state)
     _refuse.pure(state.steps)
     local = state.local
     if placed_replicas(local) is not None:

@@ -38,6 +38,8 @@ def update(
     is_mapped = _refuse.is_bound(components.axis_name)
     unsummed = () if is_mapped else plain_jit.unsummed_axes(components, updates)
     _refuse.gradients(updates)
+    if not states.is_transform_state(state):
+        _refuse.no_state(state)
     buckets = components.plan(updates, params if how else None)
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
