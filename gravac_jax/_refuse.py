@@ -289,14 +289,6 @@ def no_params(name: str) -> None:
     )
 
 
-def no_state(received: Any) -> None:
-    """Refuse what is not the state of a transform."""
-    raise ValueError(
-        f"`update` was given a {type(received).__name__} for the transform's state:"
-        f" write tx.update(grads, opt_state, params), or call init again."
-    )
-
-
 def pure(steps: Any) -> None:
     """Refuse a state whose arrays are wrapped in variables of Flax NNX."""
     if not jax.tree_util.all_leaves([steps]):

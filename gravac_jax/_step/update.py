@@ -39,7 +39,10 @@ def update(
     unsummed = () if is_mapped else plain_jit.unsummed_axes(components, updates)
     _refuse.gradients(updates)
     if not states.is_transform_state(state):
-        _refuse.no_state(state)
+        raise ValueError(
+            f"`update` was given a {type(state).__name__} for the transform's state:"
+            f" write tx.update(grads, opt_state, params), or call init again."
+        )
     buckets = components.plan(updates, params if how else None)
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
