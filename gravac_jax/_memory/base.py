@@ -22,6 +22,8 @@ class Memory(abc.ABC):
       is_at_own_params: whether it is only used with gradients that are taken at own
         params.
       masking: whether it needs to know which entries were sent.
+      needs_params: whether `compensate` takes the params of the bucket, too: `[n]`
+        float32.
       by_leaf: whether it must see whole leaves, in place of a flat vector.
       keeps_norm: whether what it adds is scaled, so that the mean over replicas is as
         long as each replica's own; for steps that an optimizer normalises.
@@ -46,13 +48,9 @@ class Memory(abc.ABC):
 
     is_at_own_params: ClassVar[bool] = False
     masking: bool = False
+    needs_params: bool = False
     by_leaf: bool = False
     keeps_norm: bool = False
-
-    @property
-    def needs_params(self) -> bool:
-        """Whether `compensate` takes the params of the bucket, too: `[n]` float32."""
-        return False
 
     def of_leaves(self, leaves: Leaves) -> "Memory":
         """Return the memory of a bucket that holds these leaves, in this order."""

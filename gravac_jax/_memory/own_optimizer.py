@@ -104,6 +104,8 @@ class OwnOptimizer(ErrorFeedback):
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
     by_leaf: bool = False
     keeps_norm: bool = False
+    # What it does with leaves does not show on a vector.
+    needs_params: bool = dataclasses.field(default=True, init=False, repr=False)
     _leaves: Leaves | None = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,19 +115,13 @@ class OwnOptimizer(ErrorFeedback):
         _refuse.instance(self.keeps_norm, bool, "keeps_norm", "False")
         if not self.by_leaf:
             _refuse_masks(self.optimizer)
-            self._try(needs_params=self.needs_params)
+            try:
+                self._try(needs_params=False)
+            except (ValueError, TypeError):  # as one with weight decay raises
+                self._try(needs_params=True)
+            else:
+                object.__setattr__(self, "needs_params", False)
         _refuse_start(self.optimizer, self.by_leaf)
-
-    @property
-    def needs_params(self) -> bool:
-        """Whether the optimizer needs params, as one with weight decay does."""
-        if self.by_leaf:
-            return True  # what it does with leaves does not show on a vector
-        try:
-            self._try(needs_params=False)
-        except (ValueError, TypeError):
-            return True
-        return False
 
     def _try(self, needs_params: bool) -> None:
         one = jax.ShapeDtypeStruct((1,), jnp.float32)
