@@ -19,7 +19,7 @@ import optax
 
 from gravac_jax import _arrays, _network, _xla
 from gravac_jax._controllers.base import Evidence
-from gravac_jax._encodings.ladder import Exchanged, Ladder
+from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._network import Axes
@@ -142,7 +142,7 @@ class Step:
         """Feed, exchange and decide, in the order that delay and rounds ask."""
         if not self.components.waits:
             fed, memory, own = self.feed(parts, bad, local)
-            told = self.told_of(parts, bad, local, self.times, own)
+            told = self.told_of(parts, bad, local, own)
             return self.send(told, fed, memory, local)
         (seconds, timed), told = self.times, local.told
         told = told._replace(
@@ -234,19 +234,15 @@ class Step:
         """Add the gradient to the memory, for a later exchange to send."""
         before, hold = local.told, self.components.memory.hold
         fed, memory, own = self.feed(parts, bad, local)
-        told = self.told_of(parts, bad, local, (before.seconds, before.timed), own)
+        told = self.told_of(parts, bad, local, own)
+        waiting = {"seconds": before.seconds, "timed": before.timed}
         return local._replace(
             memory=tuple(map(hold, fed, fed, memory)),
-            told=told._replace(bad=jnp.maximum(told.bad, before.bad)),
+            told=told._replace(bad=jnp.maximum(told.bad, before.bad), **waiting),
         )
 
     def told_of(
-        self,
-        parts: Parts,
-        bad: jax.Array,
-        local: LocalState,
-        times: tuple[jax.Array, jax.Array],
-        own_norms: tuple[jax.Array, ...],
+        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts
     ) -> Told:
         """Return what the others must know of this one's gradient, times and norms."""
         components, (*flat, dense) = self.components, parts
@@ -254,7 +250,14 @@ class Step:
         each = [_arrays.energy(x) for x in flat]
         sampled: Any = ()
         if components.controller.looks_at == "gradient":
-            look = lambda: always + self._sent_by_chance(flat, each, local)
+
+            def look() -> jax.Array:
+                # What an exchange by chance would send in which entries wait as long.
+                key, comm = self.key, self.axes.slow
+                share = lambda ladder, *x: ladder.shares(*x, key, comm, waiting=True)
+                shares = map(share, self.ladders, flat, local.encodings)
+                return always + _arrays.total(map(jnp.multiply, shares, each))
+
             rungs = len(components.controller.ladder)
             # With a delay the next exchange tells it; else only one that exchanges.
             is_told = True if components.delay else self._exchanges
@@ -265,19 +268,7 @@ class Step:
         sample = some, self.axes.slow.contrast(some)
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], sample, good[1], *times, own_norms)
-
-    def _sent_by_chance(
-        self, parts: list[jax.Array], energies: list[jax.Array], local: LocalState
-    ) -> jax.Array:
-        """Estimate the energy that each rung would send of a gradient alone, `[rungs]`.
-
-        It is what an exchange by chance would send in which entries wait as long.
-        """
-        key, comm = self.key, self.axes.slow
-        share = lambda ladder, *x: ladder.shares(*x, key, comm, waiting=True)
-        shares = map(share, self.ladders, parts, local.encodings)
-        return _arrays.total(map(jnp.multiply, shares, energies))
+        return Told(bad, good[0], sample, good[1], *self.times, own)
 
     def send_held(self, local: LocalState) -> Taken:
         """Send what the memory holds, and what the others have not been told yet."""
@@ -338,7 +329,24 @@ class Step:
     ) -> tuple[Arrived, LocalState]:
         """Exchange bucket by bucket, agree, and let the memory keep the rest."""
         components = self.components
-        exchanged, encodings = self._each_bucket(fed, own, local)
+        turn = self.state.round.exchanges if components.has_rounds else self.state.steps
+        looks, key = self.looks, self.key  # traced once for all buckets
+        results = []
+        pairs = zip(self.ladders, fed[:-1], local.encodings, strict=True)
+        for i, (ladder, x, before) in enumerate(pairs):
+            came = ladder.exchange(
+                x,
+                before,
+                self.rung,
+                reach=self.reach,
+                looks=looks,
+                figures=own if self.rides and i == 0 else (),
+                key=key,
+                step=turn,
+                comm=self.axes.slow,
+            )
+            results.append(came)
+        exchanged, encodings = zip(*results, strict=True)
         figures = exchanged[0].figures if self.rides else self.agree(own)
         dense_residual = jnp.zeros_like(fed[-1])  # it went whole
         residuals = self.buckets.cleared(x.sent.residual for x in exchanged)
@@ -351,30 +359,6 @@ class Step:
         energy = _arrays.total(x.energy for x in exchanged)
         both = self.axes.slice_holders.mean((energies, energy))
         return Arrived(figures, jnp.asarray(self.rung), means, *both), local
-
-    def _each_bucket(
-        self, fed: Parts, own: Figures, local: LocalState
-    ) -> tuple[list[Exchanged], tuple[Any, ...]]:
-        """Exchange all buckets, the first with figures; also return their states."""
-        state, has_rounds = self.state, self.components.has_rounds
-        turn = state.round.exchanges if has_rounds else state.steps
-        looks, key = self.looks, self.key  # traced once for all buckets
-        pairs = zip(self.ladders, fed[:-1], local.encodings, strict=True)
-        results = [
-            ladder.exchange(
-                x,
-                before,
-                self.rung,
-                reach=self.reach,
-                looks=looks,
-                figures=own if self.rides and i == 0 else (),
-                key=key,
-                step=turn,
-                comm=self.axes.slow,
-            )
-            for i, (ladder, x, before) in enumerate(pairs)
-        ]
-        return [x for x, _ in results], tuple(after for _, after in results)
 
     def decide(self, arrived: Arrived) -> tuple[jax.Array, Any, jax.Array]:
         """Show the evidence to the controller; return its rung and state, and gains."""

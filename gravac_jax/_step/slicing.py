@@ -108,12 +108,7 @@ class Slices:
         lies = states.per_leaf(jax.eval_shape(make), own, self._on_mesh(jax.P()))
         return jax.jit(of_all, out_shardings=lies)()
 
-    def run(
-        self,
-        update: Callable[..., Any],
-        deliver: str | None,
-        given: tuple[Any, states.TransformState, Any, dict[str, Any]],
-    ) -> Any:
+    def run(self, update: Callable[..., Any], deliver: str | None, *given: Any) -> Any:
         """Call `update` on every device, with what it owns.
 
         Args:

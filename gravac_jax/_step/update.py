@@ -58,7 +58,11 @@ def update(
         expected = jax.eval_shape(lambda: components.initial(buckets))
         local = states.enter(state, expected, axes.owners)
         if how:
-            return _delivered(how, components, buckets, axes, state, local)
+            parts, local = _delivered(how, components, buckets, slow, local)
+            # gravac.guard must not mistake a delivery for a bad step.
+            info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
+            after = state._replace(local=states.leave(local, state.local), info=info)
+            return buckets.unpack(parts, state.steps), after
         is_own = at == "own" or components.memory.is_at_own_params
         reach = components.controller.reach(is_own)
         known = reach, is_own, is_due, _times(components, state, **times)
@@ -69,7 +73,7 @@ def update(
 
     times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
     if components.slices is not None:
-        return components.slices.run(run, how, (updates, state, params, times))
+        return components.slices.run(run, how, updates, state, params, times)
     run = plain_jit.on_devices(run, unsummed) if unsummed else run
     return run(updates, state, params, **times)
 
@@ -87,14 +91,9 @@ def _check(components: Components, params: Any, at: str, rung: int | None) -> No
 
 
 def _delivered(
-    how: str,
-    components: Components,
-    buckets: Buckets,
-    axes: Axes,
-    state: TransformState,
-    local: LocalState,
-) -> tuple[Any, TransformState]:
-    """Return what is held back, and the state after the delivery.
+    how: str, components: Components, buckets: Buckets, comm: Comm, local: LocalState
+) -> tuple[tuple[jax.Array, ...], LocalState]:
+    """Return what is held back, as buckets and leaves, and the state after a delivery.
 
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
     this replica's part and "nothing" returns zeros; both leave the state as it is.
@@ -106,14 +105,10 @@ def _delivered(
         empty = jax.tree.map(jnp.zeros_like, parts)
         emptied = tuple(map(components.memory.hold, empty, parts, local.memory))
         local = local._replace(memory=emptied)
-        flat, dense = axes.slow.mean(flat), axes.slow.mean(dense)
+        flat, dense = comm.mean(flat), comm.mean(dense)
     elif how == "nothing":
         flat, dense = jax.tree.map(jnp.zeros_like, (flat, dense))
-    # gravac.guard must not mistake a delivery for a bad step.
-    info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
-    local = states.leave(local, state.local)
-    delivered = buckets.unpack((*flat, dense), state.steps)
-    return delivered, state._replace(local=local, info=info)
+    return (*flat, dense), local
 
 
 def _times(
