@@ -166,8 +166,9 @@ class Comm:
         """Return the mean of floats over replicas, in float64 for those that are."""
         is_wide = lambda x: self.axis_name and jnp.finfo(x.dtype).bits > 32
         wide = lambda x: jax.lax.pmean(self.cast(x), self.axis_name)
-        narrow = self.mean(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
-        return jax.tree.map(lambda x, y: wide(x) if is_wide(x) else y, tree, narrow)
+        narrow = lambda x: None if is_wide(x) else x.astype(jnp.float32)
+        means = self.mean(jax.tree.map(narrow, tree))
+        return jax.tree.map(lambda x, y: wide(x) if is_wide(x) else y, tree, means)
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.

@@ -83,17 +83,11 @@ def outer(
         return OuterState(state, optimizer.init(params))
 
     def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        deliver: Any = None,
-        is_due: bool | None = None,
-        **extra: Any,
+        updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, OuterState]:
-        arrived, inner = transform.update(
-            updates, state.transform, params, deliver=deliver, is_due=is_due, **extra
-        )
+        arrived, inner = transform.update(updates, state.transform, params, **extra)
+        # An outer optimizer is not asked how to deliver, or whether a step exchanges.
+        deliver, is_due = extra.pop("deliver", None), extra.pop("is_due", None)
         if deliver is not None:
             return arrived, state._replace(transform=inner)
 
