@@ -191,11 +191,6 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     return bits & jnp.int32(0x7FFFFFFF)
 
 
-def from_bits(bits: jax.Array) -> jax.Array:
-    """Return the float32 magnitudes that have these bits; undo `magnitude_bits`."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def to_words(x: jax.Array, word: Any = jnp.uint32) -> jax.Array:
     """Return the bits of `x`, `[..., m]`, as words of another dtype: `[..., words]`.
 

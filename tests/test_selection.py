@@ -16,7 +16,7 @@ from gravac_jax import _arrays
 from gravac_jax._encodings import selection
 from gravac_jax._encodings.selection import PAD, Marks
 
-magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_bits))
+magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_words))
 mark, clear = map(jax.jit, (selection.mark, selection.clear))
 places = jax.jit(selection.places, static_argnums=1)
 places_of_ranks = jax.jit(selection.places_of_ranks)

@@ -263,7 +263,7 @@ def _by_threshold(
     reached = jnp.maximum(marks.total.astype(jnp.float32), 0.5)
     thin = lambda marks: _thinned(marks, k, x, bits, key)
     thinned = _xla.only_if(marks.total > k, thin, marks)
-    return thinned, TopKState(_arrays.from_bits(bits), reached)
+    return thinned, TopKState(_arrays.from_words(bits), reached)
 
 
 def _thinned(

@@ -112,7 +112,10 @@ def nnx_value_and_grad(
             shared, state = map(nnx.as_pure, (params[0], optimizer.opt_state))
             own = delivery.own_params(optimizer.tx, shared, state)
             params = jax.tree.structure(params).unflatten(jax.tree.leaves(own))
-        keys = jax.tree.map(functools.partial(_key_of, comm), keys)
+        if axis_name is not None:
+            fold_in = jax.vmap(jax.random.fold_in, (0, None))
+            fold = lambda x: fold_in(x.reshape(-1), comm.replica()).reshape(x.shape)
+            keys = jax.tree.map(fold, keys)  # so that each replica has its own
 
         def of_params(params: Any) -> Any:
             own = nnx.merge(graph, params, keys, rest, copy=True)
@@ -136,14 +139,6 @@ def nnx_value_and_grad(
         return ((loss, aux) if has_aux else loss), grads[0]
 
     return wrapped
-
-
-def _key_of(comm: Comm, keys: jax.Array) -> jax.Array:
-    """Fold every random key with the index of the replica."""
-    if comm.axis_name is None:
-        return keys
-    fold_in = jax.vmap(jax.random.fold_in, (0, None))
-    return fold_in(keys.reshape(-1), comm.replica()).reshape(keys.shape)
 
 
 def nnx_data_parallel(

@@ -120,7 +120,10 @@ def train_step(
         metrics = value if has_aux else (value,)
         if kind.tells_host:
             # The state is donated, so that the host cannot read in it.
-            metrics = *metrics, _what_follows(_transform_of(opt_state))
+            state = _transform_of(opt_state)
+            length = state.round.next_length if state.round else jnp.int32(1)
+            # The rung and the round after the next ones.
+            metrics = *metrics, jnp.stack([state.next_rungs[1], length])
         return params, opt_state, *metrics
 
     how: Any = {"mesh": mesh, "fast_axis_name": fast_axis_name, "check_vma": check_vma}
@@ -250,12 +253,6 @@ class HostView:
         self._local_steps = 0
         self._coming = [self._coming[1], following]
         return metrics
-
-
-def _what_follows(state: TransformState) -> jax.Array:
-    """Return the rung and the round after the next ones, `[2]` int32."""
-    length = state.round.next_length if state.round else jnp.int32(1)
-    return jnp.stack([state.next_rungs[1], length])
 
 
 def _numbers(x: Any) -> tuple[int, int]:

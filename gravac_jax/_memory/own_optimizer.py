@@ -164,8 +164,11 @@ class OwnOptimizer(ErrorFeedback):
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
             given = self._cut(gradient), state.optimizer, own
-            step, optimizer = self.optimizer.update(*given)
-        step = self._joined(step, gradient.size)
+            made: Any = self.optimizer.update(*given)
+        step, optimizer = made
+        if self._leaves is not None:
+            leaves = [step[path] for path, _ in self._leaves]
+            step = _arrays.ravel(leaves, gradient.size)
         return state.residual + step, state._replace(optimizer=optimizer)
 
     def _cut(self, vector: jax.Array) -> Any:
@@ -175,12 +178,6 @@ class OwnOptimizer(ErrorFeedback):
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self._leaves]
         arrays = _arrays.unravel(vector, like)
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
-
-    def _joined(self, seen: Any, n: int) -> jax.Array:
-        """Undo `_cut` of a vector of `n` entries."""
-        if self._leaves is None:
-            return jnp.asarray(seen)
-        return _arrays.ravel([seen[path] for path, _ in self._leaves], n)
 
 
 def _refuse_masks(optimizer: optax.GradientTransformation) -> None:
