@@ -4,9 +4,8 @@ A new memory is a file here, a line in `MEMORIES`, a name in the package's front
 and an oracle in the tests.
 """
 
-from gravac_jax._memory.base import Memory
+from gravac_jax._memory.base import Memory, Residual
 from gravac_jax._memory.momentum import Momentum
 from gravac_jax._memory.own_optimizer import OwnOptimizer
-from gravac_jax._memory.residual import Residual
 
 MEMORIES: tuple[type[Memory], ...] = (Momentum, Residual, OwnOptimizer)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _refuse
-from gravac_jax._memory.residual import ErrorFeedback
+from gravac_jax._memory.base import Memory
 
 
 class MomentumState(NamedTuple):
@@ -23,7 +23,7 @@ class MomentumState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(ErrorFeedback):
+class Momentum(Memory):
     """Deep Gradient Compression: each replica accumulates its own momentum.
 
     With the velocity u, the residual v and the gradient g, u = m u + g, and entries are

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._memory.base import Leaves
-from gravac_jax._memory.residual import ErrorFeedback
+from gravac_jax._memory.base import Leaves, Memory
 
 
 class OwnOptimizerState(NamedTuple):
@@ -27,7 +26,7 @@ class OwnOptimizerState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnOptimizer(ErrorFeedback):
+class OwnOptimizer(Memory):
     """Lets each replica run an optimizer of its own, and exchanges its steps.
 
     After an exchange that sends little, an optimizer sees gradients that are sparse,

@@ -174,10 +174,6 @@ class Components:
             _refuse.by_leaf(f"a leaf lies in two of {len(buckets.parts) - 1} buckets")
         return list(map(self.memory.of_leaves, buckets.named))
 
-    def held(self, local: LocalState, buckets: Buckets) -> tuple[jax.Array, ...]:
-        """Return what the memory holds back, to which no gradient was added."""
-        return tuple(map(self.memory.held, local.memory, buckets.sizes))
-
     def ladders(self, buckets: Buckets) -> list[Ladder]:
         """Return the encodings of each bucket."""
         ladder = self.controller.ladder

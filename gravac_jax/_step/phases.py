@@ -22,6 +22,7 @@ from gravac_jax._controllers.base import Evidence
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes
 from gravac_jax._step import consistency, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
@@ -41,6 +42,11 @@ SAMPLE = 32
 
 # The buckets, then the leaves that go dense: `[n]` float32 each.
 Parts = tuple[jax.Array, ...]
+
+
+def held_by(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
+    """Return what a memory holds back, to which no gradient was added."""
+    return tuple(map(memory.held, local.memory, buckets.sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +193,7 @@ class Step:
           norms: what all replicas must know of the norms of own steps, one a part.
         """
         components = self.components
-        unfed = components.held(local, self.buckets)
+        unfed = held_by(components.memory, local, self.buckets)
         given = parts, local.memory
         if components.memory.needs_params:
             given = (*given, self._params_beside(unfed))
@@ -216,7 +222,7 @@ class Step:
         if not self.components.memory.needs_params:
             return self
         params = self.buckets.pack(self.params)
-        held = self.components.held(local, self.buckets)
+        held = held_by(self.components.memory, local, self.buckets)
         own = jax.tree.map(jnp.add, params, held)
         own = self.buckets.rounded(own, self.state.steps)
         return dataclasses.replace(self, own_params=own)
@@ -272,7 +278,7 @@ class Step:
 
     def send_held(self, local: LocalState) -> Taken:
         """Send what the memory holds, and what the others have not been told yet."""
-        held = self.components.held(local, self.buckets)
+        held = held_by(self.components.memory, local, self.buckets)
         rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
         return self.send(local.told, held, local.memory, rest)
 

@@ -12,7 +12,7 @@ from gravac_jax._network import Axes, Comm
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
-from gravac_jax._step.phases import Step
+from gravac_jax._step.phases import Step, held_by
 from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 
@@ -98,7 +98,7 @@ def _delivered(
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
     this replica's part and "nothing" returns zeros; both leave the state as it is.
     """
-    *flat, dense = parts = components.held(local, buckets)
+    *flat, dense = parts = held_by(components.memory, local, buckets)
     # Without a delay or rounds, leaves that go dense were sent whole.
     dense = dense if jax.tree.leaves(local.told) else jnp.zeros(dense.shape)
     if how == "mean":
