@@ -21,7 +21,7 @@ from gravac_jax._step import bucketing, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import Clip
 from gravac_jax._step.slicing import Slices
-from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
+from gravac_jax._step.states import PAST_STEPS, LocalState, Round, TransformState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,9 @@ class Components:
             nothing = tuple(map(jnp.zeros_like, known))
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
-            rounds = states.first_round(self.round_steps, controller)
+            first = jnp.int32(self.round_steps(jnp.zeros((), jnp.int32), controller))
+            following = jnp.int32(self.round_steps(first, controller))
+            rounds = Round(first, following, jnp.zeros((), jnp.int32))
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.array([zlib.crc32(repr(x).encode()) for x in ladder], "uint32"),

@@ -64,13 +64,6 @@ class Round(NamedTuple):
     exchanges: jax.Array
 
 
-def first_round(round_steps: Callable[[Any, Any], Any], state: Any) -> Round:
-    """Return the lengths of the first two rounds."""
-    steps = jnp.int32(round_steps(jnp.zeros((), jnp.int32), state))
-    following = jnp.int32(round_steps(steps, state))
-    return Round(steps, following, jnp.zeros((), jnp.int32))
-
-
 class LocalState(NamedTuple):
     """The part of the state that differs from replica to replica.
 
