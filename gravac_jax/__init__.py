@@ -40,16 +40,16 @@ from gravac_jax._memory import Residual as Residual
 from gravac_jax._network import Comm as Comm
 from gravac_jax._network import Traffic as Traffic
 from gravac_jax._outer import outer as outer
-from gravac_jax._recipes import adamw as adamw
-from gravac_jax._recipes import dgc as dgc
-from gravac_jax._recipes import diloco as diloco
-from gravac_jax._recipes import sgd as sgd
 from gravac_jax._step.bucketing import matrices as matrices
 from gravac_jax._step.clipping import Clip as Clip
 from gravac_jax._step.clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._step.consistency import checksum as checksum
 from gravac_jax._step.consistency import resync as resync
 from gravac_jax._step.step_info import StepInfo as StepInfo
+from gravac_jax._transform import adamw as adamw
+from gravac_jax._transform import dgc as dgc
+from gravac_jax._transform import diloco as diloco
+from gravac_jax._transform import sgd as sgd
 from gravac_jax._transform import transform as transform
 
 __version__ = "0.1.0"
