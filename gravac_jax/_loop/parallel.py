@@ -113,7 +113,8 @@ def data_parallel(
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
     # Each process brings its own part of a batch.
     parts = max(1, parts // jax.process_count()) if is_mesh else parts
-    body = _on_one_replica(train_step, axes, average_metrics)
+    how = train_step, Comm(axes), average_metrics
+    body = functools.partial(_on_one_replica, *how)
     by_vmap = functools.partial(_by_vmap, body, mesh, axis_name, average_metrics)
 
     def by_shard_map(state: Any, *others: Any) -> Any:
@@ -225,33 +226,27 @@ def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
         _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
 
-def _on_one_replica(train_step: Step, axis_name: AxisName, averages: bool) -> Step:
-    """Wrap a step: split its results into state and metrics, and average these."""
-    comm = Comm(axis_name)
-
-    def body(
-        state: tuple[Any, ...], own: tuple[Any, ...], batch: Any, shared: dict[str, Any]
-    ) -> tuple[Any, Any, Any, Any]:
-        given = (*state, *own)
-        # A step may change nnx objects in place: it has a copy of what came in.
-        copy = jax.tree.map(lambda x: x, given)
-        with _refuse.explained():
-            results = train_step(*copy, batch, **shared)
-        # Decided by type: a single NamedTuple is a state, not several results.
-        results = results if type(results) is tuple else (results,)
-        _refuse.other_state(results, given)
-        first, last = len(state), len(given)
-        after, own_after, metrics = results[:first], results[first:last], results[last:]
-        _refuse.other_carry(own_after, own)
-        comm.check_alike(state, after)
-        if averages:
-            metrics = _reported(metrics, comm)
-        else:
-            metrics = comm.cast(jax.tree.map(lambda x: jnp.asarray(x)[None], metrics))
-        counts = [x.info.disagreements for x in states.transform_states(after)]
-        return after, comm.cast(own_after), metrics, jax.tree.leaves(counts)
-
-    return body
+def _on_one_replica(train_step: Step, comm: Comm, averages: bool, *came: Any) -> Any:
+    """Take a step: split its results into state and metrics, and average these."""
+    state, own, batch, shared = came
+    given = (*state, *own)
+    # A step may change nnx objects in place: it has a copy of what came in.
+    copy = jax.tree.map(lambda x: x, given)
+    with _refuse.explained():
+        results = train_step(*copy, batch, **shared)
+    # Decided by type: a single NamedTuple is a state, not several results.
+    results = results if type(results) is tuple else (results,)
+    _refuse.other_state(results, given)
+    first, last = len(state), len(given)
+    after, own_after, metrics = results[:first], results[first:last], results[last:]
+    _refuse.other_carry(own_after, own)
+    comm.check_alike(state, after)
+    if averages:
+        metrics = _reported(metrics, comm)
+    else:
+        metrics = comm.cast(jax.tree.map(lambda x: jnp.asarray(x)[None], metrics))
+    counts = [x.info.disagreements for x in states.transform_states(after)]
+    return after, comm.cast(own_after), metrics, jax.tree.leaves(counts)
 
 
 def _reported(metrics: Any, comm: Comm) -> Any:
