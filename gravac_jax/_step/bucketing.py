@@ -200,13 +200,6 @@ class Buckets:
         whole = lambda x, y: jnp.concatenate(x).reshape(y.shape) if x[1:] else x[0]
         return jax.tree.unflatten(self.structure, map(whole, cuts, self.leaves))
 
-    def rounded(
-        self, parts: tuple[jax.Array, ...], count: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Return `parts` as the leaves hold them in their own dtypes."""
-        is_narrow = any(x.dtype != jnp.float32 for x in self.leaves)
-        return self.pack(self.unpack(parts, count)) if is_narrow else parts
-
 
 def plan(
     tree: Any,

@@ -281,7 +281,8 @@ class Step:
         params = self.buckets.pack(self.params)
         held = held_by(self.components.memory, local, self.buckets)
         own = jax.tree.map(jnp.add, params, held)
-        own = self.buckets.rounded(own, self.state.steps)
+        if any(x.dtype != jnp.float32 for x in self.buckets.leaves):
+            own = self.buckets.pack(self.buckets.unpack(own, self.state.steps))
         return dataclasses.replace(self, own_params=own)
 
     def _params_beside(self, held: Parts) -> Parts:
