@@ -63,12 +63,6 @@ class TwoStepMean(gravac.Memory):
         fed = state.residual + (gradient + state.last) / 2
         return fed, state._replace(last=gradient)
 
-    def held(self, state, n):
-        return state.residual
-
-    def hold(self, residual, compensated, state):
-        return state._replace(residual=residual)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneUpOneDown(gravac.Controller):
