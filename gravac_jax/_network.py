@@ -376,11 +376,6 @@ class Axes:
         return Comm(join(self.slow.axis_name, self.fast.axis_name))
 
     @property
-    def owners(self) -> Comm:
-        """Those who each own a state of the transform."""
-        return self.both if self.is_sliced else self.slow
-
-    @property
     def alike(self) -> Comm:
         """Those who should hold the same params."""
         return self.slow if self.is_sliced else self.both

@@ -252,7 +252,9 @@ class Bits(Encoding):
         # If the part is all entries, spared leaves end where one of its rows does.
         is_fine = not plain.is_whole and row % (4 * WORD_BITS) == 0
         unit = row // 4 if is_fine else row
-        ends = {-(-end // unit) * unit for end in _small_ends(bucket.shapes)}
+        sizes = map(math.prod, bucket.shapes)
+        small = itertools.takewhile(lambda size: size < SMALL_LEAF, sizes)
+        ends = {-(-end // unit) * unit for end in itertools.accumulate(small)}
         spared = sorted(end for end in ends if end < n)
         sent = lambda end: self._with_spared(n, end, replicas)
         traffic = lambda x: self._message_traffic(x, replicas)
@@ -395,12 +397,6 @@ class Bits(Encoding):
         kept, spared, sent = self._shares(looked, message)
         in_turns = lambda t, a: (t - 1) / 2 + t * ROUNDING_WAITS * (1 - a) / a
         return spared * in_turns(1, sent) + (1 - spared) * in_turns(message.turns, kept)
-
-
-def _small_ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the entries up to each small leaf's end, as long as leaves are small."""
-    sizes = itertools.takewhile(lambda size: size < SMALL_LEAF, map(math.prod, shapes))
-    return list(itertools.accumulate(sizes))
 
 
 def _few_rows(x: jax.Array, length: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,8 @@ def update(
         if params is not None and not axes.is_sliced:
             fast.check_whole(params)
         expected = jax.eval_shape(lambda: components.initial(buckets))
-        local = states.enter(state, expected, axes.owners)
+        owners = axes.both if axes.is_sliced else slow  # of a state each
+        local = states.enter(state, expected, owners)
         if how:
             parts, local = _delivered(how, components, buckets, slow, local)
             # gravac.guard must not mistake a delivery for a bad step.
