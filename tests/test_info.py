@@ -52,7 +52,7 @@ def report(before, rung, gains, is_bad=False, apart=False, is_told_late=False):
     figures = SimpleNamespace(told=told, apart=jnp.float32([apart]))
     step = SimpleNamespace(
         state=SimpleNamespace(info=before),
-        tables=usual(),
+        tables=lambda figures: usual(),
         axes=SimpleNamespace(slow=SimpleNamespace(replicas=N)),
         components=SimpleNamespace(waits=is_told_late),
     )

@@ -132,19 +132,6 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     return map_local(tree, lambda local: local, shared)
 
 
-def is_sampled(params: Any, axes: Axes) -> bool:
-    """Return whether every exchange compares a sample of the params; static."""
-    inner = axes.fast.replicas if axes.is_sliced else 1
-    # The mean over devices that share a replica must be exact.
-    is_exact = inner & (inner - 1) == 0
-    return bool(_floats(params)) and is_exact and axes.alike.replicas > 1
-
-
-def _floats(params: Any) -> list[Any]:
-    """Return the leaves that training may change, the smallest first."""
-    return sorted(filter(_arrays.is_float, jax.tree.leaves(params)), key=jnp.size)
-
-
 def sampled(params: Any, axes: Axes) -> jax.Array:
     """Return a figure whose mean is not 0 if replicas hold different params.
 
@@ -153,11 +140,15 @@ def sampled(params: Any, axes: Axes) -> jax.Array:
     adds up exactly, so that the mean is 0 where the checksums are the same.
 
     Returns:
-      The figure, `[1]` float32; `[0]` unless `is_sampled`.
+      The figure, `[1]` float32; `[0]` if there is nothing to compare.
     """
-    if not is_sampled(params, axes):
+    inner = axes.fast.replicas if axes.is_sliced else 1
+    # The mean over devices that share a replica must be exact.
+    is_exact = inner & (inner - 1) == 0
+    # The leaves that training may change, the smallest first.
+    leaves = sorted(filter(_arrays.is_float, jax.tree.leaves(params)), key=jnp.size)
+    if not (leaves and is_exact and axes.alike.replicas > 1):
         return jnp.zeros(0, jnp.float32)
-    leaves = _floats(params)
     few = leaves[:: -(-len(leaves) // LEAVES)]
     flat = jnp.concatenate([_words(_spread(x)).astype(jnp.uint32).ravel() for x in few])
     # CPUs sum up a square in one kernel.

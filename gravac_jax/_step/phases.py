@@ -155,20 +155,10 @@ class Step:
         """
         return self.axes.fast.axis_name is None
 
-    @functools.cached_property
-    def tables(self) -> Tables:
-        """What each rung sends."""
-        components, controller = self.components, self.components.controller
-        # Every step averages a count, two energies, the contrast of one, the rung and
-        # the length of a round, if there are any, a sample of the params, for each kind
-        # of step a time and how many replicas measured it, and for each rung an energy,
-        # if they are asked for.
-        scalars = 5 + components.has_rounds + 2 * components.kinds
-        scalars += consistency.is_sampled(self.params, self.axes)
-        scalars += len(controller.ladder) * (controller.looks_at == "gradient")
-        # And a row's norm and its sum with signs.
-        scalars += sum(x.size for x in self.state.local.norms)
-        given = scalars, self.axes.slow.replicas, self.rides
+    def tables(self, figures: Figures) -> Tables:
+        """Return what each rung sends, beside what every step averages; static."""
+        size = sum(x.size for x in jax.tree.leaves(figures))
+        given = size, self.axes.slow.replicas, self.rides
         return step_info.tables(self.buckets, self.ladders, *given)
 
     @property
@@ -426,8 +416,8 @@ class Step:
 
     def decide(self, arrived: Arrived) -> tuple[jax.Array, Any, jax.Array]:
         """Show the evidence to the controller; return its rung and state, and gains."""
-        components, state, tables = self.components, self.state, self.tables
-        controller, told = components.controller, arrived.figures.told
+        components, state, told = self.components, self.state, arrived.figures.told
+        controller, tables = components.controller, self.tables(arrived.figures)
         rungs = len(controller.ladder)
         times = told.seconds / told.timed  # NaN where not timed
         is_asked = controller.looks_at == "gradient"
@@ -474,15 +464,16 @@ class Step:
 
     def info(self, arrived: Arrived, gains: jax.Array) -> StepInfo:
         """Return what the step sent, and the counters of what went wrong."""
-        before, table, rung = self.state.info, self.tables, arrived.rung
+        before, rung, figures = self.state.info, arrived.rung, arrived.figures
+        table = self.tables(figures)
         at_rung = lambda figures: jnp.asarray(figures)[rung]
         count = lambda before, happened: before + happened.astype(jnp.int32)
-        is_bad = arrived.figures.told.bad != 0
+        is_bad = figures.told.bad != 0
         # A sample of all gradients has the same norm, and is not 0.
-        energy, contrast = arrived.figures.told.sample
+        energy, contrast = figures.told.sample
         is_alike = jnp.abs(contrast) < ALIKE * energy
         is_alike &= self.axes.slow.replicas > 1
-        are_apart = jnp.any(arrived.figures.apart != 0)
+        are_apart = jnp.any(figures.apart != 0)
         wire_bytes, steps = at_rung(table.wire_bytes), before.local_steps + 1
         is_local = rung == gains.size
         mean_bytes = wire_bytes / steps.astype(jnp.float32)

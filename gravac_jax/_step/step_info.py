@@ -124,22 +124,21 @@ class Tables(NamedTuple):
 
 
 def tables(
-    buckets: Buckets, ladders: Sequence[Ladder], agreed: int, replicas: int, rides: bool
+    buckets: Buckets, ladders: Sequence[Ladder], size: int, replicas: int, rides: bool
 ) -> Tables:
     """Work out what each rung sends.
 
     Args:
       buckets: what is fused, and what goes dense.
       ladders: the encodings of each bucket.
-      agreed: how many numbers replicas agree on in every step.
+      size: how many numbers replicas average in every step, dense leaves included.
       replicas: N.
-      rides: whether they travel with the first bucket, as do dense leaves.
+      rides: whether they travel with the first bucket.
     """
-    *sizes, dense_size = buckets.sizes
+    sizes = buckets.sizes[:-1]
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
-    figures = dense_size + agreed
-    apart = _network.mean_traffic(0 if rides else figures, replicas)
-    riding = [figures * rides] + [0] * (len(ladders) - 1)
+    apart = _network.mean_traffic(0 if rides else size, replicas)
+    riding = [size * rides] + [0] * (len(ladders) - 1)
     beside = list(zip(ladders, riding, strict=True))
     rows = []
     for rung in range(len(ladders[0].encodings)):
