@@ -134,8 +134,10 @@ def transform(
       zero), and to a rounding of float32 in few bits and at low rank. Clip, decay and
       momentum come before: the law holds for what they make of the gradient. Without
       them the update of `send=Dense()` is `jax.lax.pmean` of the gradients. What all
-      replicas made in a round is what was sent plus what is held back. A replica whose
-      gradient is not finite, or has an entry of 2**50 or more, leaves
+      replicas made in a round is what was sent plus what is held back. What
+      `optax.apply_updates` rounds away in bfloat16 params counts as sent.
+
+      A replica whose gradient is not finite, or has an entry of 2**50 or more, leaves
       that gradient out: its memory learns nothing from it, and it sends from what it
       holds back, as if it had made no step. The mean is still over all replicas. The
       others go on, and all count the step; with a delay or rounds at the next exchange.

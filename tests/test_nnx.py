@@ -275,6 +275,17 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
     assert not names
 
 
+def test_a_flush_hands_on_what_the_optimizer_asks_for():
+    model = Adapted()
+    tx = optax.chain(gravac.adamw(1.0), optax.contrib.reduce_on_plateau())
+    optimizer = nnx.Optimizer(model, tx, wrt=Adapter)
+    model, optimizer = gravac.place((model, optimizer), N)
+    with pytest.raises(TypeError, match="value"):
+        gravac.nnx_flush(model, optimizer, N)
+    gravac.nnx_flush(model, optimizer, N, value=3.0)
+    assert float(optimizer.opt_state[1].best_value[...]) == 3
+
+
 def test_gradients_are_of_the_variables_that_are_chosen_and_need_no_check():
     def step(model, x):
         return gravac.nnx_value_and_grad(total, wrt=Adapter)(model, x)[1]

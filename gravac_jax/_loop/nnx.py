@@ -339,6 +339,7 @@ def nnx_flush(
     mesh: jax.sharding.Mesh | int,
     axis_name: Any = "data",
     fast_axis_name: AxisName = None,
+    **extra: Any,
 ) -> None:
     """Deliver what all replicas hold back, into a model and its optimizer.
 
@@ -352,6 +353,7 @@ def nnx_flush(
       mesh: the mesh, or the number of simulated replicas.
       axis_name: as for `gravac.nnx_data_parallel`.
       fast_axis_name: as for `gravac.nnx_data_parallel`.
+      extra: further arguments of the optimizer's `update`, such as a loss.
 
     Returns:
       None: the objects have changed.
@@ -380,7 +382,7 @@ def nnx_flush(
     deliver = _delivery(mesh, axis_name, fast_axis_name)
     axes = _network.join(axis_name, fast_axis_name)
     nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
-    deliver(model, optimizer, nothing)
+    deliver(model, optimizer, nothing, **extra)
 
 
 @functools.cache  # or each call would compile
@@ -388,10 +390,10 @@ def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., A
     """Return what delivers into a model and an optimizer of all replicas."""
     from flax import nnx
 
-    def deliver(model: Any, optimizer: Any, _: Any) -> None:
+    def deliver(model: Any, optimizer: Any, _: Any, **extra: Any) -> None:
         shared = nnx.as_pure(nnx.state(model, optimizer.wrt))
         opt_state = nnx.as_pure(optimizer.opt_state)
-        params, opt_state = delivery.flush(optimizer.tx, shared, opt_state)
+        params, opt_state = delivery.flush(optimizer.tx, shared, opt_state, **extra)
         nnx.update(model, params)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
 
