@@ -13,6 +13,10 @@ on to all processes. If all of them then exit with status 0 within
 `--grace` seconds (60), for example because they saved a checkpoint, the launcher exits
 with status 0 too. After a death or Ctrl-C they have 5 seconds.
 
+With `--elastic`, which is experimental, a script that makes a
+`gravac_jax.elastic.Elastic` goes on when a process dies or freezes: K processes may be
+started again, and those that are left go on meanwhile if they are M at least (1).
+
 A process whose script has ended waits in JAX for the others, and says so after five
 seconds: a process with fewer steps than the others, because its data were fewer, stops
 all of them.
@@ -40,6 +44,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +53,8 @@ from threading import Thread, Timer
 from typing import IO, Any
 
 import jax
+
+from gravac_jax import elastic
 
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
@@ -76,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--restarts", type=int, default=0, help="how often a job may start again")
     add("--min-processes", type=int, help="leave out what dies twice, down to M")
     add("--grace", type=float, default=60, help="seconds from SIGTERM to SIGKILL")
+    add("--elastic", action="store_true", help="go on without what dies: experimental")
     add("--devices", type=int, help="number of CPU devices of each process")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     add("--processes", type=int, help="number of processes of the job")
@@ -134,19 +142,21 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {len(members)}"
     launch += f" --devices {options.devices}" if options.devices else ""
     # Between machines JAX waits for 100 seconds.
-    launch += f" --heartbeat {options.heartbeat or 15}"
+    launch += f" --heartbeat {options.heartbeat or 15}" + " --elastic" * options.elastic
     own = lambda i, device: f"{launch} --process {i} --local-devices {device}".split()
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
-    job = Job(commands, options.grace, env=local_environment(coordinator))
-    try:
-        job.wait()
-    except (SystemExit, KeyboardInterrupt) as stop:
-        status = stop.args[0] if stop.args else 128 + signal.SIGINT
-        name = signal.Signals(status - 128).name
-        sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
-        if any(job.statuses):
-            raise SystemExit(status) from None
+    with tempfile.TemporaryDirectory() as folder:
+        env = local_environment(coordinator) | {elastic.FOLDER: folder}
+        job = Job(commands, options.grace, env=env)
+        try:
+            elastic.supervise(job, folder, options) if options.elastic else job.wait()
+        except (SystemExit, KeyboardInterrupt) as stop:
+            status = stop.args[0] if stop.args else 128 + signal.SIGINT
+            name = signal.Signals(status - 128).name
+            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
+            if any(job.statuses):
+                raise SystemExit(status) from None
 
 
 def local_coordinator() -> str:
@@ -190,7 +200,7 @@ def _run_process(options: argparse.Namespace) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     if not status:
-        return _tell_if_others_go_on()
+        return None if options.elastic else _tell_if_others_go_on()
     if not isinstance(status, int):  # sys.exit("the reason")
         sys.stderr.write(f"{status}\n")
     # A normal exit would wait for the other processes, which wait for this one.
@@ -202,6 +212,8 @@ def _run_process(options: argparse.Namespace) -> None:
 def _join_job(options: argparse.Namespace) -> None:
     if options.devices is not None:
         jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.elastic:  # its script joins, again and again
+        return
     beats = {"heartbeat_timeout_seconds": options.heartbeat or 100}
     try:
         jax.distributed.initialize(*options.place, **beats)
@@ -297,19 +309,31 @@ class Job(contextlib.AbstractContextManager["Job"]):
         guardian = ["sh", "-c", _GUARDIAN, str(os.getpid())]
         self._guardian = Popen(guardian, stdin=PIPE, stdout=DEVNULL, process_group=0)
         popen |= {"process_group": self._guardian.pid, "stdin": DEVNULL}
+        self._commands, self._popen = commands, popen
         try:
-            for index, command in enumerate(commands):
-                output = PIPE if index else None
-                process = Popen(command, stdout=output, stderr=output, **popen)
-                self._processes.append(process)
-                pipes = ((process.stdout, 1), (process.stderr, 2)) if index else ()
-                for pipe, fd in pipes:
-                    relay = Thread(target=_relay, args=(pipe, fd, index), daemon=True)
-                    relay.start()
-                    self._relays.append(relay)
+            for index in range(len(commands)):
+                self.start(index)
         except BaseException:
             self.end()
             raise
+
+    def start(self, index: int) -> None:
+        """Start a process, in the place of one that died if there is one.
+
+        Args:
+          index: which one.
+
+        Raises:
+          OSError: if its command cannot be started.
+        """
+        output, command = PIPE if index else None, self._commands[index]
+        process = Popen(command, stdout=output, stderr=output, **self._popen)
+        self._processes[index : index + 1] = [process]
+        pipes = ((process.stdout, 1), (process.stderr, 2)) if index else ()
+        for pipe, fd in pipes:
+            relay = Thread(target=_relay, args=(pipe, fd, index), daemon=True)
+            relay.start()
+            self._relays.append(relay)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -336,9 +360,10 @@ class Job(contextlib.AbstractContextManager["Job"]):
             if not _poll(is_over, timeout_seconds):
                 raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
             if any(self.statuses):
-                raise self._death()
+                raise self.death(self._first())
 
-    def _death(self) -> ProcessDiedError:
+    def _first(self) -> int:
+        """Return the index of the process that died first."""
         n, index = len(self.pids), next(i for i, x in enumerate(self.statuses) if x)
         # Processes that talk to one that was killed fail within milliseconds, and on a
         # busy machine may be seen to fail before it.
@@ -346,8 +371,11 @@ class Job(contextlib.AbstractContextManager["Job"]):
         with contextlib.suppress(ValueError):
             index = self.statuses.index(-signal.SIGKILL)
         # Others die of one that is stopped: they hear nothing of it.
-        index = next(itertools.chain(filter(self._is_stopped, range(n)), [index]))
-        status = self.statuses[index]
+        return next(itertools.chain(filter(self._is_stopped, range(n)), [index]))
+
+    def death(self, index: int) -> ProcessDiedError:
+        """Return an error that says how a process died, or that it is stopped."""
+        n, status = len(self.pids), self.statuses[index]
         how = "is stopped" if status is None else f"exited with status {status}"
         if status and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"

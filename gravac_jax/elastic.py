@@ -1,0 +1,434 @@
+"""Go on training when a process dies, inside the processes that are left. EXPERIMENTAL.
+
+It was tried with JAX 0.10.2 on Linux, with processes of one machine that exchange over
+Gloo on CPUs. Other versions of JAX, other systems and sharded models are refused. GPUs
+(NCCL) and several hosts are untried. If the launcher dies, the job ends. The position
+in the data is yours: rows are asked for by the number of the step. What a script does
+after its last step is not protected. A death within the second in which processes
+connect to each other can keep them for a minute, until Gloo gives up::
+
+    from gravac_jax import elastic
+
+    def begin():  # in each generation
+        step = gravac.train_step(loss_fn, tx, gravac.make_mesh())
+        return step, step.init(new_params()), 0
+
+    run = elastic.Elastic(begin)
+    for i, loss in run.train(lambda i: rows(i, run.process), steps=1000):
+        print(i, loss)
+    params, opt_state = run.state
+
+Started by `python -m gravac_jax.launch -n 4 --elastic --restarts 20 train.py`, the
+processes train in *generations*. For each set of members the launcher hosts a
+coordination service of JAX. If a member dies or freezes, the launcher ends the
+generation and starts a process in its place. The others break their connections, so
+that every exchange raises, and go on in the next generation from copies of their own
+last states on the host. The process that was started joins one generation later, when
+the others have taken a step.
+
+A generation begins after the last step that all survivors have finished. So one step at
+most is taken again; in rounds (`every=`) at most the local steps since the last
+exchange. A joiner gets the state of a survivor with an empty residual. Lost is the
+residual of a dead replica alone, and each generation's record counts it, by energy.
+
+Every step waits until the state is copied to the host. Two copies of it are kept there;
+in rounds one for each step of a round, and one more.
+
+This file alone uses private names of JAX: the module `jax._src.distributed`, its
+`global_state`, and the two functions of its `_jax` that make a coordination service and
+the client of one. It also breaks every TCP connection between this process and its own
+machine when members change, since those of Gloo have no names.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.extend import backend
+
+from gravac_jax._step import states
+
+__all__ = ["Elastic", "own_rows", "put_rows", "supervise"]
+
+FOLDER = "GRAVAC_JAX_ELASTIC"  # where the launcher and the processes leave word
+TRIED = (("0.10.2", "linux"),)  # versions of JAX, and systems, with which this works
+
+_TIMES = {"heartbeat_timeout": 10**6, "shutdown_timeout": 2}  # the launcher judges
+
+# Host copies. -----------------------------------------------------------------------
+
+
+def own_rows(tree: Any) -> Any:
+    """Copy to the host what this process has of a training state.
+
+    Args:
+      tree: a state as `gravac.place` lays it, of a model that is not sharded.
+
+    Returns:
+      A pytree of NumPy arrays: what all replicas share as it is, and of
+      `[replicas, ...]` the rows of this process.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import gravac_jax as gravac
+      >>> from gravac_jax import elastic
+      >>> tx = optax.chain(gravac.transform(), optax.sgd(0.1))
+      >>> opt_state = tx.init({"w": jnp.ones((256, 256))})
+      >>> first = gravac.place(opt_state, gravac.make_mesh(devices=jax.devices()[:2]))
+      >>> other = gravac.place(opt_state, gravac.make_mesh(devices=jax.devices()[2:4]))
+      >>> moved = elastic.put_rows(elastic.own_rows(first), other)
+      >>> moved[0].local.memory[0].residual.shape
+      (2, 65536)
+    """
+    return jax.tree.map(_own_rows, tree)
+
+
+def _own_rows(x: jax.Array) -> np.ndarray:
+    # One device of each replica, in their order.
+    parts = [*{str(y.index): np.array(y.data) for y in x.addressable_shards}.values()]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def put_rows(rows: Any, like: Any) -> Any:
+    """Put the rows of all processes onto a mesh; no residuals are averaged.
+
+    Args:
+      rows: from `own_rows`, of as many replicas as this process has in `like`. All
+        processes together may have more replicas, or fewer, than they had.
+      like: a state on the mesh, as `step.init(params)` returns it, for its shapes.
+
+    Returns:
+      The state, in memory of its own, as `like` lies.
+
+    Raises:
+      ValueError: if shapes or structures do not fit.
+
+    Example:
+      See `own_rows`.
+    """
+    # JAX may keep NumPy's memory, and a step that donates its state would write to it.
+    put = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x, y: put(y.sharding, np.array(x), y.shape), rows, like)
+
+
+def _residuals(rows: Any) -> list[np.ndarray]:
+    """Return what this process holds back, by the name that memories give it."""
+    named = jax.tree.leaves_with_path(states.locals_of(rows))
+    return [x for keys, x in named if ".residual" in jax.tree_util.keystr(keys)]
+
+
+def _with_empty_residual(theirs: Any, fresh: Any) -> Any:
+    """Return the rows of a joiner: those of a survivor, but for what is its own.
+
+    Counts, moments and what encodings keep are the survivor's. Some of it must be the
+    same on all replicas, and moments of zero would not fit the counts. A memory without
+    a `.residual` begins anew.
+    """
+    owned = ".told", ".residual" if _residuals(fresh) else ".memory"
+    is_own = lambda keys: any(name in jax.tree_util.keystr(keys) for name in owned)
+    pick = lambda keys, x, own: own if is_own(keys) else x
+    return jax.tree.map_with_path(pick, theirs, fresh)
+
+
+def _broadcast(rows: Any, is_source: bool) -> Any:
+    """Return the rows of the process that is the source; all processes call it."""
+    # As bytes: a sum of floats would not keep -0.0.
+    sent = jax.tree.map(lambda x: np.frombuffer(x.tobytes(), np.uint8), rows)
+    of = lambda x, like: np.frombuffer(x.tobytes(), like.dtype).reshape(like.shape)
+    return jax.tree.map(of, multihost_utils.broadcast_one_to_all(sent, is_source), rows)
+
+
+# A member. --------------------------------------------------------------------------
+
+
+class Elastic:
+    """A run whose processes may die. Make one in each process of the job.
+
+    The devices of JAX are those of all members, and others in each generation. Arrays
+    from before a generation lie on devices that are gone: make all that lies on devices
+    in `begin`, or keep it in NumPy.
+
+    Args:
+      begin: `() -> (step, state, steps)`, called at the start of each generation: the
+        train step, `(*state, batch) -> (*state, *metrics)`, such as `gravac.train_step`
+        returns; the state with which the run begins, a tuple, placed; and the steps
+        that it has taken: 0, or those of a checkpoint. The same in all processes.
+
+    Raises:
+      RuntimeError: if this process was not started by `gravac_jax.launch --elastic`;
+        for another version of JAX, or system, than this was tried with.
+
+    Attributes:
+      process: the index of this process. One that takes its place has it, too.
+      state: the training state, on the devices of this generation.
+      steps: the steps that it has taken.
+      generation: the record of this generation, a dict, the same in all members:
+        `number`, from 1; `members`, the index of each by its pid, in the order of the
+        replicas; `start`, the steps before it, -1 if it began anew; `joined`, the
+        indices that began with an empty residual; and for each residual that the run
+        has lost so far, in `lost`: the index, the steps, and its energy after them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import gravac_jax as gravac
+      >>> from gravac_jax import elastic
+      >>> def begin():
+      ...     loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+      ...     step = gravac.train_step(loss_fn, gravac.adamw(1e-3), gravac.make_mesh())
+      ...     return step, step.init({"w": jnp.ones((256, 128))}), 0
+      >>> def main():  # of a script
+      ...     run = elastic.Elastic(begin)
+      ...     for i, loss in run.train(lambda i: jnp.ones((64, 256)), steps=1000):
+      ...         print(i, loss, run.generation["members"])
+    """
+
+    def __init__(self, begin: Callable[[], tuple[Any, Any, int]]) -> None:
+        self._shared, self._jax = _private_names()
+        if FOLDER not in os.environ:
+            raise RuntimeError("start it by gravac_jax.launch -n 4 --elastic train.py")
+        self._begin, self._folder = begin, Path(os.environ[FOLDER])
+        self._copies: dict[int, Any] = {}  # own rows after so many steps
+        # Left: the newest generation that this process is not in any more; the port is
+        # that of the service of the one that it is in.
+        self._left, self._port, self._energy, self._has_ended = -1, 0, 0.0, False
+        backend.clear_backends()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def train(self, batches: Callable[[int], Any], steps: int) -> Iterator[Any]:
+        """Take steps, and yield the number of each and its metrics.
+
+        After a fault the number of the last step may come again.
+
+        Args:
+          batches: returns this process's own rows of the step with this number.
+          steps: at how many steps the run ends; the same in all processes.
+
+        Yields:
+          `(number, *metrics)`, the metrics in NumPy; of those that are each replica's
+          own the rows of this process.
+
+        Raises:
+          JaxRuntimeError: if a step fails, and no process has died within 10 seconds.
+          ValueError: if the model is sharded.
+        """
+        while not self._has_ended:
+            try:
+                if not self._port:
+                    self._enter()
+                if self.steps < steps:
+                    yield self._take(batches(self.steps))
+                else:  # a last fault must find all members here
+                    multihost_utils.sync_global_devices("the end")
+                    self._has_ended = True
+            except jax.errors.JaxRuntimeError as error:
+                self._leave(error)
+
+    def _take(self, batch: Any) -> tuple[Any, ...]:
+        result, n = self._step(*self.state, batch), len(self.state)
+        rows, metrics = own_rows((result[:n], result[n:]))  # waits for the step
+        self.state, self.steps = result[:n], self.steps + 1
+        self._copies[self.steps] = rows
+        self._energy = sum(float(np.vdot(x, x)) for x in _residuals(rows))
+        # No exchange ends before all members have begun it, so that each has at least
+        # the step before the last exchange. Within a round some may be ahead.
+        if not any(x.info.local_steps for x in states.transform_states(rows)):
+            self._copies = {i: x for i, x in self._copies.items() if i > self.steps - 2}
+        return self.steps - 1, *metrics
+
+    def _enter(self) -> None:
+        """Wait for a generation with this process in it, join it, and begin there."""
+        own, shared = str(os.getpid()), self._shared
+        is_ours = lambda record: own in record["members"] and not record["is_over"]
+        while not is_ours(record := self._newest()):
+            self._left = record["number"]
+            time.sleep(0.02)
+        self.generation, self._port, pids = record, record["port"], [*record["members"]]
+        shared.process_id, shared.num_processes = pids.index(own), len(pids)
+        place = f"127.0.0.1:{self._port}", shared.process_id
+        how = _TIMES | {"init_timeout": 10, "shutdown_on_destruction": False}
+        shared.client = self._jax.get_distributed_runtime_client(*place, **how)
+        shared.client.connect()
+        # Gloo connects in the first exchange, and until then waits for one that dies.
+        multihost_utils.sync_global_devices("connect")
+        self.process, joined = record["members"][own], record["joined"]
+        self._step, fresh, self.steps = self._begin()
+        whole = lambda x: x.is_fully_replicated
+        if not all(jax.tree.leaves(states.map_local(fresh, lambda _: True, whole))):
+            raise ValueError("elastic training has no models that are sharded")
+        rows = own_rows(fresh)
+        if record["start"] >= 0:
+            self.steps, is_joiner = record["start"], self.process in joined
+            mine = rows if is_joiner else self._copies[self.steps]
+            got = _broadcast(mine, self.process == record["source"]) if joined else mine
+            rows = _with_empty_residual(got, rows) if is_joiner else mine
+        self.state, self._copies = put_rows(rows, fresh), {self.steps: rows}
+
+    def _leave(self, error: Exception) -> None:
+        """Leave the generation when the launcher has ended it.
+
+        Raises:
+          JaxRuntimeError: the `error`, if the launcher does not end it in time.
+        """
+        end = time.monotonic() + 10
+        while not self._newest()["is_over"]:
+            if time.monotonic() > end:
+                raise error
+            time.sleep(0.02)
+        self.state = ()
+        backend.clear_backends()
+        with suppress(jax.errors.JaxRuntimeError):  # some do not answer
+            self._shared.client.shutdown()
+        self._shared.client, self._left, self._port = None, self.generation["number"], 0
+
+    def _newest(self) -> dict[str, Any]:
+        return json.loads((self._folder / "generation").read_text())
+
+    def _watch(self) -> None:
+        """Show that this process lives; break its connections when it must leave."""
+        while True:
+            told = self._left, max(self._copies, default=-1), self._energy
+            _write(self._folder / str(os.getpid()), [*told, self._has_ended])
+            # Again and again, since an exchange may only begin.
+            if self._port and not self._has_ended and self._newest()["is_over"]:
+                _break_connections(self._port)
+            time.sleep(0.1)
+
+
+def _private_names() -> tuple[Any, Any]:
+    """Return JAX's global state, and the module that makes services and clients.
+
+    Raises:
+      RuntimeError: for another version of JAX, or system, than this was tried with.
+    """
+    if (here := (jax.__version__, sys.platform)) not in TRIED:
+        raise RuntimeError(f"elastic training needs one of {TRIED}, and this is {here}")
+    from jax._src import distributed  # noqa: TID251
+
+    return distributed.global_state, vars(distributed)["_jax"]
+
+
+def _break_connections(port: int) -> None:
+    """Break all connections inside this machine but those to the service at a port.
+
+    Those of Gloo would wait for a dead or frozen process for ever.
+    """
+    for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
+        # Some are not connected.
+        with socket.socket(fileno=os.dup(int(path.name))) as found, suppress(OSError):
+            ends = found.getsockname(), found.getpeername()
+            is_here = isinstance(ends[0], tuple) and ends[0][0] == ends[1][0]
+            if is_here and port not in (ends[0][1], ends[1][1]):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _write(path: Path, content: Any) -> None:
+    (new := path.with_name(f"{path.name}.new")).write_text(json.dumps(content))
+    new.replace(path)  # at once: somebody may read it now
+
+
+# The launcher. ----------------------------------------------------------------------
+
+_say = lambda text: sys.stderr.write(f"gravac_jax.launch: {text}\n")
+
+
+def supervise(job: Any, folder: str, options: Any) -> None:
+    """Begin a generation whenever the members of a job change, until it ends.
+
+    Args:
+      job: the `gravac_jax.launch.Job`, each of whose processes makes an `Elastic`.
+      folder: an empty folder; its path is `GRAVAC_JAX_ELASTIC` in their environment.
+      options: of the launcher: `restarts`, how many processes may be started again;
+        `min_processes`, how many a generation must have, 1 if None; and `heartbeat`,
+        after how many seconds without a sign of life a process is killed, 5 if None.
+
+    Raises:
+      ProcessDiedError: of `gravac_jax.launch`, if too few processes are left, or one
+        dies when another has reached the end; all have been ended.
+      RuntimeError: for another version of JAX, or system, than this was tried with.
+
+    Example:
+      See `gravac_jax.launch`.
+    """
+    told: dict[str, list[Any]] = {}  # by each pid, see `Elastic._watch`
+    record = {"number": 0, "members": {}, "is_over": True, "lost": [], "dead": []}
+    with job:
+        place, services = Path(folder), [_private_names()]
+        while (ready := _look(job, place, record, told, options)) is not None:
+            if _is_due(record, ready, told, options, job.statuses.count(None)):
+                # A client would end its process with its service, and so all must have
+                # left before it goes.
+                services = [*services[-1:], _new_generation(record, ready, told)]
+            _write(place / "generation", record)
+            time.sleep(0.02)
+
+
+def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
+    """Kill the processes that are frozen, and replace the dead.
+
+    Returns:
+      The index of each process that may be a member, by its pid; None at the end.
+    """
+    has_ended = 0 in job.statuses or any(x[3] for x in told.values())
+    ready: dict[str, int] = {}
+    for i, (number, status) in enumerate(zip(job.pids, job.statuses, strict=True)):
+        path = place / (pid := str(number))
+        if status is None and path.exists():
+            told[pid], ready[pid] = json.loads(path.read_text()), i
+            silent_seconds = time.time() - path.stat().st_mtime
+            if silent_seconds > (options.heartbeat or 5) and not told[pid][3]:
+                _say(f"process {i} (pid {pid}) is frozen")
+                os.kill(number, signal.SIGKILL)
+                path.unlink()
+        elif status and pid not in record["dead"]:
+            record["dead"].append(pid)
+            alive, died = job.statuses.count(None), job.death(i)
+            if has_ended or alive + options.restarts < (options.min_processes or 1):
+                raise died
+            _say(f"{died}; {options.restarts} restarts were left")
+            if options.restarts:
+                options.restarts -= 1
+                job.start(i)
+    if has_ended:  # who joins now, or has left, is not waited for
+        here, is_over = ready.keys() & record["members"].keys(), record["is_over"]
+        is_awaited = any(told[pid][3] or not is_over for pid in here)
+        return record["members"] if is_awaited else None
+    return ready if None in job.statuses else None
+
+
+def _is_due(record: Any, ready: Any, told: Any, options: Any, alive: int) -> bool:
+    """End the generation if members change; return whether one is to begin."""
+    members, are_all_here = record["members"], record["members"].keys() <= ready.keys()
+    if not record["is_over"]:
+        # Who joins waits for a step, or joiners could keep a run from getting on.
+        may_join = all(told[pid][1] > record["start"] for pid in members)
+        record["is_over"] = not are_all_here or (may_join and ready != members)
+        return False
+    least = (options.min_processes or 1) if ready.keys() & members.keys() else alive
+    have_left = all(told[pid][0] >= record["number"] for pid in ready)
+    return have_left and len(ready) >= least
+
+
+def _new_generation(record: Any, ready: dict[str, int], told: Any) -> Any:
+    """Count what was lost, and return the service of a new generation."""
+    gone = {pid: i for pid, i in record["members"].items() if pid not in ready}
+    record["lost"] += [[i, *told[pid][1:3]] for pid, i in gone.items()]
+    known = {i: x for pid, i in ready.items() if (x := told[pid][1]) >= 0} or {-1: -1}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    record |= {"number": record["number"] + 1, "is_over": False, "port": port}
+    record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
+    record |= {"source": min(known), "start": min(known.values())}
+    _say(f"generation {record['number']}: {[*ready.values()]}, lost {record['lost']}")
+    serve = _private_names()[1].get_distributed_runtime_service
+    return serve(f"127.0.0.1:{port}", len(ready), recoverable=True, **_TIMES)
