@@ -140,7 +140,7 @@ def test_the_first_commands_set_up_their_own_environment_and_others_use_it():
 
 # The reference. -------------------------------------------------------------------
 
-MODULES = ("checkpoint", "launch", "metrics", "plot", "probe")
+MODULES = ("checkpoint", "elastic", "launch", "metrics", "plot", "probe")
 
 
 def test_every_public_name_is_once_in_the_reference_and_explained_in_a_guide():
