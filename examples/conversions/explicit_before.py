@@ -6,9 +6,8 @@ python examples/conversions/explicit_before.py
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from models import cross_entropy, draw_rows
+from models import batches, cross_entropy, draw_rows, run
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -33,17 +32,13 @@ def main(steps: int = 200) -> list[float]:
         return (optax.apply_updates(params, updates), opt_state), loss
 
     with jax.set_mesh(mesh):
-        rng = np.random.default_rng(0)
         losses = []
-        for _ in range(steps):
-            batch = draw_rows(rng, 16 * jax.device_count())
+        for batch in batches(draw_rows, 16, steps):
             batch = jax.device_put(batch, jax.P("data"))
             state, loss = step(*state, batch)
             losses.append(float(loss))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from models import ResidualMLP, cross_entropy, draw_rows, spec_of
+from models import ResidualMLP, batches, cross_entropy, draw_rows, run, spec_of
 
 AXES = ("data", "fsdp")
 MAX_NORM = 1.0  # of a gradient
@@ -51,16 +51,13 @@ def main(steps: int = 200) -> list[float]:
         out_shardings=(state_shardings, None),
         donate_argnums=0,
     )
-    rng = np.random.default_rng(0)
     losses = []
-    for _ in range(steps):
-        batch = jax.device_put(draw_rows(rng, 16 * jax.device_count()), data_sharding)
+    for batch in batches(draw_rows, 16, steps):
+        batch = jax.device_put(batch, data_sharding)
         state, metrics = p_train_step(state, batch)
         losses.append(float(metrics["loss"]))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

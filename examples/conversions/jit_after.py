@@ -6,10 +6,9 @@ python examples/conversions/jit_after.py
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
-from models import Transformer, cross_entropy, draw_tokens
+from models import Transformer, batches, cross_entropy, draw_tokens, run
 
 import gravac_jax as gravac
 
@@ -46,16 +45,12 @@ def main(steps: int = 200) -> list[float]:
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         model, optimizer = gravac.place((model, optimizer), mesh, "dcn")
         step = gravac.nnx_data_parallel(train_step, mesh, "dcn")
-        rng = np.random.default_rng(0)
         losses = []
-        for _ in range(steps):
-            tokens = draw_tokens(rng, 8 * jax.device_count())
+        for tokens in batches(draw_tokens, 8, steps):
             tokens = jax.device_put(tokens, jax.P(("dcn", "fsdp")))
             losses.append(float(step(model, optimizer, tokens)))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

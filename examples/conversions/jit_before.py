@@ -6,10 +6,9 @@ python examples/conversions/jit_before.py
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
-from models import Transformer, cross_entropy, draw_tokens
+from models import Transformer, batches, cross_entropy, draw_tokens, run
 
 RULES = (
     ("batch", ("dcn", "fsdp")),
@@ -42,16 +41,12 @@ def main(steps: int = 200) -> list[float]:
         tx = optax.adamw(3e-3)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = nnx.jit(train_step)
-        rng = np.random.default_rng(0)
         losses = []
-        for _ in range(steps):
-            tokens = draw_tokens(rng, 8 * jax.device_count())
+        for tokens in batches(draw_tokens, 8, steps):
             tokens = jax.device_put(tokens, jax.P(("dcn", "fsdp")))
             losses.append(float(step(model, optimizer, tokens)))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

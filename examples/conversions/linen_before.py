@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen
 from flax.linen import spmd
-from models import LogicalMLP, cross_entropy, draw_rows
+from models import LogicalMLP, batches, cross_entropy, draw_rows, run
 
 RULES = (("batch", ("dcn", "fsdp")), ("embed", "fsdp"), ("mlp", "tp"))
 
@@ -41,17 +40,13 @@ def main(steps: int = 200) -> list[float]:
         params = linen.unbox(jax.jit(init_fn, out_shardings=shardings)(key))
         opt_state = tx.init(params)
         step = jax.jit(train_step, donate_argnums=(0, 1))
-        rng = np.random.default_rng(0)
         losses = []
-        for _ in range(steps):
-            batch = draw_rows(rng, 16 * jax.device_count())
+        for batch in batches(draw_rows, 16, steps):
             batch = jax.device_put(batch, jax.P(("dcn", "fsdp")))
             params, opt_state, loss = step(params, opt_state, batch)
             losses.append(float(loss))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

@@ -1,5 +1,6 @@
-"""The models and the made-up data of the seven loops."""
+"""The models and the made-up data of the seven loops, and how each is run."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -117,6 +118,20 @@ def draw_rows(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarr
     """Return rows of noise; the label is the largest of its first ten numbers."""
     x = rng.normal(size=(rows, 64)).astype(np.float32)
     return x, x[:, :10].argmax(-1).astype(np.int32)
+
+
+def batches(draw: Callable[..., Any], rows: int, steps: int) -> Iterator[Any]:
+    """Yield a batch for each step, of so many rows for each device."""
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        yield draw(rng, rows * jax.device_count())
+
+
+def run(main: Callable[[], list[float]]) -> None:
+    """Train on eight virtual devices, and print the first loss and the last."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    losses = main()
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
 
 
 class Transformer(nnx.Module):

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import jax_utils
 from flax.training import common_utils
-from models import CNN, TrainState, cross_entropy, draw_images
+from models import CNN, TrainState, batches, cross_entropy, draw_images, run
 
 import gravac_jax as gravac
 
@@ -49,18 +48,15 @@ def create_train_state(key: jax.Array) -> TrainState:
 
 def main(steps: int = 200) -> list[float]:
     """Train, and return the losses."""
-    rng = np.random.default_rng(0)
     state = jax_utils.replicate(create_train_state(jax.random.key(0)))
     p_train_step = jax.pmap(train_step, axis_name="batch", donate_argnums=0)
     losses = []
-    for _ in range(steps):
-        batch = common_utils.shard(draw_images(rng, 16 * jax.device_count()))
+    for batch in batches(draw_images, 16, steps):
+        batch = common_utils.shard(batch)
         state, metrics = p_train_step(state, batch)
         losses.append(float(jax_utils.unreplicate(metrics)["loss"]))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

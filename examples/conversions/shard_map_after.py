@@ -6,10 +6,9 @@ python examples/conversions/shard_map_after.py
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
-from models import DropoutMLP, cross_entropy, draw_rows
+from models import DropoutMLP, batches, cross_entropy, draw_rows, run
 
 import gravac_jax as gravac
 
@@ -54,17 +53,13 @@ def main(steps: int = 200) -> list[float]:
             out_specs=(specs, jax.P()),
         )
     )
-    rng = np.random.default_rng(0)
     losses = []
-    for _ in range(steps):
-        batch = draw_rows(rng, 16 * jax.device_count())
+    for batch in batches(draw_rows, 16, steps):
         batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
         state, loss = step(state, batch)
         losses.append(float(loss))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)

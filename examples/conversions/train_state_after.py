@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen
 from flax.linen import spmd
 from flax.training.train_state import TrainState
-from models import LogicalMLP, cross_entropy, draw_rows
+from models import LogicalMLP, batches, cross_entropy, draw_rows, run
 
 import gravac_jax as gravac
 
@@ -71,17 +70,13 @@ def main(steps: int = 200) -> list[float]:
             out_shardings=(shardings, None),
             donate_argnums=0,
         )
-        rng = np.random.default_rng(0)
         losses = []
-        for _ in range(steps):
-            batch = draw_rows(rng, 16 * jax.device_count())
+        for batch in batches(draw_rows, 16, steps):
             batch = jax.device_put(batch, data_sharding)
             state, metrics = p_train_step(state, batch)
             losses.append(float(metrics["loss"]))
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
-    main()
+    run(main)
