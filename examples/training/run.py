@@ -20,7 +20,6 @@ from training.replicas import Replicas
 from training.sends import parse
 
 DEFAULT = "default"
-TRACE_AFTER, TRACED_STEPS = 10, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Options:
       save_every: Steps from one checkpoint to the next.
       bandwidth_mbit: The bandwidth of the network that simulated replicas are said to
         have; real steps are timed.
-      trace: Also write a profile of ten steps, once ten are done, for Perfetto.
     """
 
     data_dir: Path
@@ -55,7 +53,6 @@ class Options:
     out: Path | None = None
     save_every: int = 500
     bandwidth_mbit: float = 1000
-    trace: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -108,7 +105,6 @@ class Run:
             )
             writer = opened.enter_context(metrics.first_host(*self._writers()))
             self._recorder = opened.enter_context(metrics.Recorder(writer))
-            self._tracing = opened.enter_context(contextlib.ExitStack())
             self._closing = opened.pop_all()
         return self
 
@@ -131,13 +127,13 @@ class Run:
         Returns:
           The last state.
         """
-        self._start = 0
+        start = 0
         if saved := self._checkpoints.restore(state, state[0]):
-            state, self._start = saved.tree, saved.step
+            state, start = saved.tree, saved.step
             self._batches.set_state(saved.data)
         self._clock = gravac.StepClock()
         every, steps = self._config.evaluate_every, self._config.steps
-        for i in range(self._start, steps):
+        for i in range(start, steps):
             # Simulated replicas send nothing, so that their times mean nothing.
             times = {} if self._replicas.is_simulated else self._clock.times()
             *rest, loss = step(*state, next(self._batches), **times)
@@ -163,23 +159,11 @@ class Run:
         """
         if not self._replicas.is_simulated:
             self._clock.record(loss)
-        if self._options.trace:
-            self._trace(step + 1 - self._start, state)
         figures = {f"held_out/{name}": x for name, x in held_out.items()}
         self._recorder.record(step, state, loss=loss, **figures)
         where = self._batches.get_state()
         self._checkpoints.save(step + 1, state, state[0], where)
         return self._checkpoints.is_preempted
-
-    def _trace(self, done: int, state: Any) -> None:
-        if done == TRACE_AFTER:
-            jax.block_until_ready(state)
-            folder = self.folder / "trace"
-            trace = jax.profiler.trace(folder, create_perfetto_trace=True)
-            self._tracing.enter_context(trace)
-        if done == TRACE_AFTER + TRACED_STEPS:
-            jax.block_until_ready(state)
-            self._tracing.close()
 
     def _writers(self) -> list[Callable[[], metrics.Writer]]:
         folder, steps = self.folder, self._config.steps
