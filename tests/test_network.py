@@ -202,7 +202,7 @@ STEPS = 10
 told = lambda state: float(optax.tree.get(state, "StepInfo").wire_bytes)
 links, process = network.attach(), jax.process_index()
 mesh, rng = gravac.make_mesh(), np.random.default_rng(process)
-sent = lambda: links.traffic()[process].sent_bytes
+sent = lambda: links.sent_bytes()[process]
 def measure(tx, entries):
     def train_step(params, state, grads):
         updates, state = tx.update(grads[0], state, params)

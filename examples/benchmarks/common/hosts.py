@@ -18,12 +18,6 @@ from gravac_jax.launch import Job, ProcessDiedError
 PROGRAM = str(Path(__file__).parents[1] / "__main__.py")
 
 
-def require_network() -> None:
-    """Exit with the reason if this machine cannot emulate a network."""
-    if reason := Network.unavailable():
-        raise SystemExit(reason)
-
-
 def run(hosts: int, script: Sequence[str], timeout_seconds: float) -> None:
     """Run a script in each of so many hosts as one `jax.distributed` job, to its end.
 
@@ -41,7 +35,8 @@ def run(hosts: int, script: Sequence[str], timeout_seconds: float) -> None:
 
 def finish(hosts: int, start: Callable[[Network], Job], timeout_seconds: float) -> None:
     """Make a network, start a job on it and wait for its end; otherwise as `run`."""
-    require_network()
+    if reason := Network.unavailable():
+        raise SystemExit(reason)
     try:
         with Network(hosts) as network:
             start(network).wait(timeout_seconds)

@@ -9,7 +9,7 @@ ends, and the kernel then removes links, bridge and mounts. Needs root.
         job = net.launch(["train.py", "--steps", "5"])
         net.links.set_bandwidth(20)
         job.wait(timeout_seconds=600)
-        print(net.links.traffic())
+        print(net.links.sent_bytes())
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from gravac_jax.launch import Job, ProcessDiedError, local_environment
 
@@ -50,13 +50,6 @@ KEEPER = 'mount --bind "$1" /etc/hosts && ip link set lo up && echo up && exec c
 
 class NetworkError(RuntimeError):
     """An emulated network that cannot be made or changed."""
-
-
-class Traffic(NamedTuple):
-    """What a host's interface has counted so far, headers included."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +85,9 @@ class Links:
             _shape(host, "eth0", bandwidth_mbit)
             _shape(self.switch, f"port{i}", bandwidth_mbit)
 
-    def traffic(self) -> tuple[Traffic, ...]:
-        """Return what each host has sent and received."""
-        return tuple(map(_count, self.hosts))
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Return what each host's interface has sent so far, headers included."""
+        return tuple(map(_sent_bytes, self.hosts))
 
 
 def attach() -> Links:
@@ -258,11 +251,10 @@ def _shape(keeper: int, interface: str, bandwidth_mbit: float | None) -> None:
     _inside(keeper, f"tc qdisc replace dev {interface} root {queue}")
 
 
-def _count(keeper: int) -> Traffic:
+def _sent_bytes(keeper: int) -> int:
     lines = Path(f"/proc/{keeper}/net/dev").read_text().splitlines()
     (line,) = (x for x in lines if x.strip().startswith("eth0:"))
-    fields = line.split(":")[1].split()
-    return Traffic(sent_bytes=int(fields[8]), received_bytes=int(fields[0]))
+    return int(line.split(":")[1].split()[8])
 
 
 def _inside(keeper: int, command: str) -> None:

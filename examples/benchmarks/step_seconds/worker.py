@@ -165,7 +165,7 @@ class Replica(Member):
         return seconds
 
     def _sent_bytes(self) -> int:
-        return self.links.traffic()[self.index].sent_bytes
+        return self.links.sent_bytes()[self.index]
 
     def _summarize(self, name: str, log: Log, dense: Log) -> Line:
         """Return quartiles over steps of what all processes have measured."""
