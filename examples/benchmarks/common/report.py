@@ -1,6 +1,21 @@
 """Tables in Markdown, and figures in words."""
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Which record to read.
+
+    Args:
+      file: A record of this benchmark.
+    """
+
+    file: tyro.conf.Positional[Path]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

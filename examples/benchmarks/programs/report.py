@@ -3,23 +3,10 @@
 python examples/benchmarks programs.report FILE.jsonl
 """
 
-import dataclasses
 from pathlib import Path
 
-import tyro
 from common.journal import Line, read
-from common.report import markdown
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """What to show.
-
-    Args:
-      path: The record.
-    """
-
-    path: tyro.conf.Positional[Path]
+from common.report import Args, markdown
 
 
 def row(line: Line, dense: Line) -> list[str]:
@@ -52,4 +39,4 @@ def text(path: Path) -> str:
 
 def main(args: Args) -> None:
     """Print the table."""
-    print(text(args.path))
+    print(text(args.file))

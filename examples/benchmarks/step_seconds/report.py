@@ -1,27 +1,14 @@
 """Print tables from records of `step_seconds`, whose run.py has the definitions."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 
-import tyro
 from common.journal import Line, read
-from common.report import markdown, rate, spread
+from common.report import Args, markdown, rate, spread
 
 from step_seconds.methods import BASELINES
 
 PARTS = ("compute", "selection", "wait", "exchange")
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Which record to read.
-
-    Args:
-      file: A record of `step_seconds`.
-    """
-
-    file: tyro.conf.Positional[Path]
 
 
 def text(path: Path) -> str:
