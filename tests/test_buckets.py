@@ -45,7 +45,7 @@ def chosen(compress):
     return kernel, bias
 
 
-@hypothesis.settings(deadline=None, max_examples=40)  # new shapes compile
+@hypothesis.settings(deadline=None, max_examples=25)  # new shapes compile
 @hypothesis.given(tree=TREES, data=st.data(), most=st.integers(1, 9))
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_any_tree_comes_back_as_it_was(tree, data, most, is_cut):

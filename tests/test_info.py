@@ -192,17 +192,15 @@ def test_steps_with_averaged_gradients_are_counted(mapped, replicas, how):
     tx = gravac.transform(send=ROWS, **how)
     own = np.random.default_rng(0).normal(size=(replicas, 8, 8)).astype("f")
 
-    def counts(own, gradient_of):
-        def steps(own):
-            step = lambda state, _: (tx.update(gradient_of(own), state)[1], None)
-            return jax.lax.scan(step, tx.init(own), length=5)[0].info.alike_steps
+    def steps(own, is_averaged):
+        gradient = jnp.where(is_averaged, jax.lax.pmean(own, "data"), own)
+        step = lambda state, _: (tx.update(gradient, state)[1], None)
+        return jax.lax.scan(step, tx.init(own), length=5)[0].info.alike_steps
 
-        run = {"vmap": lambda f, x: jax.jit(jax.vmap(f, axis_name=x)), "pmap": jax.pmap}
-        return run[mapped](steps, "data")(own).tolist()
-
+    run = {"vmap": lambda f, **how: jax.jit(jax.vmap(f, **how)), "pmap": jax.pmap}
+    counts = run[mapped](steps, axis_name="data", in_axes=(0, None))
     expected = 5 - len(how) if replicas > 1 else 0
-    averaged = lambda x: jax.lax.pmean(x, "data")
-    assert counts(own, averaged) == [expected] * replicas
+    assert counts(own, True).tolist() == [expected] * replicas
     clipped = own / np.linalg.norm(own, axis=(1, 2), keepdims=True)
     for plain in (own, np.zeros_like(own), clipped):
-        assert counts(plain, lambda x: x) == [0] * replicas
+        assert counts(plain, False).tolist() == [0] * replicas

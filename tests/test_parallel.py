@@ -50,10 +50,13 @@ def parallel(step, where, **kwargs):
     return mesh, gravac.data_parallel(step, mesh, check_vma=check_vma, **kwargs)
 
 
+step_on = functools.cache(functools.partial(parallel, train_step))
+
+
 @functools.cache
 def train(where, integers=False):
     """Return params, optimizer state and metrics of each step."""
-    place, step = parallel(train_step, where)
+    place, step = step_on(where)
     state = gravac.place((PARAMS, TX.init(PARAMS)), place)
     trajectory = []
     for batch in batches(integers):
