@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from common.journal import Journal, Line
 from jax.experimental import topologies
-from training import file_name
 
 import gravac_jax as gravac
 from programs import gpt
@@ -68,7 +67,6 @@ class Args:
       millions: Entries of the model, in millions: 1, 25 or 100.
       rung: The rung whose program is compiled, as gravac.train_step does for an
         accelerator; None for the branches of all rungs.
-      texts: A folder for the programs themselves.
     """
 
     out: Path
@@ -76,7 +74,6 @@ class Args:
     device: Literal["v5e", "h100"] = "v5e"
     millions: tuple[int, ...] = (1, 25)
     rung: int | None = None
-    texts: Path | None = None
 
 
 def lowered(name: str, millions: int, rung: int | None, mesh: Any) -> tuple[Any, int]:
@@ -129,11 +126,7 @@ def read(name: str, millions: int, mesh: Any, args: Args) -> Line:
     start = time.perf_counter()
     made = step.compile()
     seconds = time.perf_counter() - start
-    text = made.as_text() or ""
-    if args.texts:
-        args.texts.mkdir(parents=True, exist_ok=True)
-        (args.texts / f"{file_name(name)}_{millions}.txt").write_text(text)
-    program, bucket_bytes = Program(text), 4 * entries
+    program, bucket_bytes = Program(made.as_text() or ""), 4 * entries
     cost, memory = program.cost(), made.memory_analysis()
     branches = [[vars(y) for y in x.branches] for x in program.conditionals]
     return {
