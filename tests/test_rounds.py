@@ -1,7 +1,13 @@
-"""With rounds, local steps send nothing, and an exchange averages what has gathered."""
+"""Rounds and delays: what is exchanged later is what was made, and nothing is lost.
+
+With rounds, local steps send nothing, and an exchange averages what has gathered. With
+a delay, a step exchanges what the step before left.
+"""
 
 import functools
+import itertools
 
+import _examples
 import _harness
 import _oracles
 import jax
@@ -12,12 +18,14 @@ import pytest
 from _harness import COMPRESS, PARAMS, ROWS, N, assert_same, at, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax._memory import MEMORIES
 
 H, ROUNDS = 3, 2
 STEPS = H * ROUNDS
 GRADIENTS = _harness.gaussian_gradients(STEPS)
 LADDER = (gravac.Dense(), gravac.Bits(2))
 DIMENSION, RATE = 64, 1e-2
+LATE = {"every": 1, "delay": 1}
 
 
 def transform(send=ROWS, every=H, **recipe):
@@ -113,14 +121,20 @@ def test_a_late_round_sends_what_was_made_before_its_last_step():
 
 
 @pytest.mark.parametrize(
-    "how", _harness.choices(["vmap", "shard_map"], lambda x: x == "vmap")
+    "case",
+    _harness.choices(
+        itertools.product(("vmap", "shard_map"), ({}, LATE)),
+        lambda x: x != ("shard_map", {}),
+    ),
 )
-def test_a_bad_gradient_is_nothing_to_its_replica_and_the_others_hear_later(how):
+def test_a_bad_gradient_is_nothing_to_its_replica_and_others_hear_later(case):
+    how, when = case
     bad, nothing = (jax.tree.map(np.copy, GRADIENTS) for _ in range(2))
     bad["w"][1, 2, 3, 3] = np.nan
+    bad["b"][1, 2, 0] = np.inf
     nothing["w"][1, 2] = nothing["b"][1, 2] = 0
-    updates, states = run(bad, how)
-    expected, others = run(nothing, how)
+    updates, states = run(bad, how, **when)
+    expected, others = run(nothing, how, **when)
     assert_same(updates, expected)
     assert_same(states.local.memory, others.local.memory)
     assert states.info.bad_steps.tolist() == [0, 0, 1, 1, 1, 1]
@@ -135,8 +149,9 @@ def test_params_are_compared_at_the_exchanges():
         assert states.info.disagreements.tolist() == seen
 
 
-def test_a_flush_in_the_middle_of_a_round_delivers_what_has_gathered():
-    tx = transform()
+@pytest.mark.parametrize("when", [{}, LATE])
+def test_a_flush_delivers_what_has_gathered_or_is_on_its_way(when):
+    tx = transform(**when)
 
     def train(state, gradients):
         update = lambda state, x: (tx.update(x, state)[1], None)
@@ -162,6 +177,57 @@ def test_a_rung_outside_of_the_ladder_is_the_nearest_one():
     wild, usual = (timed(x).info for x in (Wild, _harness.Scripted))
     assert wild.rung.tolist() == usual.rung.tolist()
     assert wild.local_steps.tolist() == usual.local_steps.tolist()
+
+
+# A delay. --------------------------------------------------------------------------
+
+
+# A delay hands on what a memory makes and what an exchange sends, whatever they are.
+QUICK = type(None), gravac.OwnOptimizer
+MASKS = {
+    "memory": gravac.Momentum(0.5, masking=True),
+    "send": gravac.TopK(8, values="float32"),
+}
+USUAL = gravac.Residual()
+OTHERS = [{"memory": x} for x in _examples.one_of_each(MEMORIES) if x != USUAL]
+
+
+@pytest.mark.parametrize(
+    "others",
+    _harness.choices(
+        [{}, *OTHERS, MASKS, {"how": "shard_map"}],
+        lambda x: x != MASKS and type(x.get("memory")) in QUICK,
+        repr,
+    ),
+)
+def test_a_delayed_run_is_the_run_without_delay_one_step_later(others):
+    (prompt, _), (late, _) = run(every=1, **others), run(**LATE, **others)
+    for x, y in zip(jax.tree.leaves(prompt), jax.tree.leaves(late), strict=True):
+        assert not y[0].any()
+        np.testing.assert_allclose(y[1:], x[:-1], rtol=0, atol=2.0**-18)
+
+
+MADE_BY = [ROWS, gravac.LowRank(1), gravac.TopK(8), gravac.Bits(1, turns=2)]
+
+
+@pytest.mark.parametrize(
+    "send",
+    _harness.choices(MADE_BY, lambda x: x == ROWS or "LowRank" in repr(x), repr),
+)
+def test_what_was_made_was_sent_or_is_held(send):
+    updates, states = run(**LATE, send=send)
+    for name, part in zip(PARAMS, reversed(states.local.memory), strict=True):
+        sent = updates[name].astype(np.float64).sum(0).ravel()
+        held = part.residual[-1].astype(np.float64).mean(0)[: sent.size]
+        came = GRADIENTS[name].astype(np.float64).sum(0).mean(0).ravel()
+        np.testing.assert_allclose(sent + held, came, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_update_does_not_depend_on_the_gradient(delay):
+    other = {k: np.concatenate([x[:1], -x[1:]]) for k, x in GRADIENTS.items()}
+    same, other = (run(x, every=1, delay=delay)[0] for x in (GRADIENTS, other))
+    assert np.array_equal(same["w"][1], other["w"][1]) == bool(delay)
 
 
 # Train steps. ---------------------------------------------------------------------
@@ -212,6 +278,57 @@ def test_a_train_step_returns_each_replicas_own_loss(where):
     *_, losses = step(*step.init(params), batch(0))
     expected = [loss_of(params, part) for part in batch(0).reshape(N, 4, DIMENSION)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_training_at_own_params_converges_where_shared_ones_diverge():
+    """Each replica is drawn to its own target, by momentum at a high rate."""
+    targets = np.random.default_rng(0).standard_normal((N, 8)).astype(np.float32)
+    memory = gravac.OwnOptimizer(optax.sgd(1.0, momentum=0.5))
+    tx = gravac.transform(memory=memory, delay=1, send=gravac.Dense())
+
+    def distance(at):
+        loss = lambda params, target: jnp.sum((params - target[0]) ** 2) / 2
+        step = gravac.train_step(loss, tx, N, at=at)
+        params, state = step.init(jnp.zeros(8))
+        for _ in range(60):
+            params, state, _ = step(params, state, targets)
+        return float(jnp.abs(params - targets.mean(0)).max())
+
+    assert distance("own") < 1e-3
+    assert distance("shared") > 10
+
+
+def own_params_of(tx, steps):
+    """Train one replica on a bowl, and return its own params at the end."""
+    loss_fn = lambda params, batch: jnp.mean((params["w"] - 1.0) ** 2 * batch[0])
+    step = gravac.train_step(loss_fn, tx, 1)
+    state = step.init({"w": jnp.linspace(2, 3, 64)})
+    for _ in range(steps):
+        *state, _ = step(*state, jnp.ones((1, 64)))
+    look = lambda params, opt_state, _: (
+        *(params, opt_state),
+        gravac.own_params(tx, params, opt_state)["w"],
+    )
+    return gravac.data_parallel(look, 1)(*jax.device_get(state), np.ones((1, 1)))[-1]
+
+
+@pytest.mark.parametrize(
+    ("delay", "every"),
+    [(1, 1), (1, 3), pytest.param(0, 3, marks=pytest.mark.slow)],
+)
+def test_what_decays_are_own_params_however_late_an_exchange_is(delay, every):
+    adamw = optax.adamw(0.05, weight_decay=0.3)
+    late = {"memory": gravac.OwnOptimizer(adamw), "delay": delay, "every": every}
+    tx = gravac.transform(send=gravac.Dense(), **late)
+    expected = jnp.linspace(2, 3, 64)
+    state = adamw.init(expected)
+    with jax.numpy_dtype_promotion("standard"):
+        found = own_params_of(tx, 12)
+        for _ in range(12):
+            grads = jax.grad(lambda w: jnp.mean((w - 1.0) ** 2))(expected)
+            updates, state = adamw.update(grads, state, expected)
+            expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-18)
 
 
 # DiLoCo, against the paper in NumPy. -----------------------------------------------
