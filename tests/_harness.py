@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import math
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +10,10 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from programs import reading
+from programs.reading import Program
 
 import gravac_jax as gravac
 from gravac_jax._step.states import transform_states
@@ -266,8 +267,15 @@ class Collective(NamedTuple):
     branches: tuple[int, ...]
 
 
-KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-KINDS += "|collective-broadcast|ragged-all-to-all"
+def own_gradients(tx):
+    """Return a train step of a replica whose batch is its own gradient: `[1, ...]`."""
+
+    def train_step(params, opt_state, batch):
+        grads = jax.tree.map(lambda x: x[0], batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return train_step
 
 
 def on_all_replicas(train, tx, *in_axes):
@@ -279,38 +287,29 @@ def on_all_replicas(train, tx, *in_axes):
     return lambda *args: jax.jit(mapped)(state, *args)
 
 
-BYTES = {"pred": 1, "u8": 1, "u16": 2, "bf16": 2, "f16": 2}
-BYTES |= dict.fromkeys(("s32", "u32", "f32"), 4)
-
-
 def collectives(text):
     """Return every `Collective` of a compiled program, and how many conditionals."""
-    bodies = dict(
-        re.findall(r"^(?:ENTRY )?%(\S+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
-    )
-    (entry,) = re.findall(r"^ENTRY %(\S+)", text, re.M)
-    found, conditionals, ops = [], 0, 0  # one op may be several that XLA combined
+    program, found, conditionals, ops = Program(text), [], 0, 0
 
     def visit(name, branches):
         nonlocal conditionals, ops
-        for line in bodies[name].splitlines():
-            if called := re.search(r"branch_computations=\{(.*?)\}", line):
-                conditionals += 1
-                for i, branch in enumerate(called[1].split(", ")):
-                    visit(branch.removeprefix("%"), (*branches, i))
-            if op := re.search(rf"= (\S+|\(.*?\)) ({KINDS})(?:-start)?\(", line):
-                found.extend(_payloads(op[1], op[2], branches))
-                ops += 1
-            for callee in re.findall(r"(?:body|calls|to_apply)=%([\w.\-]+)", line):
-                visit(callee, branches)
+        for x in program.computations[name].values():
+            is_choice = x.kind == "conditional"
+            conditionals += is_choice
+            for i, inner in enumerate(program.inner(x)):
+                visit(inner, (*branches, i) if is_choice else branches)
+            if x.collective:
+                found.extend(_payloads(x, branches))
+                ops += 1  # which may be several that XLA combined
 
-    visit(entry, ())
-    assert ops == len(re.findall(rf" (?:{KINDS})(?:-start)?\(", text))
+    visit(program.entry, ())
+    every = itertools.chain(*(x.values() for x in program.computations.values()))
+    assert ops == sum(x.collective is not None for x in every)
     return found, conditionals
 
 
-def _payloads(shapes, kind, branches):
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-        entries = math.prod(int(n) for n in shape.split(",") if n)
-        own = entries // N if kind == "all-gather" else entries
-        yield Collective(kind, dtype, BYTES[dtype] * own, branches)
+def _payloads(x, branches):
+    for dtype, sizes in reading.ARRAY.findall(x.shape):
+        whole = reading.bytes_of(f"{dtype}[{sizes}]")
+        own = whole // N if x.collective == "all-gather" else whole
+        yield Collective(x.collective, dtype, own, branches)

@@ -24,14 +24,9 @@ def exchange(send=TWO_BITS, **others):
 
 def after_training(tx, last):
     """Return params and state after a run, and what `last` makes of them."""
-
-    def step(params, opt_state, batch):
-        grads = jax.tree.map(lambda x: x[0], batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
     state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
-    run, end = gravac.data_parallel(step, MESH), gravac.data_parallel(last, MESH)
+    steps = _harness.own_gradients(tx), last
+    run, end = (gravac.data_parallel(step, MESH) for step in steps)
     for i in range(STEPS):
         state = run(*state, at(GRADIENTS, i))
     before = jax.tree.map(np.asarray, state)

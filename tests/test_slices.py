@@ -178,13 +178,8 @@ def follow(tx_of):
     params = put(ZEROS, mesh, SPECS)
     tx = tx_of(params)
     opt_state = gravac.place(tx.init(params), mesh, "dcn")
-
-    def train_step(params, opt_state, own):
-        grads = jax.tree.map(lambda x: x[0], own)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    step = gravac.data_parallel(train_step, mesh, "dcn", donate=False)
+    step = _harness.own_gradients(tx)
+    step = gravac.data_parallel(step, mesh, "dcn", donate=False)
     seen = [(params, opt_state)]
     for i in range(STEPS):
         params, opt_state = step(params, opt_state, put(at(GRADIENTS, i), mesh, specs))
@@ -284,12 +279,11 @@ numbers = lambda text: [int(x) for x in re.findall(r"\d+", text)]
 
 def collectives(text, inner_devices=4):
     """Yield (crosses the slow axis, kind, dtypes and shapes) of each collective."""
-    kinds = re.compile(rf"= (.*?) ({_harness.KINDS})(?:-start)?\(")
-    for line in text.splitlines():
-        if op := kinds.search(line):
-            replicas = [{x // inner_devices for x in xs} for xs in reading.groups(line)]
-            crosses = max(map(len, replicas)) > 1
-            yield crosses, op[2], re.findall(r"(\w+)\[([\d,]*)\]", op[1])
+    for x in itertools.chain(*reading.Program(text).scheduled):
+        if x.collective:
+            groups = [{y // inner_devices for y in ys} for ys in reading.groups(x.rest)]
+            crosses = max(map(len, groups)) > 1
+            yield crosses, x.collective, reading.ARRAY.findall(x.shape)
 
 
 def lowered(tx_of, leaves, shape=(2, 2, 2)):

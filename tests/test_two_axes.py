@@ -1,7 +1,6 @@
 """Payloads travel over a slow axis, and whole gradients over a fast one."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from _harness import (
@@ -11,6 +10,7 @@ from _harness import (
     assert_same,
     at,
     make_mesh,
+    own_gradients,
     residual,
 )
 
@@ -57,17 +57,6 @@ def batch_of(gradients):
     return {k: x.reshape(SLOW * FAST, *x.shape[2:]) for k, x in gradients.items()}
 
 
-def step_of(tx):
-    """Return a train step whose batch is a device's own gradient."""
-
-    def train_step(params, state, batch):
-        grads = jax.tree.map(lambda x: x[0], batch)
-        updates, state = tx.update(grads, state, params)
-        return jax.tree.map(jnp.add, params, updates), state
-
-    return train_step
-
-
 def walk(step, params, state, batch_of=batch_of):
     """Return the updates and states of some steps."""
     deltas, states = [], []
@@ -83,7 +72,7 @@ def run(tx, axis_type=AUTO, check_vma=True):
     """Return the updates and states of some steps over two axes."""
     mesh, *state = begin(tx, axis_type)
     kwargs = {**AXES, "check_vma": check_vma, "donate": False}
-    return walk(gravac.data_parallel(step_of(tx), mesh, **kwargs), *state)
+    return walk(gravac.data_parallel(own_gradients(tx), mesh, **kwargs), *state)
 
 
 def both(send, **given):
@@ -92,7 +81,7 @@ def both(send, **given):
     given = {"send": send, "compress": IS_MATRIX, **given}
     tx = gravac.transform("dcn", **given)
     mesh = make_mesh((SLOW,), ("dcn",))
-    step = gravac.data_parallel(step_of(tx), mesh, "dcn", donate=False)
+    step = gravac.data_parallel(own_gradients(tx), mesh, "dcn", donate=False)
     begun = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
     mean = lambda gradients: jax.tree.map(lambda x: x.mean(1), gradients)
     return run(transform(**given), **how), walk(step, *begun, mean)

@@ -15,7 +15,8 @@ import numpy as np
 
 DTYPE_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 COLLECTIVE = re.compile(
-    "(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?"
+    "(all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute"
+    "|ragged-all-to-all|reduce-scatter)(-start)?"
 )
 ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 NAME = re.compile(r"%([\w.-]+)")
@@ -144,10 +145,11 @@ class Program:
             if name not in found:
                 found[name] = list(self.computations[name].values())
                 for x in found[name]:
-                    waiting += self._inner(x)
+                    waiting += self.inner(x)
         return list(found.values())
 
-    def _inner(self, x: Operation) -> list[str]:
+    def inner(self, x: Operation) -> list[str]:
+        """Return the computations that an operation runs: a body, or branches."""
         if x.kind == "while":
             return [_named(x.rest, "body")]
         if x.kind == "conditional":
@@ -187,7 +189,7 @@ class Program:
         return self._costs[name]
 
     def _cost_of(self, x: Operation, there: dict[str, Operation]) -> Cost:
-        inner = [self.cost(name) for name in self._inner(x)]
+        inner = [self.cost(name) for name in self.inner(x)]
         if x.kind == "while":
             # Loops of unknown length take at most one turn here: `_arrays.only_if`.
             return Cost().plus(inner[0], _turns(x) or 1)
