@@ -277,15 +277,6 @@ def test_it_is_lowered_from_arrays_or_shapes():
     assert lowered == step.lower(*state, batch).as_text()
 
 
-def test_a_flush_leaves_nothing_behind():
-    step = step_of("delayed")
-    (params, opt_state), _ = trained(step)
-    assert _harness.residual(opt_state).any()
-    flushed, opt_state = step.flush(*gravac.place((params, opt_state), MESH))
-    assert not np.any(_harness.residual(opt_state))
-    assert not np.array_equal(flushed["w"], params["w"])
-
-
 def test_what_the_loss_returns_beside_is_averaged():
     def with_aux(params, x):
         own = jax.lax.axis_index("data").astype(jnp.float32)
