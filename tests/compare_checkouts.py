@@ -18,6 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
 STEPS, LOOKS, REPLICAS = 100, (1, 10, 100), 4
 BAD_STEP = 7  # one replica's gradient is not finite
 
@@ -88,7 +93,7 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
     yield "deep gradient compression", Recipe(paper, {})
     yield "adamw", Recipe(lambda g: g.adamw(1e-2), {}, "own params")
     yield "sgd", Recipe(lambda g: g.sgd(1e-2), {}, "own params")
-    yield "diloco", Recipe(lambda g: g.diloco(adam(1e-2), 5), {}, "own params")
+    yield "diloco", Recipe(lambda g: g.diloco(optax.adam(1e-2), 5), {}, "own params")
     for run in ("data_parallel", "simulate", "two axes"):
         yield f"default, {run}", Recipe(sgd(0.9), {}, run)
     for run in ("simulate", "two axes"):
@@ -96,16 +101,8 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
         yield f"top-k, {run}", Recipe(sgd(0.9), top_k, run)
 
 
-def adam(learning_rate: float) -> Any:
-    """Return Adam."""
-    import optax
-
-    return optax.adam(learning_rate)
-
-
 def sgd(momentum: float | None) -> Callable[..., Any]:
     """Return a way to a guarded SGD after a transform."""
-    import optax
 
     def make(g: Any, **arguments: Any) -> Any:
         after = optax.sgd(0.05, momentum=momentum)
@@ -116,18 +113,11 @@ def sgd(momentum: float | None) -> Callable[..., Any]:
 
 def paper(g: Any) -> Any:
     """Return Deep Gradient Compression with all of its parts."""
-    import optax
-
     return optax.chain(g.dgc(warm_up_steps=50, max_norm=1.0), optax.sgd(0.05))
 
 
 def train(g: Any, recipe: Recipe) -> list[str]:
     """Return a hash of params and memories after each of `LOOKS` steps."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
     sizes = {"dcn": 2, "ici": 2} if recipe.run == "two axes" else {"data": REPLICAS}
     axes = tuple(sizes)
     given = recipe.arguments
@@ -147,8 +137,7 @@ def train(g: Any, recipe: Recipe) -> list[str]:
         return optax.apply_updates(p, updates), state, value
 
     if recipe.run == "simulate":
-        simulate = getattr(g, "simulate", g.data_parallel)  # of older checkouts
-        where, jitted = REPLICAS, simulate(step, REPLICAS)
+        where, jitted = REPLICAS, g.data_parallel(step, REPLICAS)
     else:
         where = jax.make_mesh(tuple(sizes.values()), axes)
         jitted = g.data_parallel(step, where, *axes)
