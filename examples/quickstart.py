@@ -155,7 +155,8 @@ def train(name: str, send: Any, config: Config, console: Console) -> Run:
         run.step_seconds = elapsed / max(1, len(ends) - 1)
     if stop.is_set():
         console.print(f"{name}: stopped at step {len(run.loss)}")
-    test = next(draw(held_out_text, 256, 256, seed=0))
+    rows, length = 32 * config.batch, 4 * config.length
+    test = next(draw(held_out_text, rows, length, seed=0))
     run.held_out = float(jax.jit(loss_of)(jax.device_get(state[0]), test))
     return run
 

@@ -86,6 +86,20 @@ def pytest_unconfigure(config):
             file.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Return a folder with the files of every task."""
+    import _task_files  # and Flax, which most tests do not need
+
+    return _task_files.write_all(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def text(data_dir):
+    """Return a file of 12,800 bytes of text."""
+    return data_dir / "input.txt"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
     """Free what was compiled before maps run out: each program maps memory."""

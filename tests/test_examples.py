@@ -20,13 +20,6 @@ def run(*arguments, cwd, launch=(), example="quickstart.py"):
     return done.stdout
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
-    return str(path)
-
-
 ROWS = ("807,04", " adapt", " dense")
 TOY = ("--steps", "3", "--batch", "2", "--length", "16")
 
@@ -34,7 +27,7 @@ TOY = ("--steps", "3", "--batch", "2", "--length", "16")
 @pytest.mark.slow
 def test_the_quickstart_draws_and_finds_the_same_in_two_processes(tmp_path, text):
     ladder = "Fastest((Dense(), Bits(2, turns=2)))"
-    options = (*TOY, "--data", text, "--send", ladder)
+    options = (*TOY, "--data", str(text), "--send", ladder)
     alone = run(*options, "--out", "a/b.png", cwd=tmp_path)
     assert "807,040 params, 4 replicas" in alone
     assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
@@ -53,7 +46,7 @@ def test_the_quickstart_draws_and_finds_the_same_in_two_processes(tmp_path, text
 @pytest.mark.slow
 def test_fsdp_trains_on_two_slices(tmp_path, text):
     options = ("--steps", "3", "--batch", "1", "--length", "16")
-    output = run(*options, "--data", text, cwd=tmp_path, example="fsdp.py")
+    output = run(*options, "--data", str(text), cwd=tmp_path, example="fsdp.py")
     assert "2 slices of 4 devices" in output
     rows = {x.split()[0]: x.split() for x in output.splitlines() if x.strip()}
     adaptive, dense = rows["adaptive"], rows["dense"]

@@ -73,13 +73,6 @@ def test_a_table_says_how_much_faster_and_how_much_of_what_is_possible(tmp_path)
     assert row(text, name)[5:7] == ["6.000", "6.100"]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "input.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 800)
-    return path
-
-
 @pytest.mark.slow
 def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
     if reason := Network.unavailable():

@@ -16,12 +16,6 @@ from tasks.pipeline import batches, evaluation, tracks
 from tasks.text import PTB_FILES, read_bytes, read_ptb
 from tasks.transformer import TransformerLanguageModel
 
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    return write_all(tmp_path_factory.mktemp("data"))
-
-
 # Files. ---------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
 from _harness import assert_same, choices
-from _task_files import write_all
 from common.training import train_step
 from lstm_ptb.model import LanguageModel
 from training import Options, Replicas, Run, methods
@@ -36,11 +35,6 @@ SIZES = {
     "transformer_lm": {"layers": 1, "width": 64, "heads": 2, "length": 8},
 }
 HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    return write_all(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)
