@@ -37,7 +37,7 @@ def buckets() -> list[np.ndarray]:
         return optax.apply_updates(params, updates), opt_state, bucket
 
     state, found = (params, tx.init(params)), []
-    batches = quickstart.draw(text, 16, 64, seed=0)
+    batches = quickstart.draw(text, 4, 64, seed=0)
     for i in range(max(STEPS) + 1):
         *state, bucket = step(*state, next(batches))
         if i in STEPS:
