@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import ROWS, choices, covering
+from _harness import COMPRESS, ROWS, choices, covering
 
 import gravac_jax as gravac
 from gravac_jax import _network
@@ -21,7 +21,6 @@ from gravac_jax._step.phases import Step
 
 N, LADDER = 4, (gravac.Dense(), gravac.TopK(4), gravac.TopK(1000))
 LOCAL = len(LADDER)
-IS_MATRIX = {"w": True, "b": False}
 
 
 def traced(send, size=8, compress=True, replicas=N):
@@ -85,11 +84,11 @@ BITS = {  # that the large leaf takes alone
     gravac.LowRank(2): 32 * 2 * 256,
 }
 KINDS = gravac.GraVAC, gravac.Fastest
-PLACES = (True, N), (IS_MATRIX, N), (False, N), (IS_MATRIX, 2)
+PLACES = (True, N), (COMPRESS, N), (False, N), (COMPRESS, 2)
 COPIED = (N, 0), (N, 2**20), (2, 2**20)
 product = itertools.product
 CASES = [(x, y, 8, *where, 2**20) for x, y, where in product(KINDS, LADDERS, PLACES)]
-CASES += [(alone, (x,), 128, IS_MATRIX, *how) for x, how in product(BITS, COPIED)]
+CASES += [(alone, (x,), 128, COMPRESS, *how) for x, how in product(BITS, COPIED)]
 # Each choice in the default run, any two together in it or in the slow one.
 by_place = lambda row: enumerate(map(repr, row))
 SINGLE = covering(CASES, by_place, together=1)
@@ -109,12 +108,12 @@ def test_every_byte_of_a_step_is_reported(case, monkeypatch):
 
 def test_the_factor_is_dense_bits_over_bits_sent_of_encoded_leaves():
     for send, bits in BITS.items():
-        factors = traced(send, 128, IS_MATRIX)[1].factors
+        factors = traced(send, 128, COMPRESS)[1].factors
         assert factors.tolist() == [np.float32(32 * 16_384 / bits), np.inf]
 
 
 def test_dense_figures_are_those_of_a_plain_mean_and_one_replica_sends_nothing():
-    table = traced(ROWS, 8, IS_MATRIX)[1]
+    table = traced(ROWS, 8, COMPRESS)[1]
     assert table.dense[:4] == (32 * 69, 4 * 69, 2 * 3 / 4 * 4 * 69, 6)
     table = usual(replicas=1)
     assert not table.wire_bytes.any()
@@ -169,7 +168,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     stages = (gravac.TopK(10), gravac.TopK(20), gravac.TopK(100))
     send = gravac.Scheduled(stages, starts=(5, 9))
     with pytest.warns(UserWarning, match=r"64 replicas TopK\(10\), TopK\(20\) would"):
-        table = traced(send, 128, IS_MATRIX, replicas=64)[1]
+        table = traced(send, 128, COMPRESS, replicas=64)[1]
     assert table.is_dense.tolist() == [1, 1, 0, 0]
     assert table.factors.tolist()[:2] == [1, 1]
     usual = gravac.Fastest().ladder, LADDERS[1][:2], gravac.TopK.geometric(10, 1000)

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, N, assert_same, make_mesh, on_every_mesh
+from _harness import AXIS_TYPES, PARAMS, N, assert_same, make_mesh, on_every_mesh
 
 import gravac_jax as gravac
 
 STEPS = 10
-PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros((8, 8), np.float32)}
 TX = optax.chain(
     gravac.transform(compress=lambda path, leaf: leaf.ndim == 2, send=_harness.ROWS),
     optax.sgd(1.0),

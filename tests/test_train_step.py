@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import ROWS, N, Scripted, assert_same, make_mesh
+from _harness import COMPRESS, ROWS, N, Scripted, assert_same, make_mesh
 
 import gravac_jax as gravac
 from gravac_jax._loop.train_step import Kind
@@ -19,7 +19,6 @@ RNG = np.random.default_rng(0)
 TARGET = RNG.standard_normal((16, 8)).astype(np.float32)
 BATCHES = RNG.standard_normal((14, 4 * N, 16)).astype(np.float32)
 PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
-COMPRESS = {"b": False, "w": True}
 ONE_BIT = {"send": gravac.Bits(1, row_entries=32), "compress": COMPRESS}
 LADDER = (gravac.Dense(), ROWS)
 MESH = make_mesh()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from _harness import (
     AXIS_TYPES,
+    COMPRESS,
     Scripted,
     agreed,
     assert_same,
@@ -30,7 +31,6 @@ GRADIENTS = {
 }
 GRADIENTS = {name: x.astype(np.float32) for name, x in GRADIENTS.items()}
 PARAMS = {"w": np.zeros((ROWS, COLUMNS), np.float32), "b": np.zeros(COLUMNS, "f")}
-IS_MATRIX = {"w": True, "b": False}
 
 AUTO, EXPLICIT = AXIS_TYPES
 SLOWLY = pytest.param(EXPLICIT, False, marks=pytest.mark.slow)
@@ -78,7 +78,7 @@ def run(tx, axis_type=AUTO, check_vma=True):
 def both(send, **given):
     """Return steps over two axes, and of two replicas with the means of four."""
     how = {key: given.pop(key) for key in ("axis_type", "check_vma") if key in given}
-    given = {"send": send, "compress": IS_MATRIX, **given}
+    given = {"send": send, "compress": COMPRESS, **given}
     tx = gravac.transform("dcn", **given)
     mesh = make_mesh((SLOW,), ("dcn",))
     step = gravac.data_parallel(own_gradients(tx), mesh, "dcn", donate=False)
@@ -118,7 +118,7 @@ def test_over_two_axes_a_delayed_run_is_the_other_one_step_later():
 def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
     ladder = DENSE, gravac.Bits(8, row_entries=32), FEW
     controller = gravac.GraVAC(ladder, epsilon=0.5, window=2, smoothing=1.0)
-    _, states = run(transform(controller, compress=IS_MATRIX))
+    _, states = run(transform(controller, compress=COMPRESS))
     for state in states:
         agreed(state.decided)
         agreed(state.info.gains)
@@ -128,7 +128,7 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
 
 
 def test_slices_of_params_are_refused_over_a_fast_axis():
-    tx, mesh = transform(compress=IS_MATRIX), two_axes()
+    tx, mesh = transform(compress=COMPRESS), two_axes()
     slices = {"w": jax.P("ici"), "b": jax.P()}
     cut = lambda params: jax.tree.map(lambda x: x[: x.shape[0] // FAST], params)
     _, state = gravac.place(
