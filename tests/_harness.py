@@ -267,6 +267,17 @@ class Collective(NamedTuple):
     branches: tuple[int, ...]
 
 
+def plain_step(tx, loss, axis_name="data"):
+    """Return a train step of `loss(params, batch)`, as one writes it oneself."""
+
+    def train_step(params, opt_state, batch, **told):
+        value, grads = gravac.value_and_grad(loss, axis_name)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **told)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return train_step
+
+
 def own_gradients(tx):
     """Return a train step of a replica whose batch is its own gradient: `[1, ...]`."""
 

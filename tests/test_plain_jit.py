@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, N, collectives, make_mesh
+from _harness import AXIS_TYPES, N, collectives, make_mesh, plain_step
 
 import gravac_jax as gravac
 
@@ -73,14 +73,8 @@ def test_few_bits_are_those_of_data_parallel_and_nothing_else_crosses():
     few = gravac.transform("dcn", send=gravac.Bits(2), compress=True)
     tx = optax.chain(few, optax.sgd(0.5))
     losses, (params, _), text = run(mesh, tx, ("dcn",))
-
-    def step(params, opt_state, rows):
-        loss, grads = gravac.value_and_grad(loss_fn, "dcn")(params, rows)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
     mesh = make_mesh((N,), ("dcn",))
-    step = gravac.data_parallel(step, mesh, "dcn")
+    step = gravac.data_parallel(plain_step(tx, loss_fn, "dcn"), mesh, "dcn")
     state = gravac.place((PARAMS, tx.init(PARAMS)), mesh, "dcn")
     for loss in losses:
         *state, expected = step(*state, ROWS)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, at, choices, make_mesh
+from _harness import AXIS_TYPES, at, choices, make_mesh, plain_step
 from jax import P
 from programs import reading
 
@@ -107,15 +107,9 @@ def assert_close(received, expected):
 @by_mesh
 def test_dense_steps_are_those_of_a_plain_jit(shape):
     mesh = three_axes(shape)
-
-    def plain(params, opt_state, tokens):
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        updates, opt_state = sgd.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
     sgd = optax.sgd(0.1, momentum=0.9)
     params, expected = put(PARAMS, mesh, SPECS), []
-    opt_state, step = sgd.init(params), jax.jit(plain)
+    opt_state, step = sgd.init(params), jax.jit(plain_step(sgd, loss_fn, None))
     for tokens in TOKENS:
         params, opt_state, loss = step(params, opt_state, rows(mesh, tokens))
         expected.append(float(loss))
@@ -295,23 +289,17 @@ def lowered(tx_of, leaves, shape=(2, 2, 2)):
     opt_state = (
         tx.init(params) if is_plain else gravac.place(tx.init(params), mesh, "dcn")
     )
-    value_and_grad = functools.partial(gravac.value_and_grad, axis_name="dcn")
     rows_alone = jax.NamedSharding(mesh, P("tp"))
 
-    def train_step(params, opt_state, tokens):
-        def loss(own, tokens):
-            # A look-up in a table that is sharded over an axis of the batch, too, may
-            # send activations over all axes.
-            params = {**others, **own}
-            table = jax.lax.with_sharding_constraint(params["embed"], rows_alone)
-            return loss_fn({**params, "embed": table}, tokens)
+    def loss(own, tokens):
+        # A look-up in a table that is sharded over an axis of the batch, too, may send
+        # activations over all axes.
+        params = {**others, **own}
+        table = jax.lax.with_sharding_constraint(params["embed"], rows_alone)
+        return loss_fn({**params, "embed": table}, tokens)
 
-        grad = (jax.value_and_grad if is_plain else value_and_grad)(loss)
-        value, grads = grad(params, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    step = train_step if is_plain else gravac.data_parallel(train_step, mesh, "dcn")
+    step = plain_step(tx, loss, None if is_plain else "dcn")
+    step = step if is_plain else gravac.data_parallel(step, mesh, "dcn")
     tokens = rows(mesh, np.resize(TOKENS[0], ROWS * shape[0]))
     text = jax.jit(step).lower(params, opt_state, tokens).compile().as_text()
     return list(collectives(text, mesh.size // shape[0]))

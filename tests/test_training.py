@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, choices, compilations, make_mesh
+from _harness import N, choices, compilations, make_mesh, plain_step
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -48,14 +48,8 @@ def mean_squares(predicted, y):
 def plain(tx):
     """A training state, and a step from it and a batch to both and a loss."""
     params = {"b": jnp.zeros(4), "w": jnp.zeros((16, 4))}
-    loss = lambda p, x, y: mean_squares(x @ p["w"] + p["b"][None], y)
-
-    def train_step(params, opt_state, batch, **times):
-        value, grads = gravac.value_and_grad(loss)(params, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return (params, tx.init(params)), train_step
+    loss = lambda p, xy: mean_squares(xy[0] @ p["w"] + p["b"][None], xy[1])
+    return (params, tx.init(params)), plain_step(tx, loss)
 
 
 def linen(tx):

@@ -120,15 +120,9 @@ def test_in_200_adaptive_steps_of_one_program_replicas_stay_bit_identical():
     tx = sending(dataclasses.replace(GRAVAC, window=2))
     tx = optax.chain(tx, optax.sgd(0.02, momentum=0.9))
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["w"] + p["b"].sum()) - x) ** 2)
-
-    def train_step(params, opt_state, batch, **times):
-        value, grads = gravac.value_and_grad(loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
-        return optax.apply_updates(params, updates), opt_state, value
-
     rng = np.random.default_rng(0)
     params, opt_state = gravac.place((PARAMS, tx.init(PARAMS)), mesh)
-    step = gravac.data_parallel(train_step, mesh)
+    step = gravac.data_parallel(_harness.plain_step(tx, loss), mesh)
     rungs = set()
     with _harness.compilations() as names:
         for i in range(200):
