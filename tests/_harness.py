@@ -267,11 +267,12 @@ class Collective(NamedTuple):
     branches: tuple[int, ...]
 
 
-def plain_step(tx, loss, axis_name="data"):
+def plain_step(tx, loss, axis_name="data", is_own=False):
     """Return a train step of `loss(params, batch)`, as one writes it oneself."""
 
     def train_step(params, opt_state, batch, **told):
-        value, grads = gravac.value_and_grad(loss, axis_name)(params, batch)
+        at = gravac.own_params(tx, params, opt_state) if is_own else params
+        value, grads = gravac.value_and_grad(loss, axis_name)(at, batch)
         updates, opt_state = tx.update(grads, opt_state, params, **told)
         return optax.apply_updates(params, updates), opt_state, value
 

@@ -17,7 +17,6 @@ import gravac_jax as gravac
 from gravac_jax._controllers import fastest
 from gravac_jax._evidence import cost_model
 from gravac_jax._evidence.compression_gain import WAITING_COST, progress
-from gravac_jax._loop.train_step import Kind
 
 CONTROLLER = gravac.Fastest(gravac.TopK.geometric(10, 1000))
 RUNGS = len(CONTROLLER.ladder)
@@ -288,24 +287,6 @@ def test_at_the_shared_params_it_is_as_if_one_bit_and_turns_were_not_there():
     assert on_a_slow_network(every)[0].max() == 2
     assert dear_steps(every) <= dear_steps(few) + 3
     assert on_a_slow_network(every, at_own_params=True)[0][-1] > 2
-
-
-@pytest.mark.parametrize(
-    ("at", "after", "rungs"),
-    [
-        pytest.param(None, optax.sgd(1e-3, momentum=0.9), 3, id="own"),
-        pytest.param("shared", optax.sgd(1e-3, momentum=0.9), 2, id="shared"),
-        pytest.param(None, optax.adagrad(1e-3), 2, id="after it what is not linear"),
-    ],
-)
-def test_a_train_step_says_where_its_gradients_are_taken(at, after, rungs):
-    ladder = gravac.Dense(), gravac.Bits(2), gravac.Bits(1)
-    tx = gravac.transform(send=gravac.Fastest(ladder), network=GUESSED)
-    step = gravac.train_step(loss_of, optax.chain(tx, after), 2, at=at)
-    with jax.numpy_dtype_promotion("standard"):  # which optax.adagrad needs
-        state = step.init({"w": jnp.ones((256, 128))})
-        program = jax.make_jaxpr(step._program(Kind()))(*state, np.ones((4, 256), "f"))
-    assert branches_of(program.jaxpr) == rungs
 
 
 @pytest.mark.parametrize(

@@ -280,24 +280,6 @@ def test_a_train_step_returns_each_replicas_own_loss(where):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_training_at_own_params_converges_where_shared_ones_diverge():
-    """Each replica is drawn to its own target, by momentum at a high rate."""
-    targets = np.random.default_rng(0).standard_normal((N, 8)).astype(np.float32)
-    memory = gravac.OwnOptimizer(optax.sgd(1.0, momentum=0.5))
-    tx = gravac.transform(memory=memory, delay=1, send=gravac.Dense())
-
-    def distance(at):
-        loss = lambda params, target: jnp.sum((params - target[0]) ** 2) / 2
-        step = gravac.train_step(loss, tx, N, at=at)
-        params, state = step.init(jnp.zeros(8))
-        for _ in range(60):
-            params, state, _ = step(params, state, targets)
-        return float(jnp.abs(params - targets.mean(0)).max())
-
-    assert distance("own") < 1e-3
-    assert distance("shared") > 10
-
-
 def own_params_of(tx, steps):
     """Train one replica on a bowl, and return its own params at the end."""
     loss_fn = lambda params, batch: jnp.mean((params["w"] - 1.0) ** 2 * batch[0])

@@ -100,24 +100,19 @@ def settings():
         yield
 
 
-@pytest.mark.parametrize(
-    "name",
-    _harness.choices(["fastest", "delayed", "adam after"], lambda x: x != "fastest"),
-)
-def test_it_is_its_parts(name):
+PARTS = [("fastest", None), ("delayed", None), ("delayed", "shared")]
+PARTS += [("adam after", None)]
+
+
+@pytest.mark.parametrize("part", _harness.choices(PARTS, lambda x: x != PARTS[0]))
+def test_it_is_its_parts(part):
+    name, at = part
     tx = RECIPES[name]
-
-    def by_hand(params, opt_state, batch):
-        own = params
-        if name != "adam after":
-            own = gravac.own_params(tx, params, opt_state)
-        loss, grads = gravac.value_and_grad(loss_fn)(own, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    is_own = name != "adam after" and at != "shared"
+    by_hand = _harness.plain_step(tx, loss_fn, is_own=is_own)
     state = gravac.place((PARAMS, tx.init(PARAMS)), MESH)
     (params, _), losses = trained(gravac.data_parallel(by_hand, MESH), state)
-    (received, _), others = trained(step_of(name))
+    (received, _), others = trained(step_of(name, at=at))
     # Times make no difference here: they decide among rungs by and by.
     assert losses[-1] < 0.7 * losses[0]
     if name != "fastest":
@@ -197,19 +192,25 @@ NOT_LINEAR = {
 }
 
 
-@pytest.mark.parametrize("after", NOT_LINEAR.values(), ids=NOT_LINEAR)
-def test_what_is_not_linear_gets_gradients_at_the_shared_params(after):
+AFTER = {"sgd": optax.sgd(0.1, momentum=0.9), **NOT_LINEAR}
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_gradients_are_at_own_params_unless_what_comes_after_is_not_linear(after):
     def heard(updates, state, params=None, *, at=None, **others):
         seen.append(at)
         return updates, state
 
     seen, nothing = [], lambda params: optax.EmptyState()
     spy = optax.GradientTransformationExtraArgs(nothing, heard)
+    tx, is_linear = two_stages(ROWS, spy, AFTER[after]), after not in NOT_LINEAR
     with jax.numpy_rank_promotion("allow"):
-        traced(new_step(two_stages(ROWS, spy, after)))
-        assert seen[-1] == "shared"
-        with pytest.raises(ValueError, match="linear in the updates"):
-            traced(new_step(two_stages(ROWS, spy, after), at="own"))
+        for at, told in ((None, "own" if is_linear else "shared"), ("shared",) * 2):
+            traced(new_step(tx, at=at))
+            assert seen[-1] == told
+        if not is_linear:
+            with pytest.raises(ValueError, match="linear in the updates"):
+                traced(new_step(tx, at="own"))
 
 
 def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_params():
