@@ -96,14 +96,6 @@ def test_gravac_climbs_a_rung_a_window_while_the_gain_allows_it(gain, options, r
     assert _laws.decided(controller, steady(gain))[0].tolist() == rungs
 
 
-def test_a_wrong_argument_is_named():
-    for starts in ((5, 3, 7), (5, 7)):
-        with pytest.raises(ValueError, match="`starts` must be"):
-            gravac.Scheduled(_examples.FOUR, starts)
-    with pytest.raises(ValueError, match=r"must begin with gravac\.Dense"):
-        gravac.GraVAC(_examples.FOUR[1:])
-
-
 # What float32 cannot hold
 
 

@@ -1,6 +1,7 @@
 """Every misuse is refused with what was received and what to do instead."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ GUESS, FASTEST, MOMENTUM = gravac.GraVAC, gravac.Fastest, gravac.Momentum
 RUNG = partial(ALONE.update, PARAMS, STATE)
 ROUNDS, ADAMW = partial(transform, send=FASTEST(rounds=(1, 4))), partial(adamw, 1)
 
+FIGURES = "latency_seconds", "compute_seconds", "bytes_per_second"
+NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
+
 # What is called, with what, and the remedy that its error must name, too.
 ARGUMENTS = [
     (V, gravac.TopK, {"factor": 0.01}, "write 100"),
@@ -53,6 +57,7 @@ ARGUMENTS = [
     (V, FASTEST, {"ladder": (DENSE, TWO, TWO)}, "each of them once"),
     (V, STAGES, {"starts": (-1, 3)}, "counted from 0"),
     (V, STAGES, {"starts": 5}, "tuple"),
+    *((V, STAGES, {"starts": x}, "`starts` must be") for x in ((5,), (5, 3))),
     (T, FASTEST, {"rounds": [1]}, "(1, 4, 16)"),
     (V, FASTEST, {"rounds": (2, 4)}, "gravac.transform(every=8)"),
     (V, GUESS, {"epsilon": 1.5}, "of at least 0 and at most 1"),
@@ -70,6 +75,8 @@ ARGUMENTS = [
     (V, partial(transform, None), {"fast_axis_name": "x"}, "another axis"),
     (T, transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
     (V, gravac.ClipByGlobalNorm, {"max_norm": 0}, "leave `clip` out"),
+    *((V, gravac.WireCost, {x: y}, "") for x, y in product(FIGURES, NO_FIGURES)),
+    (V, gravac.WireCost, {"bytes_per_second": 0}, ""),
     (V, transform, {"weight_decay": -1}, "at least 0"),
     (V, transform, {"every": 0}, "a function of the step"),
     (V, transform, {"delay": "1"}, "0 or 1"),
@@ -232,6 +239,8 @@ MEAN = lambda model, x: jnp.mean(model(x))
 # The words that an error must contain, and the misuses that it answers.
 VALUES = {
     "TopK(10)…Bits(8)…the order of their bytes": (run, RISING.update, RISING),
+    "nothing to wait for in None": (gravac.StepClock().record, None),
+    "must begin with gravac.Dense": partial(GUESS, ladder=gravac.Fastest().ladder[1:]),
     "a dict…tx.update(grads, opt_state, params)": (run, SWAPPED),
     "`mesh` must be…got {'b'…": (place, MESH, PARAMS),
     "['b']…second transform": (run, TWICE.update, TWICE),
