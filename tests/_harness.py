@@ -267,6 +267,26 @@ class Collective(NamedTuple):
     branches: tuple[int, ...]
 
 
+def on_each(f, how, mesh=None, out=None):
+    """Return a function that runs `f` on what each replica has of `[replicas, ...]`.
+
+    What `f` returns is stacked, unless `out` has its specs on the mesh.
+    """
+    if how == "vmap":
+        return jax.jit(jax.vmap(f, axis_name="data"))
+    if how == "pmap":
+        return jax.pmap(f, "data")
+    mesh = mesh or make_mesh()
+    split = jax.P(mesh.axis_names)
+    own = lambda tree: f(jax.tree.map(lambda x: x[0], tree))
+    stacked = lambda tree: jax.tree.map(lambda x: x[None], own(tree))
+    body, out = (stacked, split) if out is None else (own, out)
+    specs = {"in_specs": split, "out_specs": out, "check_vma": how == "shard_map"}
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
+    rows = jax.NamedSharding(mesh, split)
+    return lambda tree: mapped(jax.device_put(tree, rows))
+
+
 def plain_step(tx, loss, axis_name="data", is_own=False):
     """Return a train step of `loss(params, batch)`, as one writes it oneself."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _harness import N, make_mesh
+from _harness import N, make_mesh, on_each
 
 from gravac_jax import Comm, _arrays, _network
 from gravac_jax._network import Carrier
@@ -21,16 +21,7 @@ ONE = jax.tree.map(lambda x: x[0], TREE)
 
 def each(fun, tree):
     """Return `fun` of every replica under vmap: `[replicas, ...]`."""
-    return jax.jit(jax.vmap(fun, axis_name="data"))(tree)
-
-
-def under_shard_map(fun, tree, check_vma=True, out=SPLIT, mesh=None):
-    mesh = mesh or make_mesh()
-    split = jax.P(mesh.axis_names)
-    local = lambda tree: fun(jax.tree.map(lambda x: x[0], tree))
-    specs = {"in_specs": split, "out_specs": out, "check_vma": check_vma}
-    mapped = jax.shard_map(local, mesh=mesh, **specs)
-    return jax.jit(mapped)(jax.device_put(tree, jax.NamedSharding(mesh, split)))
+    return on_each(fun, "vmap")(tree)
 
 
 def traced(fun, *args):
@@ -56,7 +47,7 @@ def test_low_precision_is_averaged_in_float32():
 def test_a_sum_of_integers_is_exact_and_wraps_around(dtype):
     info, rng = np.iinfo(dtype), np.random.default_rng(0)
     x = rng.integers(info.min, info.max, (N, 1000), dtype, endpoint=True)
-    sums = under_shard_map(COMM.sum, x, out=jax.P())
+    sums = on_each(COMM.sum, "shard_map", out=jax.P())(x)
     assert sums.dtype == dtype
     np.testing.assert_array_equal(sums, x.sum(0, dtype=dtype))
     np.testing.assert_array_equal(each(COMM.sum, x)[0], sums)
@@ -84,8 +75,8 @@ def test_alone_is_a_mean_of_one():
     comm.check_local(x)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_two_axes_act_as_one_axis_of_their_product(check_vma):
+@pytest.mark.parametrize("how", ["shard_map", "shard_map unchecked"])
+def test_two_axes_act_as_one_axis_of_their_product(how):
     comm = Comm(("slow", "fast"))
 
     def step(x):
@@ -94,7 +85,7 @@ def test_two_axes_act_as_one_axis_of_their_product(check_vma):
 
     mesh = make_mesh((2, 2), comm.axis_name)
     out = jax.P(), jax.P(), jax.P(comm.axis_name)
-    found = under_shard_map(step, TREE["b"], check_vma, out, mesh)
+    found = on_each(step, how, mesh, out)(TREE["b"])
     expected = 1.5, TREE["b"], [[0, 4], [1, 4], [2, 4], [3, 4]]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -106,20 +97,20 @@ def test_a_cast_marks_as_varying_what_was_not():
         constant = jnp.zeros(2)
         assert not varying(constant)
         assert varying(COMM.cast(constant)) == varying(COMM.cast(x)) == {"data"}
-        return x[None]
+        return x
 
-    under_shard_map(body, TREE["b"])
+    on_each(body, "shard_map")(TREE["b"])
 
 
 def test_what_was_summed_already_is_refused_where_jax_keeps_track():
     def check(x):
         COMM.check_local({"local": x})
         COMM.check_local({"kernel": jax.lax.psum(x, "data")})
-        return x[None]
+        return x
 
     with pytest.raises(ValueError, match=r"kernel.*does not vary over"):
-        under_shard_map(check, TREE["b"])
-    under_shard_map(check, TREE["b"], check_vma=False)
+        on_each(check, "shard_map")(TREE["b"])
+    on_each(check, "shard_map unchecked")(TREE["b"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -166,7 +157,7 @@ def apart(send, words, figures):
     return COMM.cast(send(COMM, words)), COMM.mean(flat(figures))
 
 
-@pytest.mark.parametrize("how", ["vmap", True, False])
+@pytest.mark.parametrize("how", ["vmap", "shard_map", "shard_map unchecked"])
 @pytest.mark.parametrize("word", [np.uint32, np.uint16])
 def test_figures_travel_with_the_messages_of_an_exchange(word, how):
     words = np.arange(3 * N, dtype=word).reshape(N, 3)
@@ -176,11 +167,8 @@ def test_figures_travel_with_the_messages_of_an_exchange(word, how):
             [f(send, *given) for f in (carrying, apart)] for send, _ in STAGES.values()
         ]
 
-    if how == "vmap":
-        found = each(both, (words, TREE))
-    else:
-        out = SPLIT, jax.P()
-        found = under_shard_map(both, (words, TREE), how, [[out, out]] * len(STAGES))
+    out = SPLIT, jax.P()
+    found = on_each(both, how, out=[[out, out]] * len(STAGES))((words, TREE))
     for received, expected in found:
         jax.tree.map(np.testing.assert_array_equal, received, expected)
 

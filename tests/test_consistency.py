@@ -31,15 +31,7 @@ TREE = jax.tree.map(jnp.asarray, TREE)
 COPIES = jax.tree.map(lambda x: jnp.stack([x] * N), TREE)
 
 
-@functools.cache
-def everywhere(f, how):
-    """Return a function that runs `f` on the tree of every replica, and stacks."""
-    if how == "vmap":
-        return jax.jit(jax.vmap(f, axis_name="data"))
-    one = lambda tree: jax.tree.map(lambda x: x[0], tree)
-    body = lambda tree: jax.tree.map(lambda y: y[None], f(one(tree)))
-    rows = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
-    return jax.jit(jax.shard_map(body, mesh=MESH, **rows))
+everywhere = functools.cache(_harness.on_each)
 
 
 def checksums(trees):
