@@ -86,6 +86,20 @@ def pytest_unconfigure(config):
             file.unlink(missing_ok=True)
 
 
+@pytest.fixture
+def standard_promotion():
+    """Let dtypes be promoted as users have it, which Optax and Flax rely on."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def fast_keys():
+    """Have random keys that compile in a fraction of the time."""
+    with jax.default_prng_impl("unsafe_rbg"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Return a folder with the files of every task."""

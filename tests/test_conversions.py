@@ -49,11 +49,10 @@ def sends(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch):
+def settings(monkeypatch, standard_promotion, fast_keys):
     """Promotion as users have it, which these programs and Optax's Adam rely on."""
     monkeypatch.syspath_prepend(CONVERSIONS)  # for their models
-    keys = jax.default_prng_impl("unsafe_rbg")  # compiles in a fraction of the time
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), keys:
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 

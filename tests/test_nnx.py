@@ -25,13 +25,8 @@ everywhere = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 # It compiles the fastest.
 CHEAP = {"compress": True, "send": gravac.Bits(4, row_entries=32)}
 
-
-@pytest.fixture(autouse=True)
-def settings():
-    # Flax's metrics and Optax's AdamW add integers to floats. The keys compile fast.
-    promotion = jax.numpy_dtype_promotion("standard")
-    with promotion, jax.default_prng_impl("unsafe_rbg"):
-        yield
+# Flax's metrics and Optax's AdamW add integers to floats.
+pytestmark = pytest.mark.usefixtures("standard_promotion", "fast_keys")
 
 
 class MLP(nnx.Module):

@@ -22,6 +22,8 @@ PARAMS = {"b": np.zeros(8, np.float32), "w": np.zeros((16, 8), np.float32)}
 ONE_BIT = {"send": gravac.Bits(1, row_entries=32), "compress": COMPRESS}
 LADDER = (gravac.Dense(), ROWS)
 MESH = make_mesh()
+# Optax's Adam adds integers to floats.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def loss_fn(params, x):
@@ -91,13 +93,6 @@ def trained(step, state=None, batches=BATCHES):
 def traced(step):
     """Trace a step, which raises what it would raise at the first call."""
     return jax.eval_shape(step._program(Kind()), *step.init(PARAMS), BATCHES[0])
-
-
-@pytest.fixture(autouse=True)
-def settings():
-    # Optax's Adam adds integers to floats.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 PARTS = [("fastest", None), ("delayed", None), ("delayed", "shared")]

@@ -130,10 +130,9 @@ QUICK = "plain, sgd", "plain, guarded adamw"
 
 
 @pytest.mark.parametrize("case", choices(CASES, QUICK.__contains__))
+@pytest.mark.usefixtures("standard_promotion")  # for optax.adamw itself
 def test_every_loop_and_optimizer_trains(case):
-    # optax.adamw itself needs implicit promotion.
-    with jax.numpy_dtype_promotion("standard"):
-        assert_trains(*CASES[case])
+    assert_trains(*CASES[case])
 
 
 @pytest.mark.slow

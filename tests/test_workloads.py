@@ -23,6 +23,9 @@ from training.sends import parse
 import gravac_jax as gravac
 from gravac_jax import metrics
 
+# Schedules of Optax need it.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 KEY = jax.random.key(0, impl="unsafe_rbg")
 STEPS, SAVED, CUT = 4, 2, 3
 SHORT = {"steps": STEPS, "evaluate_every": 3, "rows": 2, "evaluation_rows": 2}
@@ -35,18 +38,6 @@ SIZES = {
     "transformer_lm": {"layers": 1, "width": 64, "heads": 2, "length": 8},
 }
 HAS_STATISTICS = {"resnet_cifar", "vgg_cifar"}
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # schedules of Optax need it
-        yield
-
-
-@pytest.fixture
-def fast_keys():
-    with jax.default_prng_impl("unsafe_rbg"):  # compiles in a fraction of the time
-        yield
 
 
 def train(name, data_dir, out, monkeypatch, cut=None, **asked):
