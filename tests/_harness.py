@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -249,6 +252,14 @@ def compilations():
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def printed(*arguments, **options):
+    """Return what a run of Python prints; it must succeed."""
+    run = functools.partial(subprocess.run, capture_output=True, text=True)
+    done = run([sys.executable, *arguments], check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Collective(NamedTuple):

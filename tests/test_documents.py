@@ -8,8 +8,6 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import assert_same, choices, on_host
+from _harness import assert_same, choices, on_host, printed
 from flax import nnx
 
 import gravac_jax
@@ -158,10 +156,9 @@ def test_every_public_name_is_once_in_the_reference_and_explained_in_a_guide():
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocstrings", reason="needs gravac_jax[docs]")
     pytest.importorskip("material", reason="needs gravac_jax[docs]")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    command = "-m", "mkdocs", "build", "--strict"
     places = ["--config-file", ROOT / "docs/mkdocs.yml", "--site-dir", tmp_path]
-    done = subprocess.run([*command, *places], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(*command, *places)
     page = (tmp_path / "docs/reference/index.html").read_text()
     assert "Average gradients over replicas" in page
 

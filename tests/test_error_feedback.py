@@ -1,8 +1,6 @@
 """Every memory keeps every law, and a whole optimizer with it does what it should."""
 
 import contextlib
-import subprocess
-import sys
 
 import _examples
 import _harness
@@ -117,9 +115,7 @@ gravac.diloco(optax.adamw(1e-3))
 jax.config.update("jax_num_cpu_devices", 3)
 assert len(jax.devices()) == 3
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _harness.printed("-c", script)
 
 
 @pytest.mark.parametrize("where", [_harness.make_mesh(), N], ids=["mesh", "simulated"])

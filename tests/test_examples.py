@@ -1,10 +1,9 @@
 """The examples run, at toy size."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from _harness import printed
 
 from gravac_jax import metrics
 
@@ -14,10 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(*arguments, cwd, launch=(), example="quickstart.py"):
-    command = [sys.executable, *launch, str(EXAMPLES / example), *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(*launch, str(EXAMPLES / example), *arguments, cwd=cwd)
 
 
 ROWS = ("807,04", " adapt", " dense")

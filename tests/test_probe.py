@@ -3,11 +3,10 @@
 import argparse
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from _harness import printed
 
 import gravac_jax as gravac
 from gravac_jax import probe
@@ -174,10 +173,7 @@ def test_it_times_the_processes_of_one_job(model, tmp_path):
     path = tmp_path / "probe.json"
     argv = "-m gravac_jax.launch -n 2 -m gravac_jax probe --send TopK(10)"
     argv += f" --loss {model}:loss --seconds 0.5 --json {path}"
-    done = subprocess.run(
-        [sys.executable, *argv.split()], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    said = printed(*argv.split(), timeout=300)
     report = json.loads(path.read_text())
     assert report["processes"] == 2
-    assert done.stdout.count(report["verdict"]) == 1
+    assert said.count(report["verdict"]) == 1

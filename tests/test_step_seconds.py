@@ -1,15 +1,13 @@
 """The step timing: its baselines, what it takes apart, what it reports."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import N, collectives, make_mesh
+from _harness import N, collectives, make_mesh, printed
 from common import hosts
 from common.network import Network
 from step_seconds import report, run
@@ -79,10 +77,8 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
         pytest.skip(reason)
     toy = ["--steps", "4", "--turns", "2", "--settle-steps", "2", "--hosts", "2"]
     toy += ["--methods", "dense", "TopK(100)", "--bandwidths-mbit", "1000"]
-    command = [sys.executable, hosts.PROGRAM, "step_seconds", "--data-dir", str(text)]
-    command += ["--out", str(tmp_path / "out.jsonl"), *toy]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stderr
+    toy += ["--data-dir", str(text), "--out", str(tmp_path / "out.jsonl")]
+    said = printed(hosts.PROGRAM, "step_seconds", *toy, timeout=220)
     lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     _, whole, sparse = lines
     for x in (whole, sparse):
@@ -96,7 +92,7 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
     assert (sparse["method"], sparse["taken"]) == ("TopK(100)", {"TopK(100)": 4})
     assert sparse["wire_bytes"] <= sparse["interface_bytes"]
     assert sparse["interface_bytes"] < whole["interface_bytes"] / 10
-    assert row(done.stdout, "TopK(100)")
+    assert row(said, "TopK(100)")
 
 
 def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
