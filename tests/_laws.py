@@ -249,17 +249,31 @@ def moves_little_what_is_small(encoding: Any, buckets: np.ndarray) -> None:
         assert np.abs(off).max() < of_others
 
 
+def estimates(
+    encoding: Any, bucket: Any, replicas: int, key: Any, x: Any, state: Any = ()
+) -> Any:
+    """Return what a replica thinks that it would send, and how long others wait."""
+    given = encoding.look(x, state, bucket, key), bucket, replicas
+    return encoding.share(*given), encoding.waits(*given)
+
+
+_jitted_estimates = jax.jit(estimates, static_argnums=(0, 1, 2))
+
+
+def share_and_waits(
+    encoding: Any, x: Any, key: Any = None, shapes: Any = ()
+) -> tuple[float, ...]:
+    """Return both estimates for a replica without others."""
+    key = jax.random.key(0) if key is None else key
+    bucket = gravac.Bucket(x.size, shapes)
+    return tuple(map(float, _jitted_estimates(encoding, bucket, 1, key, x)))
+
+
 def estimates_what_it_sends(encoding: Any, buckets: np.ndarray) -> None:
     """`share` is near the share of the energy that a step sends of a known bucket."""
-    bucket, replicas = bucket_of(buckets), len(buckets)
-
-    @jax.jit
-    @jax.vmap
-    def guess(x: Any, state: Any) -> Any:
-        looked = encoding.look(x, state, bucket, jax.random.key(KEY_SEED))
-        given = looked, bucket, replicas
-        return encoding.share(*given), encoding.waits(*given)
-
+    bucket, key = bucket_of(buckets), jax.random.key(KEY_SEED)
+    given = encoding, bucket, len(buckets), key
+    guess = jax.jit(jax.vmap(functools.partial(estimates, *given)))
     steps = run(encoding, buckets, feedback=0)
     for x, before, sent, _ in itertools.islice(steps, 1, None):
         share, waits = map(np.asarray, guess(x, before))

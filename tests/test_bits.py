@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from _harness import N, assert_same, on_host
+from _laws import share_and_waits
 
 import gravac_jax as gravac
 from gravac_jax import Bits, Bucket
@@ -51,22 +52,6 @@ def test_a_row_of_zeros_sends_zeros_and_a_small_bucket_has_sixteen_rows(n, row, 
 
 
 # What it would send, and how long entries wait. ------------------------------------
-
-
-def share_and_waits(encoding, x, shapes=(), key=None):
-    """Return both estimates for a replica without others."""
-    key = jax.random.key(0) if key is None else key
-    found = jitted_estimates(encoding, Bucket(x.size, shapes))(x, key)
-    return tuple(map(float, found))
-
-
-@functools.cache
-def jitted_estimates(encoding, bucket):
-    def estimates(x, key):
-        looked = encoding.look(x, (), bucket, key)
-        return encoding.share(looked, bucket, 1), encoding.waits(looked, bucket, 1)
-
-    return jax.jit(estimates)
 
 
 @every_width

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _laws import share_and_waits
 
 import gravac_jax as gravac
 from gravac_jax import Bucket, Comm, Sent, TopK
@@ -67,18 +68,10 @@ def test_what_does_not_rise_is_refused(bounds):
 # Estimates. ------------------------------------------------------------------------
 
 
-def share_and_waits(encoding, x, key):
-    """Return both estimates for a replica without others."""
-    bucket = Bucket(x.size)
-    looked = encoding.look(jnp.asarray(x), (), bucket, key)
-    found = encoding.share(looked, bucket, 1), encoding.waits(looked, bucket, 1)
-    return tuple(map(float, found))
-
-
 def test_small_entries_of_a_selection_wait_longer_than_its_share_says():
     gradient = np.random.default_rng(0).standard_t(3, 2**14).astype(np.float32)
     for factor in (16.0, 512.0):
-        share, waits = share_and_waits(TopK(factor), gradient, jax.random.key(0))
+        share, waits = share_and_waits(TopK(factor), gradient)
         by_chance, longer = 1 / share - 1, (1 - share) * factor / 32
         assert waits == pytest.approx(by_chance + longer, rel=2e-3)
     assert longer > by_chance > 1
