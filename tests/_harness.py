@@ -232,6 +232,13 @@ def assert_same(received, expected, what=""):
             raise AssertionError(f"{name}: zeros or NaNs of other bits")
 
 
+def assert_close(received, expected, rtol=0.0, atol=0.0):
+    """Check that two trees have the same structure and nearly the same numbers."""
+    assert jax.tree.structure(received) == jax.tree.structure(expected)
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    jax.tree.map(close, received, expected)
+
+
 def at(tree, step):
     """Return one step of a trajectory."""
     return jax.tree.map(lambda x: x[step], tree)

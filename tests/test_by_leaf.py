@@ -59,8 +59,7 @@ def test_what_the_replicas_own_muons_made_is_sent_or_held(how, delay):
 def test_alone_and_whole_it_is_the_optimizer():
     lamb = optax.lamb(RATE)
     found, expected = (descent(tx, 0, ONES) for tx in (dense(lamb), lamb))
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(near, found, expected)
+    _harness.assert_close(found, expected, rtol=1e-5)
     assert np.abs(expected["w"] - 1).max() > 0.01
 
 
@@ -116,8 +115,7 @@ def test_adam_by_leaf_is_adam(way):
             *state, _ = step(*state, batch)
         found.append(step.flush(*state)[0])
     assert np.abs(found[0]["w"] - 1).max() > RATE
-    for name, x in found[0].items():
-        np.testing.assert_allclose(found[1][name], x, rtol=1e-5)
+    _harness.assert_close(found[1], found[0], rtol=1e-5)
 
 
 def test_leaves_that_are_cut_or_lie_in_slices_are_refused(monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import AXIS_TYPES, N, collectives, make_mesh, plain_step
+from _harness import AXIS_TYPES, N, assert_close, collectives, make_mesh, plain_step
 
 import gravac_jax as gravac
 
@@ -63,8 +63,7 @@ def test_dense_steps_are_those_of_jit(place):
     losses, (params, _), _ = run(mesh, optax.chain(dense, sgd), names)
     expected, (expected_params, _), _ = run(mesh, sgd)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    jax.tree.map(close, params, expected_params)
+    assert_close(params, expected_params, rtol=1e-5, atol=1e-7)
     assert expected[-1] < 0.98 * expected[0]
 
 
@@ -79,8 +78,7 @@ def test_few_bits_are_those_of_data_parallel_and_nothing_else_crosses():
     for loss in losses:
         *state, expected = step(*state, ROWS)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-    jax.tree.map(close, params, state[0])
+    assert_close(params, state[0], rtol=1e-5, atol=1e-7)
 
     found, _ = collectives(text)
     crossing = sum(x.payload_bytes for x in found)

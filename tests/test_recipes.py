@@ -120,8 +120,7 @@ def test_adamw_alone_and_dense_is_that_of_optax():
                 optax.adamw(rate, **settings),
             )
         )
-    near = functools.partial(np.testing.assert_allclose, rtol=0)
-    jax.tree.map(functools.partial(near, atol=100 * SUM_ROUNDING), found, expected)
+    _harness.assert_close(found, expected, atol=100 * SUM_ROUNDING)
 
 
 FALLING = optax.linear_schedule(0.125, 0.0, STEPS)
@@ -153,6 +152,4 @@ def test_a_step_has_the_learning_rate_at_which_it_was_made(ours, theirs, delay, 
 
     found = _harness.on_all_replicas(train, late, 1)(GRADIENTS)
     expected = jax.tree.map(lambda x: x.mean(0), each)
-    for name in PARAMS:
-        received = np.asarray(found[name])
-        np.testing.assert_allclose(received[0], expected[name], rtol=0, atol=1e-6)
+    _harness.assert_close(at(found, 0), expected, atol=1e-6)

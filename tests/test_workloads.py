@@ -14,7 +14,7 @@ import resnet_cifar.model
 import transformer_lm.model
 import vgg_cifar.config
 import vgg_cifar.model
-from _harness import assert_same, choices
+from _harness import assert_close, assert_same, choices
 from common.training import train_step
 from lstm_ptb.model import LanguageModel
 from training import Options, Replicas, Run, methods
@@ -192,8 +192,7 @@ def test_the_state_of_the_lstm_goes_on_from_window_to_window():
     first, states = apply(params, tokens[:, :6], silent)
     second, states = apply(params, tokens[:, 6:], states)
     parts = np.concatenate([first, second], axis=1)
-    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 1e-6), states, end)
+    assert_close((parts, states), (whole, end), rtol=1e-5, atol=1e-6)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
