@@ -6,7 +6,6 @@ import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from _harness import N, assert_same, on_host
 from _laws import share_and_waits
@@ -194,19 +193,3 @@ def test_in_rounds_parts_take_turns_as_well(delay):
     if delay:  # what a step makes goes at the end of the next round
         expected[1], expected[3], expected[5] = [1, 0], [0, 3], [4, 0]
     assert halves == expected
-
-
-def test_own_params_are_where_all_that_waits_leads():
-    tx = gravac.sgd(0.125, compress=True, send=Bits(2, 2))
-    step = gravac.train_step(lambda params, batch: jnp.vdot(params, batch), tx, N)
-    params, state = step.init(jnp.zeros(1024))
-    batches = np.ones((N, 1024), np.float32)
-    for _ in range(3):
-        params, state, _ = step(params, state, batches.reshape(-1))
-    params, state = step.flush(params, state)
-    expected = optax.sgd(0.125, momentum=0.9)
-    theirs, kept = jnp.zeros(1024), expected.init(jnp.zeros(1024))
-    for _ in range(3):
-        updates, kept = expected.update(jnp.ones(1024), kept)
-        theirs = optax.apply_updates(theirs, updates)
-    np.testing.assert_allclose(params, theirs, rtol=1e-6)

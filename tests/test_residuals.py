@@ -44,7 +44,7 @@ def flushed(tx):
 
 @pytest.mark.parametrize("is_guarded", [False, True])
 def test_a_flush_delivers_the_mean_of_the_residuals(is_guarded):
-    tx = optax.chain(exchange(), optax.sgd(0.5))
+    tx = optax.chain(exchange(gravac.Bits(2, turns=2)), optax.sgd(0.5))
     (params, (had, _)), (flat, (has, _)) = flushed(
         gravac.guard(tx) if is_guarded else tx
     )
