@@ -73,7 +73,7 @@ def transform(
         `gravac.TopK(100)`, `gravac.LowRank(4)` or `gravac.Dense()`; or a controller
         with a ladder of encodings, such as `gravac.Fastest((gravac.Dense(),
         gravac.Bits(8), gravac.Bits(2)))`. Default: `gravac.Fastest()`, which chooses
-        between 32 bits an entry and one bit of an eighth of the entries while training
+        between 32 bits an entry and two bits of an eighth of the entries while training
         runs, and stops at two bits at the shared params. It should be told how long
         steps take (see `gravac.StepClock`), or it predicts that from `network`, and
         warns if there is none.

@@ -75,8 +75,8 @@ class OwnOptimizer(Memory):
         as they are, in rows of 1,024 entries. For optimizers that give steps a size,
         and not for momentum SGD, whose mean is short because noise cancels. What they
         add besides, such as weight decay, is scaled, too: let it come after the
-        transform. Eight bytes a row are sent: 3% of two bits, and half as much again
-        as one bit of an eighth of the entries.
+        transform. Eight bytes a row are sent: 3% of two bits, and a quarter of two
+        bits of an eighth of the entries.
 
     Raises:
       TypeError: if `optimizer` is not a transformation of Optax, or

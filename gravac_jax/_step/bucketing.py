@@ -14,7 +14,7 @@ costs quality (Lin et al., 2018). In few bits every entry is sent, in each step 
 its turn, and all leaves are compressed but the smallest, together 1/4096 of all
 entries. Entries that share a scale are moved by steps of one size, and what is small
 beside its neighbours is moved too far: a learnable temperature ran away. That adds
-0.4% to the bytes of two bits, and 6% to those of one bit of an eighth.
+0.4% to the bytes of two bits, and 3% to those of two bits of an eighth.
 
 Few bits round a bucket in rows of entries. Zeros after its leaves make them whole: to
 pad and to cut in every step would cost passes over the bucket.
