@@ -280,11 +280,8 @@ class Elastic:
         Raises:
           JaxRuntimeError: the `error`, if the launcher does not end it in time.
         """
-        end = time.monotonic() + 10
-        while not self._newest()["is_over"]:
-            if time.monotonic() > end:
-                raise error
-            time.sleep(0.02)
+        if not poll(lambda: self._newest()["is_over"], 10):
+            raise error
         self.state = ()
         backend.clear_backends()
         with suppress(jax.errors.JaxRuntimeError):  # some do not answer
@@ -339,7 +336,30 @@ def _write(path: Path, content: Any) -> None:
 
 # The launcher. ----------------------------------------------------------------------
 
-_say = lambda text: sys.stderr.write(f"gravac_jax.launch: {text}\n")
+
+def say(text: str) -> None:
+    """Say on stderr what happens to a job."""
+    sys.stderr.write(f"gravac_jax.launch: {text}\n")
+
+
+def poll(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it holds within so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def local_coordinator() -> str:
+    """Find a free port of this machine for process 0 of a job.
+
+    Returns:
+      HOST:PORT on the loopback interface; free at the time of the call.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def supervise(job: Any, folder: str, options: Any) -> None:
@@ -387,7 +407,7 @@ def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
             told[pid], ready[pid] = json.loads(path.read_text()), i
             silent_seconds = time.time() - path.stat().st_mtime
             if silent_seconds > (options.heartbeat or 5) and not told[pid][3]:
-                _say(f"process {i} (pid {pid}) is frozen")
+                say(f"process {i} (pid {pid}) is frozen")
                 os.kill(number, signal.SIGKILL)
                 path.unlink()
         elif status and pid not in record["dead"]:
@@ -395,7 +415,7 @@ def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
             alive, died = job.statuses.count(None), job.death(i)
             if has_ended or alive + options.restarts < (options.min_processes or 1):
                 raise died
-            _say(f"{died}; {options.restarts} restarts were left")
+            say(f"{died}; {options.restarts} restarts were left")
             if options.restarts:
                 options.restarts -= 1
                 job.start(i)
@@ -424,11 +444,10 @@ def _new_generation(record: Any, ready: dict[str, int], told: Any) -> Any:
     gone = {pid: i for pid, i in record["members"].items() if pid not in ready}
     record["lost"] += [[i, *told[pid][1:3]] for pid, i in gone.items()]
     known = {i: x for pid, i in ready.items() if (x := told[pid][1]) >= 0} or {-1: -1}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = int(local_coordinator().rpartition(":")[2])
     record |= {"number": record["number"] + 1, "is_over": False, "port": port}
     record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
     record |= {"source": min(known), "start": min(known.values())}
-    _say(f"generation {record['number']}: {[*ready.values()]}, lost {record['lost']}")
+    say(f"generation {record['number']}: {[*ready.values()]}, lost {record['lost']}")
     serve = _private_names()[1].get_distributed_runtime_service
     return serve(f"127.0.0.1:{port}", len(ready), recoverable=True, **_TIMES)

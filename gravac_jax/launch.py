@@ -38,15 +38,13 @@ must first check `jax.distributed.is_initialized()`.
 import argparse
 import contextlib
 import io
-import itertools
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread, Timer
@@ -54,13 +52,11 @@ from typing import IO, Any
 
 import jax
 
-from gravac_jax import elastic
+from gravac_jax.elastic import FOLDER, local_coordinator, poll, say, supervise
 
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
 _PROGRAM = "gravac_jax.launch"
-# What waits for a process that died can save nothing.
-_GRACE_AFTER_ERROR_SECONDS = 5
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,16 +119,15 @@ def _run_job(options: argparse.Namespace) -> None:
         try:
             return _run_once(options, members)
         except ProcessDiedError as died:
-            said = f"{_PROGRAM}: {died}; the others were ended"
+            said = f"{died}; the others were ended"
             if restart == options.restarts:
-                raise SystemExit(said) from None
+                raise SystemExit(f"{_PROGRAM}: {said}") from None
             before, last = last, members[died.index]
         if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
             said += f", and device {last} is left out, which leaves {len(members)}"
         pause = min(2**restart, 60)
-        which = f"restart {restart + 1} of {options.restarts}"
-        sys.stderr.write(f"{said}; {which} in {pause} s\n")
+        say(f"{said}; restart {restart + 1} of {options.restarts} in {pause} s")
         time.sleep(pause)
 
 
@@ -147,26 +142,15 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
     with tempfile.TemporaryDirectory() as folder:
-        env = local_environment(coordinator) | {elastic.FOLDER: folder}
+        env = local_environment(coordinator) | {FOLDER: folder}
         job = Job(commands, options.grace, env=env)
         try:
-            elastic.supervise(job, folder, options) if options.elastic else job.wait()
+            supervise(job, folder, options) if options.elastic else job.wait()
         except (SystemExit, KeyboardInterrupt) as stop:
             status = stop.args[0] if stop.args else 128 + signal.SIGINT
-            name = signal.Signals(status - 128).name
-            sys.stderr.write(f"{_PROGRAM}: {name}; all processes have ended\n")
+            say(f"{signal.Signals(status - 128).name}; all processes have ended")
             if any(job.statuses):
                 raise SystemExit(status) from None
-
-
-def local_coordinator() -> str:
-    """Find a free port of this machine for process 0 of a job.
-
-    Returns:
-      HOST:PORT on the loopback interface; free at the time of the call.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def local_environment(coordinator: str) -> dict[str, str]:
@@ -224,8 +208,8 @@ def _join_job(options: argparse.Namespace) -> None:
             " give -n N; to join one, --coordinator HOST:PORT, --processes, --process)"
         ) from error
     if jax.process_index() == 0:
-        size = f"{jax.process_count()} processes, {len(devices)} {devices[0].platform}"
-        sys.stderr.write(f"{_PROGRAM}: {size} devices\n")
+        kind = devices[0].platform
+        say(f"{jax.process_count()} processes, {len(devices)} {kind} devices")
 
 
 def _run_script(options: argparse.Namespace) -> None:
@@ -245,7 +229,7 @@ def _tell_if_others_go_on() -> None:
     said = f"process {jax.process_index()} of {jax.process_count()} reached the end of"
     said += " its script and waits: all processes must take the same number of steps"
     # Scripts that end together end within seconds.
-    timer = Timer(5, sys.stderr.write, [f"{_PROGRAM}: {said}\n"])
+    timer = Timer(5, say, [said])
     timer.daemon = True  # it ends with the process
     timer.start()
 
@@ -357,21 +341,17 @@ class Job(contextlib.AbstractContextManager["Job"]):
         """
         is_over = lambda: any(self.statuses) or None not in self.statuses
         with self:
-            if not _poll(is_over, timeout_seconds):
+            if not poll(is_over, timeout_seconds):
                 raise TimeoutError(f"the job did not end within {timeout_seconds:g} s")
-            if any(self.statuses):
-                raise self.death(self._first())
-
-    def _first(self) -> int:
-        """Return the index of the process that died first."""
-        n, index = len(self.pids), next(i for i, x in enumerate(self.statuses) if x)
-        # Processes that talk to one that was killed fail within milliseconds, and on a
-        # busy machine may be seen to fail before it.
-        time.sleep(0.2)
-        with contextlib.suppress(ValueError):
-            index = self.statuses.index(-signal.SIGKILL)
-        # Others die of one that is stopped: they hear nothing of it.
-        return next(itertools.chain(filter(self._is_stopped, range(n)), [index]))
+            if died := [i for i, x in enumerate(self.statuses) if x]:
+                # Processes that talk to one that was killed fail within milliseconds,
+                # and on a busy machine may be seen to fail before it.
+                time.sleep(0.2)
+                now = self.statuses
+                killed = [i for i, x in enumerate(now) if x == -signal.SIGKILL]
+                # Others die of one that is stopped: they hear nothing of it.
+                stopped = filter(self._is_stopped, range(len(self.pids)))
+                raise self.death([*stopped, *killed, *died][0])
 
     def death(self, index: int) -> ProcessDiedError:
         """Return an error that says how a process died, or that it is stopped."""
@@ -401,7 +381,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         finally:
             deaf = [i for i, status in enumerate(self.statuses) if status is None]
             if deaf:
-                sys.stderr.write(f"{_PROGRAM}: SIGKILL must end processes {deaf}\n")
+                say(f"SIGKILL must end processes {deaf}")
             self._signal(signal.SIGKILL)  # ends the guardian too
             for relay in self._relays:
                 relay.join(self._grace_seconds)
@@ -413,22 +393,13 @@ class Job(contextlib.AbstractContextManager["Job"]):
         # macOS raises PermissionError for a group whose members are all dead.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guardian.pid, number)
-        _poll(lambda: None not in self.statuses, self._grace_seconds)
+        poll(lambda: None not in self.statuses, self._grace_seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind not in (None, SystemExit):
-            self._grace_seconds = min(self._grace_seconds, _GRACE_AFTER_ERROR_SECONDS)
+            # What waits for a process that died can save nothing.
+            self._grace_seconds = min(self._grace_seconds, 5)
         self.end()
-
-
-def _poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; return whether it holds within so many seconds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _relay(pipe: IO[bytes], fd: int, index: int) -> None:
