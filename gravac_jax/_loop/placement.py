@@ -68,7 +68,11 @@ def make_mesh(
     if not chosen:
         raise ValueError("a mesh needs a device, got devices=[]: leave it out for all.")
     if hosts is None:
-        rows = _by_host(chosen)
+        host = lambda device: getattr(device, "slice_index", device.process_index)
+        chosen.sort(key=lambda x: (host(x), x.id))
+        groups = [list(x) for _, x in itertools.groupby(chosen, host)]
+        # JAX orders TPUs by how they are wired.
+        rows = [mesh_utils.create_device_mesh((len(x),), x) for x in groups]
     else:
         _refuse.count(hosts, "hosts", "groups of devices")
         rows = np.array_split(np.array(chosen, object), hosts)
@@ -82,14 +86,6 @@ def make_mesh(
             f" axis name."
         )
     return jax.sharding.Mesh(np.stack(rows), names)
-
-
-def _by_host(devices: Sequence[Any]) -> list[np.ndarray]:
-    host = lambda device: getattr(device, "slice_index", device.process_index)
-    ordered = sorted(devices, key=lambda x: (host(x), x.id))
-    groups = [list(x) for _, x in itertools.groupby(ordered, host)]
-    # JAX orders TPUs by how they are wired.
-    return [mesh_utils.create_device_mesh((len(x),), x) for x in groups]
 
 
 def place(
@@ -138,11 +134,18 @@ def place(
     """
     _refuse.mesh(mesh, axis_name)
     chain.check_chains(tree)
+    _refuse.members(states.transform_states(tree))
     inner = _network.inner_axes(mesh, axis_name)
+    shared = states.map_local(tree, lambda _: None, lambda x: x)
+    for path, x in _arrays.named_leaves(shared):
+        _refuse.no_array(path, x)
+        lies, names = getattr(x, "sharding", None), _refuse.names_in(specs_of(x))
+        is_whole = getattr(lies, "is_fully_replicated", True) or isinstance(mesh, int)
+        if not (is_whole or set() < names <= {*inner}):
+            _refuse.cut(path, lies, axis_name)  # it would have to be gathered
     owners = _network.join(axis_name, inner or None)
     replicas, devices = (count_replicas(mesh, x) for x in (axis_name, owners))
     here = functools.partial(on_mesh, mesh)
-    _check(tree, mesh, axis_name)
 
     def place_local(state: Any) -> Any:
         placed = states.placed_replicas(state)
@@ -160,19 +163,6 @@ def place(
         return _put(x, here(*spec) if is_inside else here())
 
     return states.map_local(tree, place_local, place_shared)
-
-
-def _check(tree: Any, mesh: Any, axis_name: AxisName) -> None:
-    """Refuse what is no training state, or would have to be gathered."""
-    _refuse.members(states.transform_states(tree))
-    inner = set(_network.inner_axes(mesh, axis_name))
-    shared = states.map_local(tree, lambda _: None, lambda x: x)
-    for path, x in _arrays.named_leaves(shared):
-        _refuse.no_array(path, x)
-        lies, names = getattr(x, "sharding", None), _refuse.names_in(specs_of(x))
-        is_whole = getattr(lies, "is_fully_replicated", True) or isinstance(mesh, int)
-        if not (is_whole or set() < names <= inner):
-            _refuse.cut(path, lies, axis_name)
 
 
 def count_replicas(mesh: jax.sharding.Mesh | int, axis_name: AxisName) -> int:
@@ -196,9 +186,8 @@ def _put(x: Any, sharding: Any, *lead: int) -> Any:
     if isinstance(x, core.Tracer):  # device_put alone would leave it to the compiler
         put = jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)
         return put(x, shape)
-    is_near = getattr(sharding, "is_fully_addressable", True)
-    is_near = is_near or getattr(x, "sharding", None) == sharding
-    if sharding is None or (is_near and not lead):
+    stays = getattr(x, "sharding", None) == sharding
+    if sharding is None or (not lead and (stays or sharding.is_fully_addressable)):
         # device_put alone, even with may_alias=False, may keep the caller's buffer,
         # which a step that donates its state would delete.
         copy = jnp.broadcast_to(jnp.array(x, copy=True), shape)
