@@ -458,16 +458,15 @@ def _require_same(here: Named, saved: Named) -> None:
     """Refuse a checkpoint of something else, and name the first differences."""
     here, saved = ({k: _fixed(k, x) for k, x in y.items()} for y in (here, saved))
     differ = [k for k in here | saved if here.get(k, "") != saved.get(k, "")]
-    if differ:
-        of = lambda names, k: names.get(k, "missing")
-        say = lambda k: (
-            f"{k} is {of(saved, k)} in the checkpoint and {of(here, k)} here"
-        )
-        raise ValueError(
-            f"the checkpoint is of another model, optimizer or memory:"
-            f" {'; '.join(map(say, differ[:3]))}. Restore with what saved it. To change"
-            f" the memory, then send residuals by gravac.flush, and begin anew."
-        )
+    if not differ:
+        return
+    of = lambda names, k: names.get(k, "missing")
+    say = lambda k: f"{k} is {of(saved, k)} in the checkpoint and {of(here, k)} here"
+    raise ValueError(
+        f"the checkpoint is of another model, optimizer or memory:"
+        f" {'; '.join(map(say, differ[:3]))}. Restore with what saved it. To change"
+        f" the memory, then send residuals by gravac.flush, and begin anew."
+    )
 
 
 def _fixed(name: str, x: Any) -> str:
@@ -806,10 +805,9 @@ def _axes(sharding: Any, sharing: int) -> tuple[Any, tuple[str, ...], tuple[str,
         return jax.sharding.Mesh([*sharding.device_set], ("device",)), (), ()
     mesh, axes = sharding.mesh, _refuse.axis_names(next(iter(sharding.spec), None))
     mesh = jax.sharding.Mesh(np.asarray(mesh.devices), mesh.axis_names)
-    at = len(axes)
     # An axis of one device may be in either.
-    while at and math.prod(mesh.shape[name] for name in axes[at - 1 :]) <= sharing:
-        at -= 1
+    is_inside = lambda at: math.prod(mesh.shape[x] for x in axes[at:]) <= sharing
+    at = next(filter(is_inside, range(len(axes) + 1)))
     return mesh, axes[:at], axes[at:]
 
 
