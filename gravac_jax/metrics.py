@@ -38,7 +38,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +70,8 @@ __all__ = [
 ]
 
 GAINS = "gravac/gains/"  # behind it stands the name of an encoding
+
+Fetch = Callable[[], dict[str, float]]  # waits for figures, and returns them
 
 
 def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
@@ -113,9 +114,7 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
     return _copy(opt_state, others)()
 
 
-def _copy(
-    tree: Any, others: Mapping[str, Any], named: Any = ()
-) -> Callable[[], dict[str, float]]:
+def _copy(tree: Any, others: Mapping[str, Any], named: Any = ()) -> Fetch:
     """Copy figures on the device; return a function that waits for them.
 
     A later step may overwrite the state meanwhile.
@@ -131,9 +130,9 @@ def _copy(
                 f" {_arrays.brief(x)}. Give its mean, or one if all are the same; of a"
                 f" scan the StepInfo of one step, jax.tree.map(lambda x: x[i], infos)."
             )
-    rungs = range(gains.size)
-    _check_ladder(named or rungs, len(rungs))
-    names = [*figures, *(f"{GAINS}{rung}" for rung in named or rungs)]
+    rungs = named or range(gains.size)
+    _check_ladder(rungs, gains.size)
+    names = [*figures, *(f"{GAINS}{rung}" for rung in rungs)]
     # JAX would wrap integers of the host around.
     narrow = lambda x: np.float32(x) if isinstance(x, np.ndarray) else x
     table = _table([*(narrow(_local(x)) for x in figures.values()), gains])
@@ -339,7 +338,7 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         for x in writers:
             self.writers += x if isinstance(x, _Writers) else [x]
         self._named = list(map(repr, controller_of(send).ladder)) if send else []
-        self._copied: dict[int, Callable[[], dict[str, float]]] = {}
+        self._copied: dict[int, Fetch] = {}
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
         """Copy the figures of a step, and write those of the step before.
@@ -400,7 +399,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(os.path.expanduser(path))
+        path = Path(path).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._old: list[Any] | None = list(_lines(path)) if path.exists() else []
         self._file = path.open("ab")
@@ -454,7 +453,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
     Example:
       See `metrics.JsonlWriter`.
     """
-    return [line for _, line in _lines(Path(os.path.expanduser(path))) if line]
+    return [line for _, line in _lines(Path(path).expanduser()) if line]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
