@@ -696,9 +696,8 @@ class _Layout(NamedTuple):
 
     def shapes(self, buckets: list[Any]) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes, with shardings, of what `split` returns."""
-        shardings = [jax.NamedSharding(self.mesh, x.spec) for x in self.leaves]
-        lies = lambda x, sharding: x.update(sharding=sharding)
-        return [*map(lies, jax.eval_shape(self.split, buckets), shardings)]
+        lies = [jax.NamedSharding(self.mesh, x.spec) for x in self.leaves]
+        return jax.eval_shape(jax.jit(self.split, out_shardings=lies), buckets)
 
     @functools.partial(jax.jit, static_argnums=0)
     def split(self, buckets: list[jax.Array]) -> list[jax.Array]:
