@@ -1,6 +1,6 @@
 """Draw runs that `metrics.JsonlWriter` recorded, one over the other.
 
-    python -m gravac_jax plot runs/adaptive.jsonl runs/dense.jsonl --out runs/both.png
+    python -m gravac_jax.plot runs/adaptive.jsonl runs/dense.jsonl --out runs/both.png
 
 The picture has panels for the losses, the factor, the gain of every rung of each run,
 the bytes sent beside those of dense steps, and the seconds of a step.
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
         reason.
     """
     about = "Draw runs that gravac_jax.metrics.JsonlWriter recorded."
-    parser = argparse.ArgumentParser("python -m gravac_jax plot", description=about)
+    parser = argparse.ArgumentParser("python -m gravac_jax.plot", description=about)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
     about = "the picture, such as FILE.png or .svg"
     parser.add_argument("--out", type=Path, required=True, help=about)
@@ -188,3 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
     sys.stdout.write(f"The picture is in {options.out}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Tells whether gradient compression will pay, before you change your code.
 
-    python -m gravac_jax probe --params 66e6
+    python -m gravac_jax.probe --params 66e6
 
 times training steps on the devices it runs on: dense ones, and one kind for each
 encoding, such as `Bits(2)`. The gradient has the given number of entries and costs
@@ -10,11 +10,11 @@ nothing to compute. To time your own computation too, give it your loss,
 steps without an exchange, which show the most that any compression can win. To time
 other encodings, write them as in Python:
 
-    python -m gravac_jax probe --params 66e6 --send "Bits(1, turns=4)" "TopK(30)"
+    python -m gravac_jax.probe --params 66e6 --send "Bits(1, turns=4)" "TopK(30)"
 
 On a cluster, start the probe as you start your training script:
 
-    srun python -m gravac_jax.launch -m gravac_jax probe --loss package.module:function
+    srun python -m gravac_jax.launch -m gravac_jax.probe --loss package.module:function
 
 `--json FILE` writes all results to a file. A controller can start from the network
 that the probe measured:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gravac_jax probe",
+        prog="python -m gravac_jax.probe",
         description="Tell whether gradient compression will pay on these devices.",
         allow_abbrev=False,
     )
@@ -404,7 +404,7 @@ def read(path: str | Path) -> gravac.WireCost:
     """Return the network that a probe measured, for a controller to start from.
 
     Args:
-      path: The file that `python -m gravac_jax probe --json FILE` wrote.
+      path: The file that `python -m gravac_jax.probe --json FILE` wrote.
 
     Returns:
       The cost model for `gravac.transform(network=...)`. Without
@@ -425,3 +425,7 @@ def read(path: str | Path) -> gravac.WireCost:
     if "network" not in results:
         raise ValueError(f"{path} is not what the probe writes: give it --json FILE.")
     return gravac.WireCost(**results["network"])
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"bits": 4},
     ],
     gravac.Dense: [{}, {"values": "bfloat16"}],
-    gravac.LowRank: [{"rank": 1}, {"rank": 2, "values": "bfloat16"}],
+    gravac.LowRank: [{"rank": 1}, {"rank": 2}],
     gravac.TopK: [
         {"factor": factor, "select": select, **widths}
         for select, factor in (("threshold", 7), ("sampled", 8), ("exact", 9.5))

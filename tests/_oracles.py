@@ -132,20 +132,18 @@ def low_rank(
 ) -> Expected:
     """Return one step of PowerSGD in float64, from the library's directions."""
     del step
-    is_short = encoding.values == "bfloat16"
-    rounded = lambda x: _to_bfloat16(x.astype(np.float32)) if is_short else x
     exact = x.astype(np.float64)
-    sent, start, rank = rounded(exact).astype(np.float64), 0, encoding.rank
+    sent, start, rank = exact.copy(), 0, encoding.rank
     for shape, own in zip(bucket.shapes, state, strict=True):
         a, b = (math.prod(shape[:-1]), shape[-1]) if shape[1:] else (shape[0], 1)
         if rank * (a + b) < a * b:
             mine = exact[:, start : start + a * b].reshape(-1, a, b)
             right = np.asarray(own.right, np.float64)[0, :, :rank]
-            left = np.linalg.qr(rounded(rounded(mine @ right).mean(0)))[0]
-            projected = left @ rounded(left.T @ mine)
+            left = np.linalg.qr((mine @ right).mean(0))[0]
+            projected = left @ (left.T @ mine)
             sent[:, start : start + a * b] = projected.reshape(-1, a * b)
         start += a * b
-    return of_what_was_sent(exact, sent, 2.0**-6 if is_short else 2.0**-16)
+    return of_what_was_sent(exact, sent, 2.0**-16)
 
 
 def rounded_row(row: np.ndarray, bits: int) -> np.ndarray:

@@ -49,7 +49,7 @@ SENDS = (  # as text, which each package makes what it means
     *("Bits(8)", "Bits(4)", "Bits(2)", "Bits(1)", "Bits(2, turns=3)"),
     *("Bits(1, turns=4)", "TopK(10)", "TopK(100)", "TopK(1000)"),
     'TopK(50, select="exact", values="float32", indices="int32")',
-    *('TopK(50, select="sampled")', "LowRank(4)", 'LowRank(2, values="bfloat16")'),
+    *('TopK(50, select="sampled")', "LowRank(4)"),
     *("Dense()", 'Dense("bfloat16")', "Fastest((Dense(), TopK(10), TopK(100)))"),
     "GraVAC(TopK.geometric(10, 100), epsilon=0.3, window=5)",
     "Fastest((Dense(), Bits(8), Bits(4), Bits(2)))",

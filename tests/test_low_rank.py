@@ -91,18 +91,12 @@ def test_directions_do_not_depend_on_the_scale(scale):
 PARAMS = {"a": jnp.ones((ROWS, COLUMNS)), "b": jnp.ones(50), "c": jnp.ones((3, 10, 20))}
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [pytest.param("float32", "f32", marks=pytest.mark.slow), ("bfloat16", "u16")],
-)
-def test_every_rank_sends_two_means_and_no_float32_in_bfloat16(values, dtype):
-    ladder = tuple(LowRank(rank, values=values) for rank in RANKS)
-    tx = gravac.transform(send=_harness.Scripted(ladder), compress=True)
+def test_every_rank_sends_two_means():
+    ladder = _harness.Scripted(tuple(map(LowRank, RANKS)))
+    tx = gravac.transform(send=ladder, compress=True)
     run = _harness.trajectory(tx, PARAMS, "shard_map")
     ones = jax.tree.map(lambda x: jnp.ones((1, _harness.N, *x.shape)), PARAMS)
     found, _ = _harness.collectives(run.text(ones))
-    for rung in range(len(ladder)):
-        mine = [x for x in found if x.branches == (rung,)]
-        assert {x.dtype for x in mine} == {dtype}
-        if values == "float32":
-            assert [x.kind for x in mine] == ["all-reduce"] * 2
+    for rung in range(len(RANKS)):
+        mine = [(x.kind, x.dtype) for x in found if x.branches == (rung,)]
+        assert mine == [("all-reduce", "f32")] * 2

@@ -1,9 +1,8 @@
-"""Pictures of runs, and the command line that starts the tools."""
+"""Pictures of runs, and the command that draws them."""
 
 import numpy as np
 import pytest
 
-from gravac_jax import __main__ as tools
 from gravac_jax import metrics, plot
 
 FACTORS = (1.0, 10.0, 100.0)
@@ -102,7 +101,7 @@ def test_the_command_draws_the_files_of_a_writer(tmp_path, capsys):
     paths[0].write_bytes(paths[0].read_bytes()[:-9])
     out = tmp_path / "made" / "both.svg"
     with pytest.warns(UserWarning, match="the last line was cut off"):
-        tools.main(["plot", *map(str, paths), "--out", str(out)])
+        plot.main([*map(str, paths), "--out", str(out)])
     assert out.stat().st_size > 10_000
     assert capsys.readouterr().out == f"The picture is in {out}\n"
 
@@ -119,12 +118,3 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path):
         with pytest.raises(SystemExit, match=complaint):
             plot.main([str(path), "--out", str(out)])
         assert not out.exists()
-
-
-def test_tools_are_listed_and_other_names_refused(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        tools.main(["--help"])
-    listed = capsys.readouterr().out
-    assert all(x in listed for x in ("launch", "plot", "probe"))
-    with pytest.raises(SystemExit, match="2"):
-        tools.main(["mend"])

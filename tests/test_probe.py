@@ -171,7 +171,7 @@ def test_it_times_the_usual_encodings_on_two_axes(tmp_path):
 @pytest.mark.xdist_group("processes")
 def test_it_times_the_processes_of_one_job(model, tmp_path):
     path = tmp_path / "probe.json"
-    argv = "-m gravac_jax.launch -n 2 -m gravac_jax probe --send TopK(10)"
+    argv = "-m gravac_jax.launch -n 2 -m gravac_jax.probe --send TopK(10)"
     argv += f" --loss {model}:loss --seconds 0.5 --json {path}"
     said = printed(*argv.split(), timeout=300)
     report = json.loads(path.read_text())

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._encodings import top_k
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
-from gravac_jax._encodings.dense import VALUES
 from gravac_jax._network import Comm, Traffic
 
 # At lower precision, as on TPUs and on GPUs that round to TF32, a mean of products
@@ -93,27 +92,22 @@ class LowRank(Encoding):
 
     Law:
       With P the orthonormal left matrix, replica i sends P P^T M_i. The mean is
-      P (mean of P^T M_i), and what is left of M_i is orthogonal to P. In bfloat16, with
-      r rounding, it sends P r(P^T M_i) and the mean is P r(mean of r(P^T M_i)). Sums of
-      products round, so sent + held back is the bucket within one unit in the last
-      place of the larger. The energy of a rank above the one in use is estimated from
-      the share of the rest that it took when it was last sent.
+      P (mean of P^T M_i), and what is left of M_i is orthogonal to P. Sums of products
+      round, so sent + held back is the bucket within one unit in the last place of the
+      larger. The energy of a rank above the one in use is estimated from the share of
+      the rest that it took when it was last sent.
 
     Cost:
       Two ring all-reduces, of rank * rows and of rank * columns a matrix: 4 (N - 1)
-      alpha + 2 (N - 1) / N 4 rank (rows + columns) beta, whatever N; in bfloat16 half
-      of these bytes, by all-to-all and all-gather. About 8 rank multiplications and
-      additions an entry, a QR decomposition of every left matrix, and `rank * columns`
-      numbers of state, of the highest rank of a ladder.
+      alpha + 2 (N - 1) / N 4 rank (rows + columns) beta, whatever N. About 8 rank
+      multiplications and additions an entry, a QR decomposition of every left matrix,
+      and `rank * columns` numbers of state, of the highest rank of a ladder.
 
     Args:
       rank: columns of the thin matrices.
-      values: "float32" or "bfloat16", how thin matrices and whole arrays travel. What
-        rounding drops of a replica's own stays in its residual; what it drops of the
-        mean is lost, as in `Dense("bfloat16")`.
 
     Raises:
-      ValueError: if `rank` is not a positive number, or `values` is neither.
+      ValueError: if `rank` is not a positive number.
 
     Example:
       >>> import gravac_jax as gravac
@@ -127,11 +121,9 @@ class LowRank(Encoding):
     """
 
     rank: int
-    values: str = dataclasses.field(default="float32", kw_only=True)
 
     def __post_init__(self) -> None:
         _refuse.count(self.rank, "rank", "columns of thin matrices")
-        _refuse.one_of(self.values, "values", VALUES)
 
     @property
     def sends_whole_entries(self) -> bool:
@@ -151,13 +143,9 @@ class LowRank(Encoding):
         return bucket.n - saved, self.rank * sum(x.columns for x in low)
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
-        """Return the cost of 4 bytes an entry of the thin matrices, or 2."""
-        cost = _network.mean_traffic
-        if self.values == "bfloat16":
-            cost = _network.bfloat16_mean_traffic
-        left, right = self._sent(bucket)
-        first = cost(left, replicas)
-        return first.plus(cost(right, replicas)) if right else first
+        """Return the cost of 4 bytes an entry of the thin matrices."""
+        first, second = (_network.mean_traffic(x, replicas) for x in self._sent(bucket))
+        return first.plus(second) if second.bits else first
 
     def init(self, bucket: Bucket) -> tuple[PowerState, ...]:
         """Return random directions; each takes a fair share of what is left."""
@@ -174,25 +162,22 @@ class LowRank(Encoding):
         self, x: jax.Array, state: Any, *, bucket: Bucket, comm: Comm, **_: Any
     ) -> tuple[Sent, tuple[PowerState, ...]]:
         """Run one power iteration, in two collectives, or in one if none is low."""
-        rounded, average = (lambda x: x), comm.mean
-        if self.values == "bfloat16":
-            rounded, average = _arrays.round_to_bfloat16, comm.bfloat16_mean
         mine = [matrix.of(x) for matrix in _matrices(bucket)]
         states, low = list(comm.cast(state)), self._low(bucket)
         sketch = lambda i: _multiply(mine[i], states[i].right[:, : self.rank])
-        sent = [rounded(sketch(i) if i in low else x) for i, x in enumerate(mine)]
+        sent = [sketch(i) if i in low else x for i, x in enumerate(mine)]
         energies = [_arrays.energy(x) for i, x in enumerate(sent) if i not in low]
         if not low:
             comm.tell(_arrays.total(energies))
-        means = average(sent)
+        means = comm.mean(sent)
         lefts = [jnp.linalg.qr(means[i])[0] for i in low]
         pairs = zip(low, lefts, strict=True)
-        rights = [rounded(_multiply(mine[i].T, left)) for i, left in pairs]
+        rights = [_multiply(mine[i].T, left) for i, left in pairs]
         # Left matrices are orthonormal.
         energy = _arrays.total([*energies, *map(_arrays.energy, rights)])
         if low:
             comm.tell(energy)
-        right_means = average(rights) if low else []
+        right_means = comm.mean(rights) if low else []
         for i, left, right, mean in zip(low, lefts, rights, right_means, strict=True):
             sent[i], means[i] = _multiply(left, right.T), _multiply(left, mean.T)
             states[i] = _learn(states[i], right, mean, _arrays.energy(mine[i]))

@@ -5,7 +5,6 @@ The gradient of a loss at params that were cast by
 part of a sum that no collective has made.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,29 +53,23 @@ def on_devices(
       unsummed: the axes over which what the result takes is still to be summed.
     """
 
+    def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
+        devices = jax.lax.axis_size((*unsummed,))
+        # The mean over the rows of one device, and not over all rows.
+        own = jax.tree.map(lambda x: x * devices, updates)
+        return update(own, state, params, **times)
+
     def on_mesh(updates: Any, state: Any, params: Any, **times: Any) -> Any:
+        given = updates, state, params, times
+        specs = jax.tree.map(_spec, given)
+        summed = jax.tree.map(lambda x: jax.P(*x.partitions), specs[0])
         mesh = jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh
-        devices = math.prod(mesh.shape[name] for name in unsummed)
-        own = lambda x: x * devices  # the mean over the rows of one, and not of all
-        specs = jax.tree.map(_spec, (updates, state, params, times))
-
-        def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
-            return update(jax.tree.map(own, updates), state, params, **times)
-
-        return jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=(jax.tree.map(_summed, specs[0]), specs[1]),
-            check_vma=False,  # JAX casts nothing from unreduced to varying (0.12.0)
-        )(updates, state, params, times)
+        how = {"in_specs": specs, "out_specs": (summed, specs[1])}
+        # JAX casts nothing from unreduced to varying (0.12.0).
+        return jax.shard_map(on_device, mesh=mesh, **how, check_vma=False)(*given)
 
     return on_mesh
 
 
 def _spec(x: Any) -> jax.P:
     return getattr(jax.typeof(x).sharding, "spec", jax.P())
-
-
-def _summed(spec: jax.P) -> jax.P:
-    return jax.P(*spec.partitions)
