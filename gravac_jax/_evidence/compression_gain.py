@@ -19,7 +19,7 @@ LEAST_ENERGY = 2.0**-100  # squares of entries of a smaller one are beyond float
 # "norm" is the square root of (1): the paper's figures and the authors' code use norms.
 
 # The best for all of eleven workloads is 0.1, and for each alone 0 to 0.27
-# (docs/results.md has its error). A value that is too high costs some time, and one
+# (`progress` in docs/results.csv). A value that is too high costs some time, and one
 # that is too low costs quality.
 WAITING_COST = 0.15
 # Of gradients, which ask again for what waits: 1.24 is the best for four workloads.
