@@ -48,7 +48,6 @@ ARGUMENTS = [
     (V, BITS, {"turns": 0}, "at least 1"),
     (V, BITS, {"row_entries": 100}, "multiple of 32"),
     (V, LOW_RANK, {"rank": 0}, "at least 1"),
-    (V, partial(LOW_RANK, 4), {"values": "float16"}, "'bfloat16'"),
     (V, gravac.Dense, {"values": "float16"}, "'bfloat16'"),
     (T, FASTEST, {"ladder": (1, 4, 16)}, "gravac.Bits(8)"),
     (T, GUESS, {"ladder": TWO}, "send=gravac.Bits(2)"),
