@@ -41,7 +41,7 @@ class Config:
       steps: Steps of each run.
       send: What to send: an encoding or a controller, such as "Bits(2)", "TopK(100)",
         "GraVAC(window=50)" or "Fastest(least_progress=0.9)". Default: Fastest(), which
-        chooses from 32 bits an entry to one bit of an eighth of the entries.
+        chooses from 32 bits an entry to two bits of an eighth of the entries.
       bandwidth_mbit: Bandwidth of the network that is modeled, between all replicas.
       data: Any text file, the last tenth held out; default: Python's own library.
       seed: Seed of the initial params and the order of the batches.

@@ -174,12 +174,13 @@ def bound_axis(axis_name: Any, caller: str) -> None:
         raise ValueError(
             f"`{caller}` was called outside axis_name={axis_name!r}: call it in a"
             f" shard_map over an axis of the mesh, not in a plain jit, where XLA has"
-            f" averaged gradients already, or alone with axis_name=None."
+            f" averaged gradients already unless params were cast to `reduced`, or"
+            f" alone with axis_name=None."
         )
 
 
 def is_bound(axis_name: Any) -> bool:
-    """Return whether a step is mapped over an axis, or over none."""
+    """Return whether the axis is there, as inside of a shard_map; none always is."""
     try:
         return axis_name is None or bool(jax.lax.axis_size(axis_name))
     except NameError:

@@ -3,9 +3,10 @@
 It was tried with JAX 0.10.2 on Linux, with processes of one machine that exchange over
 Gloo on CPUs. Other versions of JAX, other systems and sharded models are refused. GPUs
 (NCCL) and several hosts are untried. If the launcher dies, the job ends. The position
-in the data is yours: rows are asked for by the number of the step. What a script does
-after its last step is not protected. A death within the second in which processes
-connect to each other can keep them for a minute, until Gloo gives up::
+in the data is yours: rows are asked for by the number of the step. What a script
+exchanges between steps, or does after the last one, is not protected. A death within
+the second in which processes connect to each other can keep them for a minute, until
+Gloo gives up::
 
     from gravac_jax import elastic
 
@@ -136,7 +137,8 @@ def _with_empty_residual(theirs: Any, fresh: Any) -> Any:
     a `.residual` begins anew.
     """
     owned = ".told", ".residual" if _residuals(fresh) else ".memory"
-    is_own = lambda keys: any(name in jax.tree_util.keystr(keys) for name in owned)
+    own_path = lambda keys: jax.tree_util.keystr(keys).partition(".local")[2]
+    is_own = lambda keys: any(name in own_path(keys) for name in owned)
     pick = lambda keys, x, own: own if is_own(keys) else x
     return jax.tree.map_with_path(pick, theirs, fresh)
 
@@ -195,7 +197,7 @@ class Elastic:
 
     def __init__(self, begin: Callable[[], tuple[Any, Any, int]]) -> None:
         self._shared, self._jax = _private_names()
-        if FOLDER not in os.environ:
+        if not os.environ.get(FOLDER):
             raise RuntimeError("start it by gravac_jax.launch -n 4 --elastic train.py")
         self._begin, self._folder = begin, Path(os.environ[FOLDER])
         self._copies: dict[int, Any] = {}  # own rows after so many steps
@@ -203,7 +205,6 @@ class Elastic:
         # that of the service of the one that it is in.
         self._left, self._port, self._energy, self._has_ended = -1, 0, 0.0, False
         backend.clear_backends()
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def train(self, batches: Callable[[int], Any], steps: int) -> Iterator[Any]:
         """Take steps, and yield the number of each and its metrics.
@@ -222,6 +223,7 @@ class Elastic:
           JaxRuntimeError: if a step fails, and no process has died within 10 seconds.
           ValueError: if the model is sharded.
         """
+        threading.Thread(target=self._watch, daemon=True).start()
         while not self._has_ended:
             try:
                 if not self._port:
@@ -238,8 +240,8 @@ class Elastic:
         result, n = self._step(*self.state, batch), len(self.state)
         rows, metrics = own_rows((result[:n], result[n:]))  # waits for the step
         self.state, self.steps = result[:n], self.steps + 1
-        self._copies[self.steps] = rows
-        self._energy = sum(float(np.vdot(x, x)) for x in _residuals(rows))
+        energy = sum(float(np.vdot(x, x)) for x in _residuals(rows))
+        self._copies[self.steps], self._energy = rows, energy
         # No exchange ends before all members have begun it, so that each has at least
         # the step before the last exchange. Within a round some may be ahead.
         if not any(x.info.local_steps for x in states.transform_states(rows)):
@@ -321,11 +323,12 @@ def _break_connections(port: int) -> None:
     Those of Gloo would wait for a dead or frozen process for ever.
     """
     for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
-        # Some are not connected.
-        with socket.socket(fileno=os.dup(int(path.name))) as found, suppress(OSError):
-            ends = found.getsockname(), found.getpeername()
-            is_here = isinstance(ends[0], tuple) and ends[0][0] == ends[1][0]
-            if is_here and port not in (ends[0][1], ends[1][1]):
+        # Some are not connected, or have just been closed.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as found:
+            own, other = found.getsockname(), found.getpeername()
+            # The host's own name may lead to 127.0.1.1.
+            is_here = own[0] == other[0] or str(other[0]).startswith("127.")
+            if isinstance(own, tuple) and is_here and port not in (own[1], other[1]):
                 found.shutdown(socket.SHUT_RDWR)
 
 
@@ -334,7 +337,7 @@ def _write(path: Path, content: Any) -> None:
     new.replace(path)  # at once: somebody may read it now
 
 
-# The launcher. ----------------------------------------------------------------------
+# The launcher, of every kind of job. --------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -385,7 +388,7 @@ def supervise(job: Any, folder: str, options: Any) -> None:
     with job:
         place, services = Path(folder), [_private_names()]
         while (ready := _look(job, place, record, told, options)) is not None:
-            if _is_due(record, ready, told, options, job.statuses.count(None)):
+            if _may_begin(record, ready, told, options, job.statuses.count(None)):
                 # A client would end its process with its service, and so all must have
                 # left before it goes.
                 services = [*services[-1:], _new_generation(record, ready, told)]
@@ -426,8 +429,8 @@ def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
     return ready if None in job.statuses else None
 
 
-def _is_due(record: Any, ready: Any, told: Any, options: Any, alive: int) -> bool:
-    """End the generation if members change; return whether one is to begin."""
+def _may_begin(record: Any, ready: Any, told: Any, options: Any, alive: int) -> bool:
+    """End the generation if its members changed; return whether one may begin."""
     members, are_all_here = record["members"], record["members"].keys() <= ready.keys()
     if not record["is_over"]:
         # Who joins waits for a step, or joiners could keep a run from getting on.

@@ -120,7 +120,7 @@ def _run_job(options: argparse.Namespace) -> None:
             return _run_once(options, members)
         except ProcessDiedError as died:
             said = f"{died}; the others were ended"
-            if restart == options.restarts:
+            if options.elastic or restart == options.restarts:
                 raise SystemExit(f"{_PROGRAM}: {said}") from None
             before, last = last, members[died.index]
         if last == before and len(members) > (options.min_processes or options.n):
@@ -142,7 +142,7 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
     with tempfile.TemporaryDirectory() as folder:
-        env = local_environment(coordinator) | {FOLDER: folder}
+        env = local_environment(coordinator) | {FOLDER: folder * options.elastic}
         job = Job(commands, options.grace, env=env)
         try:
             supervise(job, folder, options) if options.elastic else job.wait()

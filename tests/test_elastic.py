@@ -112,6 +112,16 @@ def test_after_a_kill_and_a_freeze_the_run_ends_as_one_with_the_same_members(tmp
     assert digests == reference(eval(tx), generations)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(HERE not in elastic.TRIED, reason="elastic is not for this JAX")
+def test_a_job_that_has_no_restarts_left_fails(tmp_path):
+    (script := tmp_path / "x.py").write_text("raise SystemExit(3)")
+    command = [*LAUNCH, "--restarts", "1", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "exited with status 3; the others were ended" in done.stderr
+
+
 def test_own_rows_lie_on_another_mesh_bit_by_bit():
     tx, first = gravac.adamw(1e-2, send=gravac.Bits(2)), jax.devices()[:4]
     meshes = [gravac.make_mesh(devices=x) for x in (first, jax.devices()[4:])]

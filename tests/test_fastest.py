@@ -24,7 +24,7 @@ ENTRIES = np.array([1, 0.1, 0.05, 0.025, 0.0125, 1 / 160, 1 / 320, 1 / 640, 0.00
 PROGRESS = ENTRIES**0.1  # about that of an LSTM
 FEW_BITS = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2))
 TWO_BITS = (gravac.Dense(), gravac.Bits(2))
-# What each rung sends by default, as a share of a dense step.
+# What each rung sends by default, and one rung more, as a share of a dense step.
 SIZES = 1 / np.array([1, 4, 16, 64, 128, 256])
 NOISE = 0.2  # of a time
 GUESSED = gravac.WireCost()
@@ -283,7 +283,8 @@ def dear_steps(controller):
 
 
 def test_at_the_shared_params_it_is_as_if_one_bit_and_turns_were_not_there():
-    every, few = gravac.Fastest(), gravac.Fastest(FEW_BITS)
+    late = gravac.Bits(1), gravac.Bits(1, turns=4)
+    every, few = gravac.Fastest((*FEW_BITS, *late)), gravac.Fastest(FEW_BITS)
     assert on_a_slow_network(every)[0].max() == 2
     assert dear_steps(every) <= dear_steps(few) + 3
     assert on_a_slow_network(every, at_own_params=True)[0][-1] > 2

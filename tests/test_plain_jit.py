@@ -14,10 +14,9 @@ HAS_BIAS = jax.__version_info__ >= (0, 12)
 DRAW = np.random.default_rng(0).normal
 PARAMS = {
     "up": DRAW(size=(32, 64)).astype(np.float32) / 6,
+    "bias": np.zeros((1, 64), np.float32),
     "down": DRAW(size=(64, 8)).astype(np.float32) / 8,
 }
-if HAS_BIAS:
-    PARAMS["bias"] = np.zeros((1, 64), np.float32)
 ROWS = DRAW(size=(8 * N, 32)).astype(np.float32)
 MESHES = {
     "one axis": ((N,), ("dcn",), None),
@@ -28,9 +27,11 @@ MESHES = {
 def loss_fn(params, rows):
     """Return a mean over rows; JAX adds nothing reduced to what is sharded."""
     hidden = rows @ params["up"]
+    bias = params["bias"]
     if HAS_BIAS:
         lies = jax.typeof(hidden).sharding
-        hidden += jnp.broadcast_to(params["bias"], hidden.shape, out_sharding=lies)
+        bias = jnp.broadcast_to(bias, hidden.shape, out_sharding=lies)
+    hidden += bias
     return jnp.mean((jnp.tanh(hidden) @ params["down"] - 1) ** 2)
 
 
@@ -42,7 +43,10 @@ def run(mesh, tx, axes=(), steps=3):
 
         @jax.jit
         def step(params, opt_state, rows):
-            own = jax.reshard(params, jax.P(reduced=frozenset(axes)))
+            # Without a cast JAX sums the gradient, here that of the bias.
+            reduced = lambda x: jax.reshard(x, jax.P(reduced=frozenset(axes)))
+            is_cast = lambda name: HAS_BIAS or name != "bias"
+            own = {k: reduced(x) if is_cast(k) else x for k, x in params.items()}
             loss, grads = jax.value_and_grad(loss_fn)(own, rows)
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), loss
@@ -69,7 +73,8 @@ def test_dense_steps_are_those_of_jit(place):
 
 def test_few_bits_are_those_of_data_parallel_and_nothing_else_crosses():
     mesh = make_mesh((N,), ("dcn",), AXIS_TYPES[1])
-    few = gravac.transform("dcn", send=gravac.Bits(2), compress=True)
+    encoded = {"up": True, "bias": False, "down": True}  # its parts may be alike
+    few = gravac.transform("dcn", send=gravac.Bits(2), compress=encoded)
     tx = optax.chain(few, optax.sgd(0.5))
     losses, (params, _), text = run(mesh, tx, ("dcn",))
     mesh = make_mesh((N,), ("dcn",))
@@ -83,7 +88,7 @@ def test_few_bits_are_those_of_data_parallel_and_nothing_else_crosses():
     found, _ = collectives(text)
     crossing = sum(x.payload_bytes for x in found)
     dense_bytes = 4 * sum(x.size for x in PARAMS.values())
-    assert 1 / 16 < crossing / dense_bytes < 1 / 7
+    assert 1 / 16 < crossing / dense_bytes < 1 / 6
     text = run(mesh, optax.sgd(0.5))[2]
     assert sum(x.payload_bytes for x in collectives(text)[0]) >= dense_bytes
 

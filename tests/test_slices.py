@@ -271,7 +271,8 @@ numbers = lambda text: [int(x) for x in re.findall(r"\d+", text)]
 
 def collectives(text, inner_devices=4):
     """Yield (crosses the slow axis, kind, dtypes and shapes) of each collective."""
-    for x in itertools.chain(*reading.Program(text).scheduled):
+    computations = reading.Program(text).computations.values()
+    for x in itertools.chain(*(c.values() for c in computations)):
         if x.collective:
             groups = [{y // inner_devices for y in ys} for ys in reading.groups(x.rest)]
             crosses = max(map(len, groups)) > 1

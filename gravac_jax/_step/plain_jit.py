@@ -5,7 +5,7 @@ The gradient of a loss at params that were cast by
 part of a sum that no collective has made.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,25 +43,24 @@ def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
     return unsummed
 
 
-def on_devices(
-    update: Callable[..., Any], unsummed: Iterable[str]
-) -> Callable[..., Any]:
+def on_devices(update: Callable[..., Any]) -> Callable[..., Any]:
     """Return `update(updates, state, params, **times)` of one device, run on all.
 
     Args:
-      update: takes the gradient of the rows of one device.
-      unsummed: the axes over which what the result takes is still to be summed.
+      update: takes the gradient of the rows of one device; where JAX has summed a
+        leaf's already, that of all rows.
     """
-
-    def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
-        devices = jax.lax.axis_size((*unsummed,))
-        # The mean over the rows of one device, and not over all rows.
-        own = jax.tree.map(lambda x: x * devices, updates)
-        return update(own, state, params, **times)
 
     def on_mesh(updates: Any, state: Any, params: Any, **times: Any) -> Any:
         given = updates, state, params, times
         specs = jax.tree.map(_spec, given)
+
+        def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
+            # The mean over the rows of one device, and not over all rows.
+            own = lambda x, spec: x * jax.lax.axis_size((*spec.unreduced,))
+            updates = jax.tree.map(own, updates, specs[0])
+            return update(updates, state, params, **times)
+
         summed = jax.tree.map(lambda x: jax.P(*x.partitions), specs[0])
         mesh = jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh
         how = {"in_specs": specs, "out_specs": (summed, specs[1])}

@@ -75,7 +75,7 @@ def update(
     times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
     if components.slices is not None:
         return components.slices.run(run, how, updates, state, params, times)
-    run = plain_jit.on_devices(run, unsummed) if unsummed else run
+    run = plain_jit.on_devices(run) if unsummed else run
     return run(updates, state, params, **times)
 
 
