@@ -96,7 +96,7 @@ def reference(tx, generations):
 def test_after_a_kill_and_a_freeze_the_run_ends_as_one_with_the_same_members(tmp_path):
     tx, script = "gravac.adamw(1e-2, send=gravac.Bits(2), delay=1)", tmp_path / "x.py"
     script.write_text(TASK + SCRIPT)
-    options = ["--restarts", "2", "--heartbeat", "3", script, tx, str(STEPS)]
+    options = ["--restarts", "2", "--heartbeat", "5", script, tx, str(STEPS)]
     told, done = told_under_faults([*LAUNCH, *options])
     later = lambda done: (x["time"] for x in told if x["number"] > done["number"])
     seconds = [min(later(x)) - x["time"] for x in done]
