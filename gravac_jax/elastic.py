@@ -296,8 +296,8 @@ class Elastic:
     def _watch(self) -> None:
         """Show that this process lives; break its connections when it must leave."""
         while True:
-            told = self._left, max(self._copies, default=-1), self._energy
-            _write(self._folder / str(os.getpid()), [*told, self._has_ended])
+            now = self._left, max(self._copies, default=-1), self._energy
+            _write(self._folder / str(os.getpid()), json.dumps([*now, self._has_ended]))
             # Again and again, since an exchange may only begin.
             if self._port and not self._has_ended and self._newest()["is_over"]:
                 _break_connections(self._port)
@@ -332,8 +332,8 @@ def _break_connections(port: int) -> None:
                 found.shutdown(socket.SHUT_RDWR)
 
 
-def _write(path: Path, content: Any) -> None:
-    (new := path.with_name(f"{path.name}.new")).write_text(json.dumps(content))
+def _write(path: Path, text: str) -> None:
+    (new := path.with_name(f"{path.name}.new")).write_text(text)
     new.replace(path)  # at once: somebody may read it now
 
 
@@ -386,13 +386,14 @@ def supervise(job: Any, folder: str, options: Any) -> None:
     told: dict[str, list[Any]] = {}  # by each pid, see `Elastic._watch`
     record = {"number": 0, "members": {}, "is_over": True, "lost": [], "dead": []}
     with job:
-        place, services = Path(folder), [_private_names()]
+        place, services, written = Path(folder), [_private_names()], ""
         while (ready := _look(job, place, record, told, options)) is not None:
             if _may_begin(record, ready, told, options, job.statuses.count(None)):
                 # A client would end its process with its service, and so all must have
                 # left before it goes.
                 services = [*services[-1:], _new_generation(record, ready, told)]
-            _write(place / "generation", record)
+            if (text := json.dumps(record)) != written:
+                _write(place / "generation", written := text)
             time.sleep(0.02)
 
 
