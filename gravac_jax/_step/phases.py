@@ -5,7 +5,7 @@
 3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
 5. `decide` the rung of a coming step from what this one showed.
-6. `report` what was sent.
+6. Report what was sent, in the `info` of the state.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes
-from gravac_jax._step import consistency, norms, states, step_info
+from gravac_jax._step import consistency, norms, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import global_norm
 from gravac_jax._step.components import Components
-from gravac_jax._step.states import PAST_STEPS, LocalState, Round, Told, TransformState
+from gravac_jax._step.states import LocalState, Round, Told, TransformState
 from gravac_jax._step.step_info import StepInfo, Tables
 
 # Bound of an entry of a gradient, so that sums of squares stay finite.
@@ -48,7 +48,7 @@ class Figures(NamedTuple):
 
     Attributes:
       told: what replicas tell of their gradients and times; `bad` is above 0 if some
-        gradient is, and `timed` the share of replicas that measured a time.
+        gradient is.
       dense: `[m]` float32, the mean of the leaves that go dense.
       rung: `[]` float32, the rung in the first replica's state.
       round_steps: `[1]` float32, the length of the round after the next exchange, in
@@ -69,7 +69,6 @@ class Arrived(NamedTuple):
 
     Attributes:
       figures: the means of what every step averages.
-      rung: `[]` int32, the rung that was taken; the number of rungs if it was local.
       means: the mean of what was sent, `[n]` float32 a bucket.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
         would have sent, as in `Exchanged`.
@@ -77,28 +76,9 @@ class Arrived(NamedTuple):
     """
 
     figures: Figures
-    rung: jax.Array
     means: tuple[jax.Array, ...]
     energies: jax.Array
     energy: jax.Array
-
-
-class Taken(NamedTuple):
-    """What came of a step, before it is reported.
-
-    Attributes:
-      arrived: what all replicas have received.
-      local: this replica's own state after the step.
-      decided: `[]` int32, the rung of the third exchange from here.
-      controller: the controller's new state.
-      gains: `[rungs]` float32, the gain of each rung, as last known.
-    """
-
-    arrived: Arrived
-    local: LocalState
-    decided: jax.Array
-    controller: Any
-    gains: jax.Array
 
 
 def held_by(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
@@ -119,12 +99,9 @@ class Step:
       reach: the rungs that steps may take, rising; static.
       is_own: whether gradients are known to be taken at own params; static.
       is_due: with rounds, whether this step exchanges, if the caller knows; static.
-      times: the measured time of each kind of step, and whether it is known:
-        `[kinds]` float32 both.
+      times: as in `Told`.
       rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
         `np.int32` if it never changes or the caller knows it.
-      own_params: this replica's own params, in parts, before an exchange that comes
-        before its gradient is added to the memory; None without such an exchange.
     """
 
     components: Components
@@ -135,9 +112,8 @@ class Step:
     reach: tuple[int, ...]
     is_own: bool
     is_due: bool | None
-    times: tuple[jax.Array, jax.Array]
+    times: jax.Array
     rung: jax.Array | np.int32
-    own_params: Parts | None = None
 
     @functools.cached_property
     def ladders(self) -> list[Ladder]:
@@ -154,12 +130,6 @@ class Step:
         them would not be known to be the same on all of them.
         """
         return self.axes.fast.axis_name is None
-
-    def tables(self, figures: Figures) -> Tables:
-        """Return what each rung sends, beside what every step averages; static."""
-        size = sum(x.size for x in jax.tree.leaves(figures))
-        given = size, self.axes.slow.replicas, self.rides
-        return step_info.tables(self.buckets, self.ladders, *given)
 
     @property
     def looks(self) -> jax.Array | bool:
@@ -191,34 +161,42 @@ class Step:
             parts = jax.tree.map(decay, parts, self.buckets.pack(self.params))
         return parts, bad
 
-    def take(self, parts: Parts, bad: jax.Array, local: LocalState) -> Taken:
-        """Feed, exchange and decide, in the order that delay and rounds ask."""
+    def take(
+        self, parts: Parts, bad: jax.Array, local: LocalState
+    ) -> tuple[Parts, TransformState]:
+        """Feed, exchange and decide, in the order that delay and rounds ask.
+
+        Returns:
+          parts: what arrived, the same on all replicas; zeros in a local step.
+          state: the state after the step, which is not counted in it yet.
+        """
         if not self.components.waits:
             fed, memory, own = self.feed(parts, bad, local)
             told = self.told_of(parts, bad, local, own)
             return self.send(told, fed, memory, local)
-        (seconds, timed), told = self.times, local.told
-        told = told._replace(
-            seconds=jnp.where(timed > 0, seconds, told.seconds),
-            timed=jnp.maximum(timed, told.timed),
-        )
-        local = local._replace(told=told)
+        times = jnp.where(self.times[1] > 0, self.times, local.told.times)
+        local = local._replace(told=local.told._replace(times=times))
         if not self.components.delay:
             return self._take_held(self.hold_back(parts, bad, local))
-        taken = self._take_held(local)
-        before = self._with_own_params(local)
-        return taken._replace(local=before.hold_back(parts, bad, taken.local))
+        own = self._own_params(local)
+        arrived, after = self._take_held(local)
+        local = self.hold_back(parts, bad, after.local, own)
+        return arrived, after._replace(local=local)
 
-    def _take_held(self, local: LocalState) -> Taken:
+    def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
         """Exchange what the memory holds, if the step is the last one of a round."""
         is_due = self._exchanges
         exchange = lambda: self.send_held(local)
         if is_due is True:
             return exchange()
-        nothing = self._nothing(jax.eval_shape(exchange).arrived, local)
+        nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
+        replicas = self.axes.slow.replicas
+        dense = _network.mean_traffic(sum(self.buckets.entries), replicas)
+        info = step_info.of_a_local_step(self.state.info, dense)
+        stayed = nothing, self.state._replace(local=local, info=info)
         if is_due is False:
-            return nothing
-        return _network.exchange_if(is_due, exchange, nothing)
+            return stayed
+        return _network.exchange_if(is_due, exchange, stayed)
 
     @property
     def _exchanges(self) -> jax.Array | bool:
@@ -230,9 +208,16 @@ class Step:
         return self.state.info.local_steps + 1 >= self.state.round.length
 
     def feed(
-        self, parts: Parts, bad: jax.Array, local: LocalState
+        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts | None = None
     ) -> tuple[Parts, tuple[Any, ...], tuple[jax.Array, ...]]:
         """Add the gradient to what the memory holds back, unless the gradient is bad.
+
+        Args:
+          parts: the gradient.
+          bad: whether it is bad, `[]` float32.
+          local: this replica's own state.
+          own: its own params, if an exchange came before this; else the shared ones and
+            what the memory holds are its own.
 
         Returns:
           parts: the gradient and what was held back.
@@ -243,7 +228,9 @@ class Step:
         unfed = held_by(components.memory, local, self.buckets)
         given = parts, local.memory
         if components.memory.needs_params:
-            given = (*given, self._params_beside(unfed))
+            # The params lack what an exchange has just taken out of the memory.
+            beside = own and jax.tree.map(jnp.subtract, own, unfed)
+            given = (*given, beside or self.buckets.pack(self.params))
         memories = components.memories(self.buckets)
         pairs = zip(memories, zip(*given, strict=True), strict=True)
         fed, memory = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
@@ -260,39 +247,32 @@ class Step:
         before = unfed, local.memory, untold
         return _arrays.where(is_bad, before, (fed, memory, told))
 
-    def _with_own_params(self, local: LocalState) -> "Step":
-        """Return the step with own params, if the memory asks for params.
+    def _own_params(self, local: LocalState) -> Parts | None:
+        """Return this replica's own params, if the memory asks for params.
 
         They are rounded to the dtypes of the params, as those are at which a gradient
         is taken.
         """
         if not self.components.memory.needs_params:
-            return self
+            return None
         params = self.buckets.pack(self.params)
         held = held_by(self.components.memory, local, self.buckets)
         own = jax.tree.map(jnp.add, params, held)
         if any(x.dtype != jnp.float32 for x in self.buckets.leaves):
             own = self.buckets.pack(self.buckets.unpack(own, self.state.steps))
-        return dataclasses.replace(self, own_params=own)
+        return own
 
-    def _params_beside(self, held: Parts) -> Parts:
-        """Return the params that are own params with what the memory now holds.
-
-        What an exchange has just taken out of the memory is not in the params yet.
-        """
-        if self.own_params is None:
-            return self.buckets.pack(self.params)
-        return jax.tree.map(jnp.subtract, self.own_params, held)
-
-    def hold_back(self, parts: Parts, bad: jax.Array, local: LocalState) -> LocalState:
+    def hold_back(
+        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts | None = None
+    ) -> LocalState:
         """Add the gradient to the memory, for a later exchange to send."""
         before, hold = local.told, self.components.memory.hold
-        fed, memory, own = self.feed(parts, bad, local)
-        told = self.told_of(parts, bad, local, own)
-        waiting = {"seconds": before.seconds, "timed": before.timed}
+        fed, memory, norms = self.feed(parts, bad, local, own)
+        told = self.told_of(parts, bad, local, norms)
+        is_bad = jnp.maximum(told.bad, before.bad)
         return local._replace(
             memory=tuple(map(hold, fed, fed, memory)),
-            told=told._replace(bad=jnp.maximum(told.bad, before.bad), **waiting),
+            told=told._replace(bad=is_bad, times=before.times),
         )
 
     def told_of(
@@ -322,9 +302,9 @@ class Step:
         sample = some, self.axes.slow.contrast(some)
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], sample, good[1], *self.times, own)
+        return Told(bad, good[0], sample, good[1], self.times, own)
 
-    def send_held(self, local: LocalState) -> Taken:
+    def send_held(self, local: LocalState) -> tuple[Parts, TransformState]:
         """Send what the memory holds, and what the others have not been told yet."""
         held = held_by(self.components.memory, local, self.buckets)
         rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
@@ -332,18 +312,29 @@ class Step:
 
     def send(
         self, told: Told, fed: Parts, memory: tuple[Any, ...], local: LocalState
-    ) -> Taken:
+    ) -> tuple[Parts, TransformState]:
         """Exchange what was fed, and what all must know, and decide."""
+        state = self.state
         own = self.own_figures(told, fed[-1])
         arrived, local = self.exchange(fed, memory, own, local)
-        return Taken(arrived, local, *self.decide(arrived))
-
-    def _nothing(self, like: Any, local: LocalState) -> Taken:
-        """Return what comes of a local step: nothing arrives or is decided."""
-        state, rungs = self.state, len(self.components.controller.ladder)
-        arrived = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        arrived = arrived._replace(rung=jnp.int32(rungs))
-        return Taken(arrived, local, state.decided, state.controller, state.info.gains)
+        figures, following = arrived.figures, state.round
+        size = sum(x.size for x in jax.tree.leaves(figures))
+        given = size, self.axes.slow.replicas, self.rides
+        tables = step_info.tables(self.buckets, self.ladders, *given)
+        decided, controller = self.decide(arrived, tables)
+        number = lambda mean: jnp.int32(mean + 0.5)
+        if self.components.has_rounds:
+            length = number(figures.round_steps[0])
+            exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
+            following = Round(state.round.next_length, length, exchanges)
+        return (*arrived.means, figures.dense), state._replace(
+            local=local,
+            decided=decided,
+            next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
+            controller=controller,
+            round=following,
+            info=self.info(arrived, tables),
+        )
 
     def own_figures(self, told: Told, dense: jax.Array) -> Figures:
         """Return this replica's part of what all replicas must know.
@@ -412,20 +403,20 @@ class Step:
         energies = _arrays.total(x.energies for x in exchanged)
         energy = _arrays.total(x.energy for x in exchanged)
         both = self.axes.slice_holders.mean((energies, energy))
-        return Arrived(figures, jnp.asarray(self.rung), means, *both), local
+        return Arrived(figures, means, *both), local
 
-    def decide(self, arrived: Arrived) -> tuple[jax.Array, Any, jax.Array]:
-        """Show the evidence to the controller; return its rung and state, and gains."""
+    def decide(self, arrived: Arrived, tables: Tables) -> tuple[jax.Array, Any]:
+        """Show the evidence to the controller; return its rung and state."""
         components, state, told = self.components, self.state, arrived.figures.told
-        controller, tables = components.controller, self.tables(arrived.figures)
+        controller = components.controller
         rungs = len(controller.ladder)
-        times = told.seconds / told.timed  # NaN where not timed
+        times = told.times[0] / told.times[1]  # NaN where not timed
         is_asked = controller.looks_at == "gradient"
         network = components.network or WireCost()
         evidence = Evidence(
             step=state.steps,
             replicas=self.axes.slow.replicas,
-            first_sparse=jnp.int32(int(np.argmin(tables.is_dense))),
+            first_sparse=jnp.int32(np.argmin([*tables.is_dense, 0])),
             energies=arrived.energies,
             energy=arrived.energy,
             gradient_energy=told.gradient_energy,
@@ -437,35 +428,16 @@ class Step:
             at_own_params=self.is_own,
         )
         rung, decided = controller.decide(evidence, state.controller)
-        rung = jnp.clip(rung, 0, rungs - 1)  # more would mean a local step
-        now = compression_gain.gain(evidence.energies, evidence.energy)
-        is_known = jnp.arange(now.size) == arrived.rung
-        if controller.looks_at == "bucket":
-            is_known = is_known | self.looks
-        return rung, decided, jnp.where(is_known, now, state.info.gains)
+        return jnp.clip(rung, 0, rungs - 1), decided  # more would mean a local step
 
-    def report(self, taken: Taken) -> tuple[Any, TransformState]:
-        """Return the updates, and the state with what a human wants to know."""
-        arrived, state = taken.arrived, self.state
-        figures, rung = arrived.figures, arrived.rung
-        next_rungs, following = self._what_follows(arrived)
-        slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
-        updates = self.buckets.unpack((*arrived.means, figures.dense), state.steps)
-        return updates, state._replace(
-            steps=jnp.asarray(optax.safe_increment(state.steps)),
-            local=states.leave(taken.local, state.local),
-            decided=taken.decided,
-            next_rungs=next_rungs,
-            controller=taken.controller,
-            past_rungs=jnp.where(slot, rung, state.past_rungs),
-            round=following,
-            info=self.info(arrived, taken.gains),
-        )
-
-    def info(self, arrived: Arrived, gains: jax.Array) -> StepInfo:
+    def info(self, arrived: Arrived, tables: Tables) -> StepInfo:
         """Return what the step sent, and the counters of what went wrong."""
-        before, rung, figures = self.state.info, arrived.rung, arrived.figures
-        table = self.tables(figures)
+        before, rung, figures = self.state.info, self.rung, arrived.figures
+        now = compression_gain.gain(arrived.energies, arrived.energy)
+        is_known = jnp.arange(now.size) == rung
+        if self.components.controller.looks_at == "bucket":
+            is_known = is_known | self.looks
+        gains = jnp.where(is_known, now, before.gains)
         at_rung = lambda figures: jnp.asarray(figures)[rung]
         count = lambda before, happened: before + happened.astype(jnp.int32)
         is_bad = figures.told.bad != 0
@@ -474,41 +446,21 @@ class Step:
         is_alike = jnp.abs(contrast) < ALIKE * energy
         is_alike &= self.axes.slow.replicas > 1
         are_apart = jnp.any(figures.apart != 0)
-        wire_bytes, steps = at_rung(table.wire_bytes), before.local_steps + 1
-        is_local = rung == gains.size
-        mean_bytes = wire_bytes / steps.astype(jnp.float32)
+        wire_bytes, steps = at_rung(tables.wire_bytes), before.local_steps + 1
         return StepInfo(
             rung=jnp.asarray(rung, jnp.int32),
-            factor=at_rung(table.factors),
-            gain=jnp.append(gains, jnp.float32(0))[rung],
+            factor=at_rung(tables.factors),
+            gain=gains[rung],
             gains=gains,
-            payload_bytes=at_rung(table.payload_bytes),
+            payload_bytes=at_rung(tables.payload_bytes),
             wire_bytes=wire_bytes,
-            dense_bytes=jnp.float32(table.dense.payload_bytes),
-            dense_wire_bytes=jnp.float32(table.dense.wire_bytes),
+            dense_bytes=jnp.float32(tables.dense.payload_bytes),
+            dense_wire_bytes=jnp.float32(tables.dense.wire_bytes),
             is_finite=~is_bad | self.components.waits,
-            dense_steps=count(before.dense_steps, at_rung(table.is_dense)),
+            dense_steps=count(before.dense_steps, at_rung(tables.is_dense)),
             bad_steps=count(before.bad_steps, is_bad),
             disagreements=count(before.disagreements, are_apart),
             alike_steps=count(before.alike_steps, is_alike),
-            local_steps=jnp.where(is_local, steps, 0),
-            mean_wire_bytes=jnp.where(is_local, before.mean_wire_bytes, mean_bytes),
+            local_steps=jnp.zeros_like(before.local_steps),
+            mean_wire_bytes=wire_bytes / steps.astype(jnp.float32),
         )
-
-    def _what_follows(self, arrived: Arrived) -> tuple[jax.Array, Any]:
-        """Return the next rungs and the round of the next step.
-
-        A step that exchanged has agreed on one more of each; a local one changes
-        neither.
-        """
-        components, state = self.components, self.state
-        number = lambda x: jnp.int32(x + 0.5)
-        figures, next_round = arrived.figures, ()
-        if components.has_rounds:
-            length = number(figures.round_steps[0])
-            exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
-            next_round = Round(state.round.next_length, length, exchanges)
-        next_rungs = jnp.stack([state.next_rungs[1], number(figures.rung)])
-        is_local = arrived.rung == len(components.controller.ladder)
-        before = state.next_rungs, state.round
-        return _arrays.where(is_local, before, (next_rungs, next_round))

@@ -25,9 +25,8 @@ class Told(NamedTuple):
         that energy, whose mean is 0 if all replicas have the same gradient.
       gradient_energies: `[rungs]` float32, as in `Evidence`; () if the controller
         never asks.
-      seconds: `[kinds]` float32, a measured step time at the kind of its step, else 0.
-        Kinds are the rungs, and with rounds local steps.
-      timed: `[kinds]` float32, 1 where a time was measured.
+      times: `[2, kinds]` float32, a measured step time at the kind of its step, and 1
+        there; else 0. Kinds are the rungs, and with rounds local steps.
       norms: what `norms.told` says of the last own step, `[2, rows]` float32 a part; ()
         if the memory keeps no norm.
     """
@@ -36,8 +35,7 @@ class Told(NamedTuple):
     gradient_energy: jax.Array
     sample: tuple[jax.Array, jax.Array]
     gradient_energies: Any
-    seconds: jax.Array
-    timed: jax.Array
+    times: jax.Array
     norms: tuple[jax.Array, ...]
 
 
@@ -46,8 +44,8 @@ def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
     looks = controller.looks_at == "gradient"
     rungs = zeros(len(controller.ladder)) if looks else ()
-    figures = zeros(), zeros(), (zeros(), zeros()), rungs, zeros(kinds), zeros(kinds)
-    return Told(*figures, norms)
+    sample = zeros(), zeros()
+    return Told(zeros(), zeros(), sample, rungs, zeros(2, kinds), norms)
 
 
 class Round(NamedTuple):

@@ -104,14 +104,14 @@ class StepInfo(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What each rung sends, and at the end a local step. Static.
+    """What each rung sends. Static.
 
     Attributes:
-      factors: `[rungs + 1]`, bits of the buckets in float32 over bits sent.
-      payload_bytes: `[rungs + 1]`.
-      wire_bytes: `[rungs + 1]`.
-      messages: `[rungs + 1]`, sent one after the other.
-      is_dense: `[rungs + 1]`, whether nothing is encoded.
+      factors: `[rungs]`, bits of the buckets in float32 over bits sent.
+      payload_bytes: `[rungs]`.
+      wire_bytes: `[rungs]`.
+      messages: `[rungs]`, sent one after the other.
+      is_dense: `[rungs]`, whether nothing is encoded.
       dense: a float32 mean of all leaves.
     """
 
@@ -160,7 +160,6 @@ def tables(
             f" of {sum(sizes):,} entries:{listed}\nPut the encodings in the"
             f" order of their bytes, or leave one out."
         )
-    rows.append((np.inf, 0, 0, 0, False))
     dense = _network.mean_traffic(sum(buckets.entries), replicas)
     return Tables(*np.asarray(rows, np.float32).T, dense=dense)
 
@@ -183,7 +182,7 @@ def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
     """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
     costs = zip(table.wire_bytes, table.messages, table.is_dense, strict=True)
     parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
-    return jnp.asarray(parts[:-1], jnp.float32)
+    return jnp.asarray(parts, jnp.float32)
 
 
 def before_the_first_step(rungs: int) -> StepInfo:
@@ -197,4 +196,24 @@ def before_the_first_step(rungs: int) -> StepInfo:
         factor=jnp.ones((), jnp.float32),
         gains=jnp.zeros(rungs, jnp.float32),
         is_finite=jnp.ones((), bool),
+    )
+
+
+def of_a_local_step(before: StepInfo, dense: Traffic) -> StepInfo:
+    """Return the report of a step that sends nothing, by the one before it.
+
+    Args:
+      before: the report of the last step.
+      dense: what a float32 mean of all leaves would send.
+    """
+    nothing = jnp.zeros((), jnp.float32)
+    return before._replace(
+        rung=jnp.int32(before.gains.size),
+        factor=jnp.float32(jnp.inf),
+        gain=nothing,
+        payload_bytes=nothing,
+        wire_bytes=nothing,
+        dense_bytes=jnp.float32(dense.payload_bytes),
+        dense_wire_bytes=jnp.float32(dense.wire_bytes),
+        local_steps=before.local_steps + 1,
     )

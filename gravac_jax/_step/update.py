@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gravac_jax import _refuse
 from gravac_jax._network import Axes, Comm
@@ -69,8 +70,13 @@ def update(
         known = reach, is_own, is_due, _times(components, state, **times)
         taken = _rung(rung, reach, state, axes.both)
         step = Step(components, axes, buckets, state, params, *known, taken)
-        parts, bad = step.prepare(updates)
-        return step.report(step.take(parts, bad, local))
+        arrived, after = step.take(*step.prepare(updates), local)
+        slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
+        return buckets.unpack(arrived, state.steps), after._replace(
+            steps=jnp.asarray(optax.safe_increment(state.steps)),
+            local=states.leave(after.local, state.local),
+            past_rungs=jnp.where(slot, after.info.rung, state.past_rungs),
+        )
 
     times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
     if components.slices is not None:
@@ -114,14 +120,10 @@ def _delivered(
 
 def _times(
     components: Components, state: TransformState, step_seconds: Any, steps_ago: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Assign a measured time to the kind of the step that it measured.
+) -> jax.Array:
+    """Return the `times` of `Told`: zeros if the time or its step is not known.
 
     Warn if times are guessed.
-
-    Returns:
-      Two `[kinds]` float32: the time at that kind and 0 elsewhere; 1 at that kind and 0
-      elsewhere. All zeros if the time or the step is not known.
     """
     controller = components.controller
     if step_seconds is None and components.network is None and controller.uses_seconds:
@@ -138,7 +140,7 @@ def _times(
     is_time = jnp.isfinite(seconds) & (seconds > 0)
     is_known = is_time & (ago >= 1) & (ago <= PAST_STEPS)
     is_here = is_known & (jnp.arange(components.kinds) == kind)
-    return jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)
+    return jnp.stack([jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)])
 
 
 def _rung(
