@@ -385,10 +385,10 @@ def climb(ladder: Any, x: Any, states: Any, rung: Any, looks: Any, step: Any) ->
     return ladder.exchange(
         x,
         states,
-        rung,
+        {"some": x[:FIGURES], "none": x[:0]},
+        rung=rung,
         reach=range(len(ladder.encodings)),
         looks=looks,
-        figures={"some": x[:FIGURES], "none": x[:0]},
         key=jax.random.key(KEY_SEED),
         step=step,
         comm=Comm("data"),

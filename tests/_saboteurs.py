@@ -179,30 +179,30 @@ class ForgetsWhatItLearned(gravac.LowRank):
 
 @caught_by(_laws.takes_each_encoding_as_if_alone)
 class StartsAnew(Ladder):
-    def exchange(self, x, states, rung, **others):
+    def exchange(self, x, states, figures, **others):
         begun = jax.tree.map(jnp.asarray, self.init())
-        return super().exchange(x, begun, rung, **others)
+        return super().exchange(x, begun, figures, **others)
 
 
 @caught_by(_laws.leaves_other_states_alone)
 class CountsEveryStep(Ladder):
-    def exchange(self, x, states, rung, **others):
-        found, states = super().exchange(x, states, rung, **others)
+    def exchange(self, x, states, figures, **others):
+        found, states = super().exchange(x, states, figures, **others)
         return found, jax.tree.map(lambda x: x + 1, states)
 
 
 @caught_by(_laws.knows_the_energies)
 class AddsItsEnergiesUp(Ladder):
-    def exchange(self, x, states, rung, *, comm, **others):
-        found, states = super().exchange(x, states, rung, comm=comm, **others)
+    def exchange(self, x, states, figures, *, comm, **others):
+        found, states = super().exchange(x, states, figures, comm=comm, **others)
         return found._replace(energies=found.energies * comm.replicas), states
 
 
 @caught_by(_laws.sends_alike_looking_or_not)
 class SendsLessUnseen(Ladder):
-    def exchange(self, x, states, rung, *, looks, **others):
+    def exchange(self, x, states, figures, *, looks, **others):
         less = x * jnp.where(looks, 1.0, 0.5)
-        return super().exchange(less, states, rung, looks=looks, **others)
+        return super().exchange(less, states, figures, looks=looks, **others)
 
 
 @caught_by(_laws.declares_the_bytes_of_each_rung)

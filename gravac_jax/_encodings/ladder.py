@@ -119,11 +119,11 @@ class Ladder:
         self,
         x: jax.Array,
         states: Any,
-        rung: jax.Array | np.int32,
+        figures: Any,
         *,
+        rung: jax.Array | np.int32,
         reach: Sequence[int],
         looks: jax.Array | bool,
-        figures: Any,
         key: jax.Array,
         step: jax.Array | int,
         comm: Comm,
@@ -133,12 +133,12 @@ class Ladder:
         Args:
           x: `[n]` float32, the compensated gradient of this replica.
           states: from `init` or the last step.
+          figures: a tree of float32 arrays, to be averaged over replicas at every rung.
           rung: `[]` int32, the same on every replica; an `np.int32` if it is known when
             the step is compiled.
           reach: the rungs that may come, rising, of which `rung` is one.
           looks: whether the step estimates what other rungs would send, `[]` bool, the
             same on every replica, or static.
-          figures: a tree of float32 arrays, to be averaged over replicas at every rung.
           key: as for `Encoding.exchange`.
           step: as for `Encoding.exchange`.
           comm: the other replicas.

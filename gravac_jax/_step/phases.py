@@ -171,9 +171,7 @@ class Step:
           state: the state after the step, which is not counted in it yet.
         """
         if not self.components.waits:
-            fed, memory, own = self.feed(parts, bad, local)
-            told = self.told_of(parts, bad, local, own)
-            return self.send(told, fed, memory, local)
+            return self.send(*self.feed(parts, bad, local), local)
         times = jnp.where(self.times[1] > 0, self.times, local.told.times)
         local = local._replace(told=local.told._replace(times=times))
         if not self.components.delay:
@@ -209,7 +207,7 @@ class Step:
 
     def feed(
         self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts | None = None
-    ) -> tuple[Parts, tuple[Any, ...], tuple[jax.Array, ...]]:
+    ) -> tuple[Parts, tuple[Any, ...], Told]:
         """Add the gradient to what the memory holds back, unless the gradient is bad.
 
         Args:
@@ -222,7 +220,7 @@ class Step:
         Returns:
           parts: the gradient and what was held back.
           memory: the states that `Memory.hold` takes, one a part.
-          norms: what all replicas must know of the norms of own steps, one a part.
+          told: what the others must know of it.
         """
         components = self.components
         unfed = held_by(components.memory, local, self.buckets)
@@ -245,7 +243,8 @@ class Step:
         is_bad = self.axes.slice_holders.mean(bad) != 0
         # This is no branch, because XLA would copy the memory in and out of one.
         before = unfed, local.memory, untold
-        return _arrays.where(is_bad, before, (fed, memory, told))
+        fed, memory, told = _arrays.where(is_bad, before, (fed, memory, told))
+        return fed, memory, self.told_of(parts, bad, local, told)
 
     def _own_params(self, local: LocalState) -> Parts | None:
         """Return this replica's own params, if the memory asks for params.
@@ -267,8 +266,7 @@ class Step:
     ) -> LocalState:
         """Add the gradient to the memory, for a later exchange to send."""
         before, hold = local.told, self.components.memory.hold
-        fed, memory, norms = self.feed(parts, bad, local, own)
-        told = self.told_of(parts, bad, local, norms)
+        fed, memory, told = self.feed(parts, bad, local, own)
         is_bad = jnp.maximum(told.bad, before.bad)
         return local._replace(
             memory=tuple(map(hold, fed, fed, memory)),
@@ -308,10 +306,10 @@ class Step:
         """Send what the memory holds, and what the others have not been told yet."""
         held = held_by(self.components.memory, local, self.buckets)
         rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
-        return self.send(local.told, held, local.memory, rest)
+        return self.send(held, local.memory, local.told, rest)
 
     def send(
-        self, told: Told, fed: Parts, memory: tuple[Any, ...], local: LocalState
+        self, fed: Parts, memory: tuple[Any, ...], told: Told, local: LocalState
     ) -> tuple[Parts, TransformState]:
         """Exchange what was fed, and what all must know, and decide."""
         state = self.state
@@ -375,27 +373,15 @@ class Step:
         """Exchange bucket by bucket, agree, and let the memory keep the rest."""
         components = self.components
         turn = self.state.round.exchanges if components.has_rounds else self.state.steps
-        looks, key = self.looks, self.key  # traced once for all buckets
-        results = []
-        pairs = zip(self.ladders, fed[:-1], local.encodings, strict=True)
-        for i, (ladder, x, before) in enumerate(pairs):
-            came = ladder.exchange(
-                x,
-                before,
-                self.rung,
-                reach=self.reach,
-                looks=looks,
-                figures=own if self.rides and i == 0 else (),
-                key=key,
-                step=turn,
-                comm=self.axes.slow,
-            )
-            results.append(came)
+        known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
+        known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
+        exchange = functools.partial(Ladder.exchange, **known)
+        riding = [own if self.rides else (), *[()] * (len(self.ladders) - 1)]
+        results = map(exchange, self.ladders, fed, local.encodings, riding)
         exchanged, encodings = zip(*results, strict=True)
         figures = exchanged[0].figures if self.rides else self.agree(own)
-        dense_residual = jnp.zeros_like(fed[-1])  # it went whole
-        residuals = self.buckets.cleared(x.sent.residual for x in exchanged)
-        residuals = (*residuals, dense_residual)
+        rests = self.buckets.cleared(x.sent.residual for x in exchanged)
+        residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
         after = map(components.memory.hold, residuals, fed, memory)
         known = tuple(map(norms.learnt, local.norms, figures.told.norms))
         local = local._replace(memory=tuple(after), encodings=encodings, norms=known)
