@@ -39,9 +39,8 @@ class PowerState(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """One array of a bucket, as a matrix of its last axis against all others."""
+    """The shape of one array of a bucket, with its last axis against all others."""
 
-    start: int
     rows: int
     columns: int
 
@@ -54,21 +53,19 @@ class _Matrix(NamedTuple):
         """The highest rank at which two thin matrices are smaller than the whole."""
         return max(0, self.entries - 1) // max(1, self.rows + self.columns)
 
-    def of(self, bucket: jax.Array) -> jax.Array:
-        part = jax.lax.slice_in_dim(bucket, self.start, self.start + self.entries)
-        return part.reshape(self.rows, self.columns)
-
 
 def _matrices(bucket: Bucket) -> list[_Matrix]:
     """Return the arrays of a bucket, and what fills it up, as a vector."""
-    matrices, start = [], 0
     filled = sum(map(math.prod, bucket.shapes))
     rest = [(bucket.n - filled,)] if bucket.n > filled else []
-    for shape in (*bucket.shapes, *rest):
-        *others, last = shape if len(shape) > 1 else (*shape, 1)
-        matrices.append(_Matrix(start, math.prod(others), last))
-        start += matrices[-1].entries
-    return matrices
+    shapes = [x if len(x) > 1 else (*x, 1) for x in (*bucket.shapes, *rest)]
+    return [_Matrix(math.prod(others), last) for *others, last in shapes]
+
+
+def _cut(x: jax.Array, bucket: Bucket) -> list[jax.Array]:
+    """Return the matrices that a bucket holds, which `_arrays.ravel` joins again."""
+    like = [jax.ShapeDtypeStruct(m[:2], x.dtype) for m in _matrices(bucket)]
+    return _arrays.unravel(x, like)
 
 
 class _Looked(NamedTuple):
@@ -162,7 +159,7 @@ class LowRank(Encoding):
         self, x: jax.Array, state: Any, *, bucket: Bucket, comm: Comm, **_: Any
     ) -> tuple[Sent, tuple[PowerState, ...]]:
         """Run one power iteration, in two collectives, or in one if none is low."""
-        mine = [matrix.of(x) for matrix in _matrices(bucket)]
+        mine = _cut(x, bucket)
         states, low = list(comm.cast(state)), self._low(bucket)
         sketch = lambda i: _multiply(mine[i], states[i].right[:, : self.rank])
         sent = [sketch(i) if i in low else x for i, x in enumerate(mine)]
@@ -186,7 +183,7 @@ class LowRank(Encoding):
 
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
         """Return the energies of arrays, and of the largest entries of a sample."""
-        energies = [_arrays.energy(matrix.of(x)) for matrix in _matrices(bucket)]
+        energies = list(map(_arrays.energy, _cut(x, bucket)))
         return _Looked(top_k.energies_of_largest(x, key), energies, state)
 
     def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
