@@ -188,23 +188,21 @@ class Comm:
         sums = jax.tree.unflatten(split, _arrays.unravel(total, flat))
         return jax.tree.map(lambda x, y: _arrays.from_exact_parts(y, x), tree, sums)
 
-    def bfloat16_mean(self, sent: list[jax.Array]) -> list[jax.Array]:
+    def bfloat16_mean(self, sent: jax.Array) -> jax.Array:
         """Return the mean of `sent` over replicas; it travels and ends as bfloat16.
 
         Every replica adds up one shard in float32, rounds its mean, and all shards are
         gathered. Half the bytes of a float32 ring all-reduce.
 
         Args:
-          sent: float32 arrays, rounded by `_arrays.round_to_bfloat16`.
+          sent: `[n]` float32, rounded by `_arrays.round_to_bfloat16`.
         """
-        flat = _arrays.ravel(sent)
-        rows = jnp.pad(flat, (0, -flat.size % self.replicas)).reshape(self.replicas, -1)
+        rows = jnp.pad(sent, (0, -sent.size % self.replicas)).reshape(self.replicas, -1)
         swapped = self.swap(_arrays.bfloat16_to_bits(rows))
         total = jnp.sum(_arrays.bfloat16_from_bits(swapped), axis=0)
         rounded = _arrays.round_to_bfloat16(total / self.replicas)
         shards = self.gather(_arrays.bfloat16_to_bits(rounded))
-        whole = _arrays.bfloat16_from_bits(shards).reshape(-1)[: flat.size]
-        return _arrays.unravel(whole, sent)
+        return _arrays.bfloat16_from_bits(shards).reshape(-1)[: sent.size]
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return every replica's `x`, the same on all: `[replicas, *x.shape]`."""
@@ -227,9 +225,10 @@ class Comm:
         own = jnp.where(self.replica() < 0, jnp.zeros_like(x), x)
         return jax.lax.all_to_all(self.cast(own), self.axis_name, 0, 0)
 
-    def share(self, x: jax.Array, is_mine: jax.Array) -> jax.Array:
-        """Return `x` (integers) of the one replica whose `is_mine` is True."""
-        return jax.lax.psum(jnp.where(is_mine, x, 0), self.axis_name or ())
+    def share(self, x: jax.Array) -> jax.Array:
+        """Return the first replica's `x` (integers)."""
+        own = jnp.where(self.replica() == 0, x, 0)
+        return jax.lax.psum(self.cast(own), self.axis_name or ())
 
     def replica(self) -> jax.Array:
         """Return the index of this replica, `[]` int32."""

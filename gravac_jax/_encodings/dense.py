@@ -70,7 +70,7 @@ class Dense(Encoding):
         sent = x if is_whole else _arrays.round_to_bfloat16(x)
         energy = _arrays.energy(sent)
         comm.tell(energy)
-        mean = comm.mean(x) if is_whole else comm.bfloat16_mean([sent])[0]
+        mean = comm.mean(x) if is_whole else comm.bfloat16_mean(sent)
         return Sent(mean, jnp.zeros_like(x) if is_whole else x - sent, energy), state
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:

@@ -117,14 +117,13 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     """
     _refuse.bound_axis(axis_name, "resync")
     comm = Comm(axis_name)
-    is_first = comm.replica() == 0
 
     def shared(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         words = _words(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(shared(words), impl=jax.random.key_impl(x))
-        sent = comm.share(comm.cast(words.astype(jnp.uint32)), is_first)
+        sent = comm.share(words.astype(jnp.uint32))
         if x.dtype == bool:
             return sent.astype(bool)
         return jax.lax.bitcast_convert_type(sent.astype(words.dtype), x.dtype)
