@@ -90,6 +90,14 @@ class Message(NamedTuple):
         due = jnp.minimum(turn, self.n - self.part)
         return [due, 0][: len(self.sections)]
 
+    def traffic(self, replicas: int) -> Traffic:
+        """Return the cost of words and scales, in two stages or in one."""
+        owners = _owners(replicas)
+        part_bytes = sum(x.size(owners) for x in self.sections)
+        if owners == 1:
+            return _network.all_gather_traffic(part_bytes, replicas)
+        return _network.two_stage_traffic(part_bytes, replicas)
+
 
 class _Looked(NamedTuple):
     """Shares of the energy of a bucket, each estimated once for all that ask.
@@ -238,10 +246,6 @@ class Bits(Encoding):
             row = min(quick or lengths, key=cost)
         return -(-n // row) * row
 
-    def _owners(self, replicas: int) -> int:
-        """Return among how many replicas rows are divided: one, if there is no need."""
-        return 1 if replicas <= 2 else replicas
-
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def message(self, bucket: Bucket, replicas: int) -> Message:
         """Return what goes in one step: all entries, or those of some whole rows."""
@@ -257,19 +261,18 @@ class Bits(Encoding):
         ends = {-(-end // unit) * unit for end in itertools.accumulate(small)}
         spared = sorted(end for end in ends if end < n)
         sent = lambda end: self._with_spared(n, end, replicas)
-        traffic = lambda x: self._message_traffic(x, replicas)
-        most = (1 + SPARED_BYTES) * traffic(plain).payload_bytes
-        size = lambda end: traffic(sent(end)).payload_bytes
+        most = (1 + SPARED_BYTES) * plain.traffic(replicas).payload_bytes
+        size = lambda end: sent(end).traffic(replicas).payload_bytes
         fitting = bisect.bisect_right(spared, most, key=size)
         chosen = sent(spared[fitting - 1]) if fitting else plain
         # Else a few leaves would make the step a dense one.
         dense = _network.mean_traffic(n, replicas).wire_bytes
-        return chosen if traffic(chosen).wire_bytes <= dense else plain
+        return chosen if chosen.traffic(replicas).wire_bytes <= dense else plain
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""
         row = self._row(n)
-        least = self._owners(replicas)
+        least = _owners(replicas)
 
         def part_of(entries: int) -> int:
             rows = -(-entries // row)
@@ -284,15 +287,8 @@ class Bits(Encoding):
         return Message(n, part, spared, tuple(sections))
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
-        """Return the cost of words and scales, in two stages or in one."""
-        return self._message_traffic(self.message(bucket, replicas), replicas)
-
-    def _message_traffic(self, sent: Message, replicas: int) -> Traffic:
-        owners = self._owners(replicas)
-        part_bytes = sum(x.size(owners) for x in sent.sections)
-        if owners == 1:
-            return _network.all_gather_traffic(part_bytes, replicas)
-        return _network.two_stage_traffic(part_bytes, replicas)
+        """Return the cost of what goes in one step."""
+        return self.message(bucket, replicas).traffic(replicas)
 
     # The exchange. ------------------------------------------------------------------
 
@@ -316,7 +312,7 @@ class Bits(Encoding):
         parts = list(map(cut, sections, starts))
         # Spared leaves are not read again, so that the bucket can be overwritten.
         parts[1:] = map(_xla.once, parts[1:])
-        owners = self._owners(comm.replicas)
+        owners = _owners(comm.replicas)
         round_ = lambda s, x: levels.round_rows(*_in_rows(x, s.length), s.bits, owners)
         rounded = list(map(round_, sections, parts))
         energy = _sent_energy(rounded, message)
@@ -335,7 +331,7 @@ class Bits(Encoding):
         """Return the mean of each section, and what this replica holds back of it."""
         of_each = functools.partial(zip, sections, strict=True)
         held = [_flat(x.dropped, section) for section, x in of_each(rounded)]
-        if self._owners(comm.replicas) == 1:
+        if _owners(comm.replicas) == 1:
             theirs = _together(comm.gather, [x.message[0] for x in rounded])
             means = [levels.mean(x, s.rows(), s.bits) for s, x in of_each(theirs)]
         else:
@@ -397,6 +393,11 @@ class Bits(Encoding):
         kept, spared, sent = self._shares(looked, message)
         in_turns = lambda t, a: (t - 1) / 2 + t * ROUNDING_WAITS * (1 - a) / a
         return spared * in_turns(1, sent) + (1 - spared) * in_turns(message.turns, kept)
+
+
+def _owners(replicas: int) -> int:
+    """Return among how many replicas rows are divided: one, if there is no need."""
+    return 1 if replicas <= 2 else replicas
 
 
 def _few_rows(x: jax.Array, length: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
