@@ -230,8 +230,8 @@ class Step:
             beside = own and jax.tree.map(jnp.subtract, own, unfed)
             given = (*given, beside or self.buckets.pack(self.params))
         memories = components.memories(self.buckets)
-        pairs = zip(memories, zip(*given, strict=True), strict=True)
-        fed, memory = zip(*(memory.compensate(*x) for memory, x in pairs), strict=True)
+        compensate = lambda memory, *given: memory.compensate(*given)
+        fed, memory = zip(*map(compensate, memories, *given), strict=True)
         told = untold = tuple(map(jnp.zeros_like, local.norms))
         replicas = self.axes.slow.replicas
         if local.norms and replicas > 1:  # one replica's mean is its own step
