@@ -163,12 +163,13 @@ class Comm:
         return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
 
     def reported_mean(self, tree: Any) -> Any:
-        """Return the mean of floats over replicas, in float64 for those that are."""
-        is_wide = lambda x: self.axis_name and jnp.finfo(x.dtype).bits > 32
-        wide = lambda x: jax.lax.pmean(self.cast(x), self.axis_name)
-        narrow = lambda x: None if is_wide(x) else x.astype(jnp.float32)
-        means = self.mean(jax.tree.map(narrow, tree))
-        return jax.tree.map(lambda x, y: wide(x) if is_wide(x) else y, tree, means)
+        """Return `tree` with the mean of its floats, in float64 for those that are."""
+        bits = lambda x: jnp.finfo(x.dtype).bits if _arrays.is_float(x) else 0
+        narrow = lambda x: x.astype(jnp.float32) if 0 < bits(x) <= 32 else None
+        wide = lambda x: jax.lax.pmean(self.cast(x), self.axis_name or ())
+        other = lambda x: wide(x) if bits(x) else x
+        pick = lambda x, mean: other(x) if mean is None else mean
+        return jax.tree.map(pick, tree, self.mean(jax.tree.map(narrow, tree)))
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.

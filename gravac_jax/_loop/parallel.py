@@ -263,7 +263,4 @@ def _reported(metrics: Any, comm: Comm) -> Any:
                 f" gravac.Comm({comm.axis_name!r}).sum(x), under check_vma=False with"
                 f" .astype(jnp.float32) behind, and add names outside of the step."
             )
-    metrics = jax.tree.map(jnp.asarray, metrics)
-    floats = jax.tree.map(lambda x: x if _arrays.is_float(x) else None, metrics)
-    pick = lambda x, mean: x if mean is None else mean
-    return jax.tree.map(pick, metrics, comm.reported_mean(floats))
+    return comm.reported_mean(jax.tree.map(jnp.asarray, metrics))
