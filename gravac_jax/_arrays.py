@@ -109,10 +109,9 @@ def exact_parts(x: jax.Array) -> list[jax.Array]:
     """Return float32 arrays whose sums over replicas give the sum of `x`."""
     if is_float(x):
         return [x.astype(jnp.float32)]
-    unsigned = _unsigned(x.dtype)
-    x, mask = x.astype(unsigned), jnp.array(2**PART_BITS - 1, unsigned)
-    parts = [(x >> jnp.array(shift, unsigned)) & mask for shift in _shifts(unsigned)]
-    return [part.astype(jnp.float32) for part in parts]
+    x = x.astype(_unsigned(x.dtype))
+    part = lambda shift: (x >> shift) & (2**PART_BITS - 1)
+    return [part(shift).astype(jnp.float32) for shift in _shifts(x.dtype)]
 
 
 def from_exact_parts(sums: list[jax.Array], like: jax.Array) -> jax.Array:
@@ -121,8 +120,7 @@ def from_exact_parts(sums: list[jax.Array], like: jax.Array) -> jax.Array:
         return sums[0].astype(like.dtype)
     unsigned = _unsigned(like.dtype)
     pairs = zip(sums, _shifts(unsigned), strict=True)
-    whole = [x.astype(unsigned) << jnp.array(i, unsigned) for x, i in pairs]
-    return functools.reduce(operator.add, whole).astype(like.dtype)
+    return total(x.astype(unsigned) << i for x, i in pairs).astype(like.dtype)
 
 
 def _unsigned(dtype: Any) -> Any:
