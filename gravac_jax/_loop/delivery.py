@@ -146,5 +146,5 @@ def own_params(
     look = lambda how: chain.ask(tx, [how], zeros, opt_state, params, **extra)[0]
     # The difference is the part of what is held back: decay and momentum act even on
     # an update of zeros.
-    own = jax.tree.map(lambda x, y: x - y, look("own"), look("nothing"))
+    own = jax.tree.map(lambda x, y: x - y, look("own"), look("identity"))
     return optax.apply_updates(params, own)

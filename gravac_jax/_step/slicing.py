@@ -156,7 +156,7 @@ class Slices:
         all_of = lambda value, tree: jax.tree.map(lambda _: value, tree)
         specs = lambda tree: each(lambda _, cut, __: cut.spec, tree)
         lies = states.per_leaf(state, jax.P(self.axes), jax.P())
-        is_own = all_of(deliver in ("own", "nothing"), updates)
+        is_own = all_of(deliver == "own", updates)
         on_devices = self._escaped(
             on_device,
             (specs(updates), lies, specs(params), all_of(jax.P(), numbers)),

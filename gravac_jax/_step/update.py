@@ -34,8 +34,8 @@ def update(
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
     how = deliver[0] if deliver else None
     (deliver or []).append(components)
-    if how == "identity":  # for `_loop/chain.py`, which looks around the transform
-        return updates, state
+    if how == "identity":  # for `_loop/`, which looks around the transform
+        return updates, _delivered(state)
     is_mapped = _refuse.is_bound(components.axis_name)
     unsummed = () if is_mapped else plain_jit.unsummed_axes(components, updates)
     _refuse.gradients(updates)
@@ -60,11 +60,9 @@ def update(
         owners = axes.both if axes.is_sliced else slow  # of a state each
         local = states.enter(state, expected, owners)
         if how:
-            parts, local = _delivered(how, components, buckets, slow, local)
-            # gravac.guard must not mistake a delivery for a bad step.
-            info = state.info._replace(is_finite=jnp.ones_like(state.info.is_finite))
-            after = state._replace(local=states.leave(local, state.local), info=info)
-            return buckets.unpack(parts, state.steps), after
+            parts, local = _held(how, components, buckets, slow, local)
+            after = state._replace(local=states.leave(local, state.local))
+            return buckets.unpack(parts, state.steps), _delivered(after)
         is_own = at == "own" or components.memory.is_at_own_params
         reach = components.controller.reach(is_own)
         known = reach, is_own, is_due, _times(components, state, **times)
@@ -97,13 +95,19 @@ def _check(components: Components, params: Any, at: str, rung: int | None) -> No
         _refuse.no_params("memory")
 
 
-def _delivered(
+def _delivered(state: TransformState) -> TransformState:
+    """Return the state after a delivery, which `gravac.guard` must not undo."""
+    is_finite = jnp.ones_like(state.info.is_finite)
+    return state._replace(info=state.info._replace(is_finite=is_finite))
+
+
+def _held(
     how: str, components: Components, buckets: Buckets, comm: Comm, local: LocalState
 ) -> tuple[tuple[jax.Array, ...], LocalState]:
     """Return what is held back, as buckets and leaves, and the state after a delivery.
 
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
-    this replica's part and "nothing" returns zeros; both leave the state as it is.
+    this replica's part, and leaves the state as it is.
     """
     *flat, dense = parts = held_by(components.memory, local, buckets)
     # Without a delay or rounds, leaves that go dense were sent whole.
@@ -113,8 +117,6 @@ def _delivered(
         emptied = tuple(map(components.memory.hold, empty, parts, local.memory))
         local = local._replace(memory=emptied)
         flat, dense = comm.mean(flat), comm.mean(dense)
-    elif how == "nothing":
-        flat, dense = jax.tree.map(jnp.zeros_like, (flat, dense))
     return (*flat, dense), local
 
 
