@@ -58,8 +58,8 @@ def report(before, rung, gains, is_bad=False, apart=False, is_told_late=False):
             waits=is_told_late, controller=SimpleNamespace(looks_at="bucket")
         ),
     )
-    arrived = SimpleNamespace(figures=figures, energies=gains, energy=energy)
-    return Step.info(step, arrived, usual())
+    evidence = SimpleNamespace(energies=gains, energy=energy)
+    return Step.info(step, figures, evidence, usual())
 
 
 def reports(*rungs, gains=(1.0, 0.5, 0.25)):

@@ -4,12 +4,13 @@
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
 3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
-5. `decide` the rung of a coming step from what this one showed.
+5. Show the controller the `evidence`, by which it decides the rung of a coming step.
 6. Report what was sent, in the `info` of the state.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import optax
 
 from gravac_jax import _arrays, _network, _xla
 from gravac_jax._controllers.base import Evidence
-from gravac_jax._encodings.ladder import Ladder
+from gravac_jax._encodings.ladder import Exchanged, Ladder
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
@@ -62,23 +63,6 @@ class Figures(NamedTuple):
     rung: jax.Array
     round_steps: jax.Array
     apart: jax.Array
-
-
-class Arrived(NamedTuple):
-    """What all replicas have received, the same on each of them.
-
-    Attributes:
-      figures: the means of what every step averages.
-      means: the mean of what was sent, `[n]` float32 a bucket.
-      energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would have sent, as in `Exchanged`.
-      energy: `[]` float32, that of the whole.
-    """
-
-    figures: Figures
-    means: tuple[jax.Array, ...]
-    energies: jax.Array
-    energy: jax.Array
 
 
 def held_by(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
@@ -311,27 +295,34 @@ class Step:
     def send(
         self, fed: Parts, memory: tuple[Any, ...], told: Told, local: LocalState
     ) -> tuple[Parts, TransformState]:
-        """Exchange what was fed, and what all must know, and decide."""
-        state = self.state
+        """Exchange what was fed, let the memory keep the rest, and decide."""
+        components, state = self.components, self.state
         own = self.own_figures(told, fed[-1])
-        arrived, local = self.exchange(fed, memory, own, local)
-        figures, following = arrived.figures, state.round
+        exchanged, encodings = self.exchange(fed, own, local)
+        figures = exchanged[0].figures if self.rides else self.agree(own)
+        rests = self.buckets.cleared(x.sent.residual for x in exchanged)
+        residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
+        after = map(components.memory.hold, residuals, fed, memory)
+        known = tuple(map(norms.learnt, local.norms, figures.told.norms))
         size = sum(x.size for x in jax.tree.leaves(figures))
         given = size, self.axes.slow.replicas, self.rides
         tables = step_info.tables(self.buckets, self.ladders, *given)
-        decided, controller = self.decide(arrived, tables)
-        number = lambda mean: jnp.int32(mean + 0.5)
-        if self.components.has_rounds:
+        evidence = self.evidence(exchanged, figures, tables)
+        decided, controller = components.controller.decide(evidence, state.controller)
+        number, following = lambda mean: jnp.int32(mean + 0.5), state.round
+        if components.has_rounds:
             length = number(figures.round_steps[0])
             exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
             following = Round(state.round.next_length, length, exchanges)
-        return (*arrived.means, figures.dense), state._replace(
-            local=local,
-            decided=decided,
+        parts = (*(x.sent.mean for x in exchanged), figures.dense)
+        return parts, state._replace(
+            local=local._replace(memory=tuple(after), encodings=encodings, norms=known),
+            # More would mean a local step.
+            decided=jnp.clip(decided, 0, len(components.controller.ladder) - 1),
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
             round=following,
-            info=self.info(arrived, tables),
+            info=self.info(figures, evidence, tables),
         )
 
     def own_figures(self, told: Told, dense: jax.Array) -> Figures:
@@ -360,51 +351,44 @@ class Step:
         axes = self.axes
         if not axes.is_sliced:
             return axes.both.mean(own)
-        # Dense leaves and norms are of slices. XLA joins both means over the slow axis.
-        of_slices = own.dense, own.told.norms
-        rest = own._replace(dense=(), told=own.told._replace(norms=()))
-        figures = axes.slow.mean(axes.fast.mean(rest))
-        dense, told = axes.slow.mean(of_slices)
-        return figures._replace(dense=dense, told=figures.told._replace(norms=told))
+        # Dense leaves and norms are of slices.
+        others = own._replace(dense=(), told=own.told._replace(norms=()))
+        rest = axes.fast.mean(others)
+        told = rest.told._replace(norms=own.told.norms)
+        return axes.slow.mean(rest._replace(dense=own.dense, told=told))
 
     def exchange(
-        self, fed: Parts, memory: tuple[Any, ...], own: Figures, local: LocalState
-    ) -> tuple[Arrived, LocalState]:
-        """Exchange bucket by bucket, agree, and let the memory keep the rest."""
-        components = self.components
-        turn = self.state.round.exchanges if components.has_rounds else self.state.steps
+        self, fed: Parts, own: Figures, local: LocalState
+    ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
+        """Return what came of the exchange of each bucket, and states of encodings."""
+        has_rounds = self.components.has_rounds
+        turn = self.state.round.exchanges if has_rounds else self.state.steps
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
         known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
         exchange = functools.partial(Ladder.exchange, **known)
         riding = [own if self.rides else (), *[()] * (len(self.ladders) - 1)]
-        results = map(exchange, self.ladders, fed, local.encodings, riding)
+        results = map(exchange, self.ladders, fed[:-1], local.encodings, riding)
         exchanged, encodings = zip(*results, strict=True)
-        figures = exchanged[0].figures if self.rides else self.agree(own)
-        rests = self.buckets.cleared(x.sent.residual for x in exchanged)
-        residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
-        after = map(components.memory.hold, residuals, fed, memory)
-        known = tuple(map(norms.learnt, local.norms, figures.told.norms))
-        local = local._replace(memory=tuple(after), encodings=encodings, norms=known)
-        means = tuple(x.sent.mean for x in exchanged)
+        return exchanged, encodings
+
+    def evidence(
+        self, exchanged: Sequence[Exchanged], figures: Figures, tables: Tables
+    ) -> Evidence:
+        """Return what the controller decides by."""
+        components, state, told = self.components, self.state, figures.told
+        times = told.times[0] / told.times[1]  # NaN where not timed
+        rungs = len(components.controller.ladder)
+        is_asked = components.controller.looks_at == "gradient"
+        network = components.network or WireCost()
         energies = _arrays.total(x.energies for x in exchanged)
         energy = _arrays.total(x.energy for x in exchanged)
-        both = self.axes.slice_holders.mean((energies, energy))
-        return Arrived(figures, means, *both), local
-
-    def decide(self, arrived: Arrived, tables: Tables) -> tuple[jax.Array, Any]:
-        """Show the evidence to the controller; return its rung and state."""
-        components, state, told = self.components, self.state, arrived.figures.told
-        controller = components.controller
-        rungs = len(controller.ladder)
-        times = told.times[0] / told.times[1]  # NaN where not timed
-        is_asked = controller.looks_at == "gradient"
-        network = components.network or WireCost()
-        evidence = Evidence(
+        energies, energy = self.axes.slice_holders.mean((energies, energy))
+        return Evidence(
             step=state.steps,
             replicas=self.axes.slow.replicas,
             first_sparse=jnp.int32(np.argmin([*tables.is_dense, 0])),
-            energies=arrived.energies,
-            energy=arrived.energy,
+            energies=energies,
+            energy=energy,
             gradient_energy=told.gradient_energy,
             gradient_energies=told.gradient_energies if is_asked else jnp.zeros(rungs),
             predicted_parts=step_info.predicted_parts(tables, network),
@@ -413,13 +397,11 @@ class Step:
             steps=state.info.local_steps + 1,
             at_own_params=self.is_own,
         )
-        rung, decided = controller.decide(evidence, state.controller)
-        return jnp.clip(rung, 0, rungs - 1), decided  # more would mean a local step
 
-    def info(self, arrived: Arrived, tables: Tables) -> StepInfo:
+    def info(self, figures: Figures, evidence: Evidence, tables: Tables) -> StepInfo:
         """Return what the step sent, and the counters of what went wrong."""
-        before, rung, figures = self.state.info, self.rung, arrived.figures
-        now = compression_gain.gain(arrived.energies, arrived.energy)
+        before, rung = self.state.info, self.rung
+        now = compression_gain.gain(evidence.energies, evidence.energy)
         is_known = jnp.arange(now.size) == rung
         if self.components.controller.looks_at == "bucket":
             is_known = is_known | self.looks
