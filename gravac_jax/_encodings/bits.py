@@ -99,18 +99,6 @@ class Message(NamedTuple):
         return _network.two_stage_traffic(part_bytes, replicas)
 
 
-class _Looked(NamedTuple):
-    """Shares of the energy of a bucket, each estimated once for all that ask.
-
-    Attributes:
-      kept: returns the share that rounding keeps, of rows of a length in some bits.
-      of_first: returns the share that so many entries at the front have.
-    """
-
-    kept: Callable[[int, int], jax.Array]
-    of_first: Callable[[int], jax.Array]
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Bits(Encoding):
     """All-reduces every entry in 8, 4, 2 bits or 1, whatever the number of replicas.
@@ -347,8 +335,12 @@ class Bits(Encoding):
 
     # What it would send. ------------------------------------------------------------
 
-    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
-        """Look at the bucket; shares of it are estimated once for all that ask."""
+    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
+        """Return two functions that estimate each share of the energy once.
+
+        They return the share that rounding keeps, of rows of a length in some bits; and
+        the share that so many entries at the front have.
+        """
         whole = lambda x: jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
         few_rows = functools.cache(lambda length: _few_rows(x, length, key))
 
@@ -357,22 +349,22 @@ class Bits(Encoding):
             return levels.energy(rows, entries, bits) / whole(rows)
 
         of_first = lambda entries: _arrays.energy(x[:entries]) / whole(x)
-        return _Looked(functools.cache(kept), functools.cache(of_first))
+        return functools.cache(kept), functools.cache(of_first)
 
-    def _shares(self, looked: _Looked, message: Message) -> tuple[Any, Any, Any]:
+    def _shares(self, looked: Any, message: Message) -> tuple[Any, Any, Any]:
         """Return three shares, `[]` float32 or floats.
 
         They are the share of a row's energy that rounding keeps; the share of all
         energy that spared leaves have; and the share of that which is sent of them.
         Rows of spared leaves are taken for like others.
         """
-        kept = functools.partial(looked.kept, self._row(message.n))
+        (kept, of_first), row = looked, self._row(message.n)
         if not message.spared:
-            return kept(self.bits), 0.0, 1.0
-        bits = message.sections[-1].bits
-        return kept(self.bits), looked.of_first(message.spared), kept(bits)
+            return kept(row, self.bits), 0.0, 1.0
+        sent = kept(row, message.sections[-1].bits)
+        return kept(row, self.bits), of_first(message.spared), sent
 
-    def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+    def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the share of the energy that a step sends.
 
         It is exact for fewer than 512 whole rows without turns. A part that is due is
@@ -384,7 +376,7 @@ class Bits(Encoding):
         due = min(1, message.part / max(message.n - message.spared, 1))
         return spared * sent + (1 - spared) * kept * due
 
-    def waits(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+    def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the steps that an entry waits: half of the turns, and for rounding.
 
         What rounding leaves to the next exchange counts a tenth.

@@ -68,14 +68,6 @@ def _cut(x: jax.Array, bucket: Bucket) -> list[jax.Array]:
     return _arrays.unravel(x, like)
 
 
-class _Looked(NamedTuple):
-    """What shares are estimated from."""
-
-    sums: jax.Array  # as `top_k.energies_of_largest` returns them
-    energies: list[jax.Array]  # of each array
-    states: tuple[PowerState, ...]
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class LowRank(Encoding):
     """PowerSGD: all-reduces two thin matrices in place of every large one.
@@ -181,23 +173,23 @@ class LowRank(Encoding):
         residual = x - _arrays.ravel(sent)
         return Sent(_arrays.ravel(means), residual, energy), tuple(comm.cast(states))
 
-    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> _Looked:
-        """Return the energies of arrays, and of the largest entries of a sample."""
+    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
+        """Return the state, energies of arrays, and of the largest of a sample."""
         energies = list(map(_arrays.energy, _cut(x, bucket)))
-        return _Looked(top_k.energies_of_largest(x, key), energies, state)
+        return state, energies, top_k.energies_of_largest(x, key)
 
-    def share(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+    def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return what each further rank took of the rest when it was last sent."""
-        shares: list[Any] = [1.0] * len(looked.states)
+        states, energies, _ = looked
+        shares: list[Any] = [1.0] * len(states)
         for i in self._low(bucket):
-            shares[i] = 1 - jnp.prod(1 - looked.states[i].remaining_shares[: self.rank])
-        sent = _arrays.total(map(operator.mul, looked.energies, shares))
-        energy = _arrays.total(looked.energies)
-        return sent / jnp.maximum(energy, _arrays.SMALLEST_NORMAL)
+            shares[i] = 1 - jnp.prod(1 - states[i].remaining_shares[: self.rank])
+        sent = _arrays.total(map(operator.mul, energies, shares))
+        return sent / jnp.maximum(_arrays.total(energies), _arrays.SMALLEST_NORMAL)
 
-    def waits(self, looked: _Looked, bucket: Bucket, replicas: int) -> jax.Array:
+    def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Estimate as if the largest entries were sent, and small ones soon."""
-        share = top_k.share_of_largest(looked.sums, sum(self._sent(bucket)), bucket.n)
+        share = top_k.share_of_largest(looked[-1], sum(self._sent(bucket)), bucket.n)
         return (1 - share) / share
 
 
