@@ -168,7 +168,12 @@ class Step:
     def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
         """Exchange what the memory holds, if the step is the last one of a round."""
         is_due = self._exchanges
-        exchange = lambda: self.send_held(local)
+
+        def exchange() -> tuple[Parts, TransformState]:
+            held = held_by(self.components.memory, local, self.buckets)
+            rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
+            return self.send(held, local.memory, local.told, rest)
+
         if is_due is True:
             return exchange()
         nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
@@ -285,12 +290,6 @@ class Step:
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
         return Told(bad, good[0], sample, good[1], self.times, own)
-
-    def send_held(self, local: LocalState) -> tuple[Parts, TransformState]:
-        """Send what the memory holds, and what the others have not been told yet."""
-        held = held_by(self.components.memory, local, self.buckets)
-        rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
-        return self.send(held, local.memory, local.told, rest)
 
     def send(
         self, fed: Parts, memory: tuple[Any, ...], told: Told, local: LocalState
