@@ -100,13 +100,13 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
       RuntimeError: If the state was donated to a later step.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> from gravac_jax import metrics
       >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
-      >>> updates, opt_state = tx.update(params, tx.init(params))
+      >>> updates, opt_state = jax.jit(tx.update)(params, tx.init(params))
       >>> figures = metrics.scalars(opt_state, loss=jnp.float32(0.5))
       >>> figures["gravac/is_finite"], figures["loss"]
       (1.0, 0.5)

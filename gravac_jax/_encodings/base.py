@@ -62,7 +62,7 @@ class Encoding(abc.ABC):
       the replicas).
 
     Example:
-      >>> import dataclasses, jax.numpy as jnp
+      >>> import dataclasses, jax, jax.numpy as jnp
       >>> import gravac_jax as gravac
       >>> @dataclasses.dataclass(frozen=True, repr=False)
       ... class FirstHalf(gravac.Encoding):
@@ -77,7 +77,7 @@ class Encoding(abc.ABC):
       ...         return gravac.Sent(mean, x.at[: half.size].set(0), energy), state
       >>> tx = gravac.transform(None, send=FirstHalf(), compress=True)
       >>> grads = jnp.array([1.0, 2.0, 3.0, 4.0])
-      >>> tx.update(grads, tx.init(grads))[0].tolist()
+      >>> jax.jit(tx.update)(grads, tx.init(grads))[0].tolist()
       [1.0, 2.0, 0.0, 0.0]
     """
 

@@ -49,16 +49,17 @@ def flush(
       The delivered gradient is the mean over replicas of what they held back.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> half = gravac.TopK(2, select="exact")
       >>> exchange = gravac.transform(None, send=half, compress=True)
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)
       >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
-      >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+      >>> updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
       >>> params = optax.apply_updates(params, updates)
-      >>> params, opt_state = gravac.flush(tx, params, opt_state)
+      >>> flush = jax.jit(gravac.flush, static_argnums=0)
+      >>> params, opt_state = flush(tx, params, opt_state)
       >>> params.tolist()
       [-4.0, -3.0, -2.0, -1.0]
     """
@@ -112,14 +113,14 @@ def own_params(
       back, own params are the shared ones.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> half = gravac.TopK(2, select="exact")
       >>> exchange = gravac.transform(None, send=half, compress=True)
       >>> tx = optax.chain(exchange, optax.sgd(1.0))
       >>> params = jnp.zeros(4)
       >>> grads = jnp.array([4.0, 3.0, 2.0, 1.0])
-      >>> updates, opt_state = tx.update(grads, tx.init(params), params)
+      >>> updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
       >>> params = optax.apply_updates(params, updates)
       >>> params.tolist()
       [-4.0, -3.0, 0.0, 0.0]

@@ -38,7 +38,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
       one is kept until the exchange is over.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> transform = gravac.transform(
       ...     axis_name=None, send=gravac.TopK(2), compress=True
@@ -47,7 +47,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
       >>> tx = gravac.guard(optax.chain(transform, sgd))
       >>> params = {"w": jnp.ones(3)}
       >>> bad = {"w": jnp.array([1.0, jnp.nan, 1.0])}
-      >>> updates, opt_state = tx.update(bad, tx.init(params), params)
+      >>> updates, opt_state = jax.jit(tx.update)(bad, tx.init(params), params)
       >>> updates["w"].tolist()
       [0.0, 0.0, 0.0]
       >>> int(optax.tree.get(opt_state, "bad_steps"))

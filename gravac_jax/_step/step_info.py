@@ -64,12 +64,12 @@ class StepInfo(NamedTuple):
         rounds those of the last step.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import gravac_jax as gravac
       >>> exchange = gravac.transform(axis_name=None, send=gravac.TopK(100))
       >>> tx = optax.chain(exchange, optax.sgd(0.1))
       >>> params = {"w": jnp.ones((256, 256))}
-      >>> updates, opt_state = tx.update(params, tx.init(params))
+      >>> updates, opt_state = jax.jit(tx.update)(params, tx.init(params))
       >>> info = optax.tree.get(opt_state, "StepInfo")
       >>> float(info.gain) <= 1.0
       True
