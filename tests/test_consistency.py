@@ -68,7 +68,7 @@ def test_random_keys_are_compared_and_shared():
 def test_a_resync_gives_every_replica_the_bits_of_the_first(how):
     special = jnp.array([-0.0, np.nan, np.inf, 1e-40], jnp.float32)
     tree = {**TREE, "special": special}
-    apart = jax.tree.map(lambda x: jnp.stack([jnp.roll(x, i) for i in range(N)]), tree)
+    apart = jax.tree.map(lambda x: np.stack([np.roll(x, i) for i in range(N)]), tree)
     expected = {**COPIES, "special": jnp.stack([special] * N)}
     assert_same(everywhere(gravac.resync, how)(apart), expected)
 

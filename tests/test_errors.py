@@ -251,7 +251,8 @@ VALUES = {
     "gravac.flush…found 0…gravac.transform()": (flush, SGD, PARAMS, ()),
     "gravac.own_params…found 0…gravac.transform()": (own_params, SGD, PARAMS, ()),
     "wrapper…got tuple…transform…GradientTransformationExtraArgs": [
-        (do, DROPPING, PARAMS, CHAINED.init(PARAMS)) for do in (flush, own_params)
+        (jax.eval_shape, partial(do, DROPPING), PARAMS, CHAINED.init(PARAMS))
+        for do in (flush, own_params)
     ],
     "(4, 3)…(5, 3)…call init again": partial(update, new=jnp.zeros(3)),
     "call init again": [
