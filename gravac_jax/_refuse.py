@@ -268,8 +268,8 @@ def gradients(tree: Any, name: str = "gradients") -> None:
         if not is_float or jnp.finfo(dtype).bits < 16:  # JAX adds up none of 8 bits
             raise TypeError(
                 f"the {name} must be real floating-point arrays of 16 bits or more, got"
-                f" {dtype or type(leaf).__name__} at {path}: differentiate float params"
-                f" only (gravac.nnx_value_and_grad, eqx.filter), made by jnp.asarray."
+                f" {dtype or type(leaf).__name__} at {path}: differentiate only float"
+                f" params (gravac.nnx_value_and_grad, eqx.partition) of jnp.asarray."
             )
 
 
@@ -440,8 +440,8 @@ def differs(path: str, names: Sequence[str]) -> None:
     raise ValueError(
         f"the leaf at {path} of the returned state differs along {tuple(names)}, and"
         f" came in the same on all: put gravac.transform first in the chain, the batch"
-        f" in one argument such as (x, y), and jax.lax.pmean or jax.lax.psum around"
-        f" what else varies (metrics of Flax take gravac.nnx_data_parallel)."
+        f" in one argument such as (x, y), micro-batches in one step, and jax.lax.pmean"
+        f" around what else varies (metrics of Flax take gravac.nnx_data_parallel)."
     )
 
 

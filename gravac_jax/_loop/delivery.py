@@ -92,7 +92,8 @@ def own_params(
         `gravac.adamw`.
       params: the params that all replicas share.
       opt_state: the optimizer's state, which stays as it is.
-      extra: further arguments of `tx.update`, such as a loss.
+      extra: further arguments of `tx.update`: zeros for a loss or a norm that a rule
+        compares, since they are not known yet.
 
     Returns:
       The params of this replica, in the same shapes and dtypes.
