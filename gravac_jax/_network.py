@@ -227,7 +227,7 @@ class Comm:
         return jax.lax.all_to_all(self.cast(own), self.axis_name, 0, 0)
 
     def share(self, x: jax.Array) -> jax.Array:
-        """Return the first replica's `x` (integers)."""
+        """Return the first replica's `x`, but for the sign of zeros."""
         own = jnp.where(self.replica() == 0, x, 0)
         return jax.lax.psum(self.cast(own), self.axis_name or ())
 

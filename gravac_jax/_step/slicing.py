@@ -227,14 +227,12 @@ def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cu
 
 def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
     """Return a device's slice; zeros if another one along `copies` owns it."""
-    if not copies:
-        return x
-    return jnp.where(Comm(copies).replica() == 0, x, jnp.zeros_like(x))
+    return jnp.where(Comm(copies).replica() == 0, x, 0)
 
 
 def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
     """Return on all devices along `copies` what their first one owns."""
-    return jax.lax.psum(owned(x, copies), copies) if copies else x
+    return Comm(copies).share(x)
 
 
 def said(
