@@ -184,6 +184,14 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
             step_info.warn_if_dense([Ladder(ladder, gravac.Bucket(10_000))], replicas)
 
 
+def test_a_search_begins_at_the_top_where_so_many_replicas_make_every_rung_dense():
+    send = gravac.GraVAC((gravac.Dense(), *map(gravac.TopK, (10, 20, 30))))
+    tx = gravac.transform(send=send, compress=True)
+    step = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
+    _, state = step(jnp.ones((64, 32, 32)), tx.init(jnp.ones((32, 32))))
+    assert (state.controller.minimum == len(send.ladder) - 1).all()
+
+
 # Gradients that are alike on all replicas
 
 
