@@ -28,7 +28,7 @@ TREE = {
     "empty": np.zeros(0, np.float32),
 }
 TREE = jax.tree.map(jnp.asarray, TREE)
-COPIES = jax.tree.map(lambda x: jnp.stack([x] * N), TREE)
+COPIES = jax.tree.map(lambda x: np.stack([x] * N), TREE)
 
 
 everywhere = functools.cache(_harness.on_each)

@@ -215,7 +215,7 @@ DROPPING = optax.GradientTransformation(*ALONE)._replace(
     update=lambda grads, state, params=None: CHAINED.update(grads, state, params)
 )
 CHAINED, TWICE = optax.chain(ALONE, SGD), optax.chain(TX, TX)
-MEMBERS = jax.vmap(TX.init)(jax.tree.map(lambda x: jnp.stack([x] * N), PARAMS))
+MEMBERS = jax.jit(jax.vmap(TX.init))(jax.tree.map(lambda x: jnp.stack([x] * N), PARAMS))
 PARTS = {"w": jax.device_put(jnp.ones(N), jax.NamedSharding(MESH, jax.P("data")))}
 WITH_MOMENTUM = transform(None, compress=True, memory=MOMENTUM())
 AVERAGE = nnx.metrics.Average("loss")
