@@ -256,6 +256,7 @@ def test_the_longest_gradients_are_clipped(size):
 LEAF_SIZES = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(sizes=LEAF_SIZES, replicas=st.integers(2, 300))
 @hypothesis.example(sizes=[52] * 9 + [60], replicas=3)
 @hypothesis.example(sizes=[32, 32, 128, 4, 64, 1024], replicas=5)

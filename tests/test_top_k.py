@@ -45,6 +45,7 @@ both_policies = pytest.mark.parametrize("policy", [TopK.exponential, TopK.geomet
 
 
 @both_policies
+@hypothesis.settings(deadline=None)
 @hypothesis.given(st.lists(st.floats(1, 1e6), min_size=2, max_size=2, unique=True))
 def test_a_ladder_rises_from_the_minimum_to_the_maximum(policy, bounds):
     ladder = (1, *factors(policy(min(bounds), max(bounds))))
