@@ -40,25 +40,25 @@ COUNT = np.int32(0)
 
 @hypothesis.settings(deadline=None, max_examples=25)  # new shapes compile
 @hypothesis.given(tree=TREES, data=st.data(), most=st.integers(1, 9))
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_any_tree_comes_back_as_it_was(tree, data, most, is_cut):
+def test_any_tree_comes_back_as_it_was(tree, data, most):
     leaves, structure = jax.tree.flatten(tree)
     mask = [data.draw(st.booleans()) for _ in leaves]
-    with pytest.MonkeyPatch.context() as patch:
-        if is_cut:
-            patch.setattr(bucketing, "MAX_ENTRIES", most)
-        plan = bucketing.plan(tree, jax.tree.unflatten(structure, mask))
-        parts = plan.pack(tree)
+    for most_entries in (bucketing.MAX_ENTRIES, most):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bucketing, "MAX_ENTRIES", most_entries)
+            plan = bucketing.plan(tree, jax.tree.unflatten(structure, mask))
+            parts = plan.pack(tree)
+            back = plan.unpack(parts, COUNT)
         *sizes, _ = plan.sizes
-        assert not is_cut or max(sizes) <= most
+        assert max(sizes) <= most_entries
         assert all(sizes) or sizes == [0]
         assert tuple(x.size for x in parts) == plan.sizes
         assert sum(plan.entries) == sum(x.size for x in leaves)
         pieces = collections.Counter(x.leaf for part in plan.parts for x in part)
         for i, x in enumerate(leaves):  # only what is larger than a bucket is cut
-            assert pieces[i] == (-(-x.size // most) or 1 if is_cut else 1)
+            assert pieces[i] == max(1, -(-x.size // most_entries))
         assert all(x.dtype == np.float32 for x in parts)
-        assert_same(plan.unpack(parts, COUNT), tree)
+        assert_same(back, tree)
 
 
 def test_compressed_leaves_are_one_bucket_of_the_smallest_first():

@@ -100,7 +100,7 @@ def test_what_pmap_does_not_see_a_trace_on_a_mesh_does(sends):
 
     def trace(text):
         program = load(text)
-        state = program.create_train_state(jax.random.key(0))
+        state = jax.eval_shape(program.create_train_state, jax.random.key(0))
         state = gravac.place(state, mesh, "batch")
         step = gravac.data_parallel(program.train_step, mesh, "batch")
         batch = program.draw_images(np.random.default_rng(0), jax.device_count())

@@ -223,8 +223,10 @@ PAIR = gravac.data_parallel(lambda a, b, x: [a, b], N)
 KEEPING = [gravac.data_parallel(lambda x, batch: (x,), where) for where in (N, MESH)]
 MASK = {"w": True}
 SPECS = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-IN_A_SHARD_MAP = jax.shard_map(
-    lambda state, x: TX.update(local(PARAMS, x.sum()), state)[1], mesh=MESH, **SPECS
+IN_A_SHARD_MAP = jax.jit(
+    jax.shard_map(
+        lambda state, x: TX.update(local(PARAMS, x.sum()), state)[1], mesh=MESH, **SPECS
+    )
 )
 INTEGERS, COMPLEX = jnp.zeros(3, jnp.uint32), jnp.ones(2, complex)
 GRADS, ROWS = gravac.value_and_grad(jnp.sum, None), np.ones(N, np.float32)

@@ -142,4 +142,4 @@ def test_slices_of_params_are_refused_over_a_fast_axis():
         out_specs=(jax.P(), gravac.state_specs(state, "dcn")),
     )
     with pytest.raises(ValueError, match=r"\['w'\] is a slice.*shardings=params"):
-        mapped(PARAMS, state)
+        jax.eval_shape(mapped, PARAMS, state)
