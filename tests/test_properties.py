@@ -106,7 +106,7 @@ def program(name):
         return tx.update(grads, state, jax.tree.map(jnp.zeros_like, updates))
 
     where = make_mesh((case.replicas,)) if case.is_mapped else case.replicas
-    step = gravac.data_parallel(train_step, where, donate=not case.is_mapped)
+    step = gravac.data_parallel(train_step, where, donate=False)
     return step, gravac.place((params, tx.init(params)), where)
 
 
@@ -144,8 +144,7 @@ def run(name, rung, batches):
     rung, steps = jnp.full_like(state.decided, rung), []
     state = state._replace(decided=rung, next_rungs=jnp.stack([rung, rung]))
     for x in batches:
-        before = jax.tree.map(jnp.copy, (updates, state))
-        updates, state = step(*before, x)
+        updates, state = step(updates, state, x)
         steps.append(jax.tree.map(agreed, (updates, state)))
     return steps
 
