@@ -223,10 +223,8 @@ PAIR = gravac.data_parallel(lambda a, b, x: [a, b], N)
 KEEPING = [gravac.data_parallel(lambda x, batch: (x,), where) for where in (N, MESH)]
 MASK = {"w": True}
 SPECS = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
-IN_A_SHARD_MAP = jax.jit(
-    jax.shard_map(
-        lambda state, x: TX.update(local(PARAMS, x.sum()), state)[1], mesh=MESH, **SPECS
-    )
+IN_A_SHARD_MAP = jax.shard_map(
+    lambda state, x: TX.update(local(PARAMS, x.sum()), state)[1], mesh=MESH, **SPECS
 )
 INTEGERS, COMPLEX = jnp.zeros(3, jnp.uint32), jnp.ones(2, complex)
 GRADS, ROWS = gravac.value_and_grad(jnp.sum, None), np.ones(N, np.float32)
@@ -265,7 +263,7 @@ VALUES = {
     "weight_decay…tx.update(grads, opt_st…": (DECAYING.update, PARAMS, STATE),
     "['b']…('data',)…lax.pmean…gravac.value_and_grad": partial(run, grads=summed),
     "not placed on 4…gravac.place…gravac.state_specs": [
-        (step, TX.init(PARAMS), ROWS) for step in (IN_A_SHARD_MAP, *KEEPING)
+        (step, TX.init(PARAMS), ROWS) for step in (jax.jit(IN_A_SHARD_MAP), *KEEPING)
     ],
     "2 replicas…4…gravac.place": (KEEPING[0], place(TX.init(PARAMS), 2), ROWS),
     "shape ()…by keyword": (PAIR, NUMBER, ROWS, 3),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import scipy.special
+from scipy import special
 
 T = TypeVar("T")
 
@@ -28,8 +28,7 @@ def upper_bound(gaps: Sequence[float]) -> float:
     if not all(map(math.isfinite, gaps)):
         return math.inf
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    t = float(scipy.special.stdtrit(len(gaps) - 1, 0.95))
-    return statistics.mean(gaps) + t * error
+    return statistics.mean(gaps) + float(special.stdtrit(len(gaps) - 1, 0.95)) * error
 
 
 def target_of(losses: Sequence[float]) -> float:
