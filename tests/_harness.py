@@ -6,7 +6,9 @@ import functools
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -259,6 +261,22 @@ def compilations():
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def is_alive(pid):
+    """Whether a process runs; a zombie does not."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition, seconds=300):
+    """Wait for what takes a few seconds, or hangs: it bounds, and measures nothing."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def printed(*arguments, **options):

@@ -7,10 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from _harness import is_alive, wait_until
 
 from gravac_jax import launch
 from gravac_jax.launch import Job, ProcessDiedError, local_coordinator
@@ -36,18 +36,6 @@ def running(word):
         with contextlib.suppress(OSError):  # where the process has just ended
             found[int(path.parent.name)] = path.read_text().split("\0")[:-1]
     return {pid: arguments for pid, arguments in found.items() if word in arguments}
-
-
-def is_alive(pid):
-    path = Path(f"/proc/{pid}/cmdline")
-    return path.exists() and path.read_text() != ""  # a zombie has no arguments
-
-
-def wait_until(condition):
-    end = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def finish(*command, **env):

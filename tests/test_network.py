@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _harness import is_alive, wait_until
 from common import network
 from common.network import Links, Network, NetworkError
 
@@ -39,22 +39,6 @@ def script(tmp_path):
         return str(path)
 
     return write
-
-
-def is_alive(pid):
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition, seconds=30):
-    """Whether `condition` holds in time; timeouts here bound, they measure nothing."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 def machine():
@@ -165,13 +149,13 @@ def test_nothing_is_left_when_who_made_the_network_is_killed(net_of, script, tmp
     try:
         hosts, switch, job = json.loads(creator.stdout.readline())
         namespaces = namespaces_of(Links("", tuple(hosts), switch))
-        assert wait_until(lambda: is_training(tmp_path), SECONDS)
+        wait_until(lambda: is_training(tmp_path))
         assert all(map(is_alive, [*hosts, switch, *job]))
     finally:
         creator.kill()
         creator.wait()
-    assert wait_until(lambda: not any(map(is_alive, [*hosts, switch, *job])))
-    assert wait_until(lambda: users(namespaces) == [])
+    wait_until(lambda: not any(map(is_alive, [*hosts, switch, *job])))
+    wait_until(lambda: users(namespaces) == [])
     assert machine() == before
 
 
@@ -181,14 +165,14 @@ def test_a_process_that_is_killed_ends_the_job_and_is_named(net_of, script, tmp_
     with net_of(hosts=2, bandwidth_mbit=100) as net:
         namespaces = namespaces_of(net.links)
         job = net.launch([script(ENDLESS), str(tmp_path)])
-        assert wait_until(lambda: is_training(tmp_path), SECONDS)
+        wait_until(lambda: is_training(tmp_path))
         pids = [*net.links.hosts, net.links.switch, *job.pids]
         os.kill(job.pids[1], signal.SIGKILL)
         with pytest.raises(ProcessDiedError, match=r"process 1 .* SIGKILL"):
             job.wait(timeout_seconds=30)
         assert not any(map(is_alive, job.pids))
     assert not any(map(is_alive, pids))
-    assert wait_until(lambda: users(namespaces) == [])
+    wait_until(lambda: users(namespaces) == [])
     assert machine() == before
 
 
