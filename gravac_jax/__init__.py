@@ -45,6 +45,7 @@ from gravac_jax._step.clipping import Clip as Clip
 from gravac_jax._step.clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._step.consistency import checksum as checksum
 from gravac_jax._step.consistency import resync as resync
+from gravac_jax._step.norms import norm_of_mean as norm_of_mean
 from gravac_jax._step.step_info import StepInfo as StepInfo
 from gravac_jax._transform import adamw as adamw
 from gravac_jax._transform import dgc as dgc

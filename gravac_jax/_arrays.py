@@ -131,6 +131,18 @@ def _shifts(dtype: Any) -> range:
     return range(0, jnp.iinfo(dtype).bits, PART_BITS)
 
 
+def places(shape: tuple[int, ...]) -> jax.Array:
+    """Return the place of each entry of an array, row by row: uint32, of its shape.
+
+    Raveling a range would bring a sharded array to one device.
+    """
+    found = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        found = found * jnp.uint32(size % 2**32) + along
+    return found
+
+
 def is_float(x: Any) -> bool:
     """Return whether an array or a number is of real floating-point numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)

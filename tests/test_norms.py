@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import make_mesh
+from _harness import in_both_ways, make_mesh, on_each
 
 import gravac_jax as gravac
 from gravac_jax._step import norms
@@ -49,7 +49,7 @@ def test_the_ratio_is_that_of_the_norms_of_steps_and_of_their_mean():
 
 
 def test_signs_are_as_good_as_random():
-    signs = np.stack([norms._signs(10_000, np.int32(i)) for i in range(20)])
+    signs = np.stack([norms._signs((10_000,), np.int32(i)) for i in range(20)])
     assert set(np.unique(signs)) == {-1, 1}
     chance = 5 / np.sqrt(10_000)  # five standard deviations
     assert abs(signs.mean(1)).max() < chance
@@ -139,3 +139,23 @@ def test_in_rounds_it_is_learnt_from_as_few_exchanges():
     for share, seen in known(state):
         assert {*np.ravel(seen)} == {STEPS / 10}
         assert (share < 0.5).all()
+
+
+@in_both_ways
+def test_the_norm_of_a_mean_is_estimated_to_nine_percent_of_its_square(how):
+    shapes, estimate = (
+        [(40, 512), (7, 13, 11), (), (0,)],
+        on_each(gravac.norm_of_mean, how),
+    )
+    for shift in (0, 5):  # all entries are noise, or nearly alike
+        draw = np.random.default_rng(shift).normal
+        trees = [[draw(shift, size=(4, *x)) for x in shapes] for _ in range(30)]
+        means = [np.concatenate([x.mean(0).ravel() for x in tree]) for tree in trees]
+        found = np.array([estimate(jax.tree.map(np.float32, x)) for x in trees])
+        assert (found == found[:, :1]).all()
+        wrong = np.square(found[:, 0] / np.linalg.norm(means, axis=1)) - 1
+        chance = (2 / norms.COLUMNS) ** 0.5
+        assert abs(wrong).max() < 4 * chance
+        if not shift:
+            assert abs(wrong.mean()) < 3 * chance / 30**0.5
+            assert chance / 2 < wrong.std() < 2 * chance

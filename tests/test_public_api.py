@@ -17,8 +17,8 @@ BASES = "Clip Comm Controller Encoding Memory StepInfo "
 RECORDS = "Bucket Evidence Sent Traffic "
 FUNCTIONS = """
     adamw checksum data_parallel dgc diloco flush guard make_mesh matrices
-    nnx_data_parallel nnx_flush nnx_value_and_grad outer own_params place resync sgd
-    state_specs train_step transform value_and_grad
+    nnx_data_parallel nnx_flush nnx_value_and_grad norm_of_mean outer own_params place
+    resync sgd state_specs train_step transform value_and_grad
 """
 MOST = 48  # so that a new name must take the place of another
 CLASSES = sorted((RECORDS + BASES + COMPONENTS).split())

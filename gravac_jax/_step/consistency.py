@@ -62,12 +62,7 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
 def leaf_checksum(leaf: Any) -> jax.Array:
     """Return the checksum of one array, which may be sharded: `[]` uint32."""
     words = _words(leaf).astype(jnp.uint32)
-    # Raveling would bring a sharded array to one device.
-    places = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        places = places * jnp.uint32(size % 2**32) + along
-    mixed = _mixed(words + places * jnp.uint32(GOLDEN))
+    mixed = _mixed(words + _arrays.places(words.shape) * jnp.uint32(GOLDEN))
     return jnp.sum(mixed, dtype=jnp.uint32)
 
 
