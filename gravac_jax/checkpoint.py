@@ -542,11 +542,8 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
 
     filled = jax.tree.map_with_path(fill, state)
     if "local" not in map(_kind, named):  # it has another number of replicas
-        # Some of what a controller knows is not true on other devices.
-        can_move = lambda x: hasattr(x, "moved")
-        move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
-        args = filled.controller, jax.tree.map(jnp.copy, state.controller)
-        filled = filled._replace(controller=jax.tree.map(move, *args, is_leaf=can_move))
+        fresh = jax.tree.map(jnp.copy, state.controller)
+        filled = filled._replace(controller=states.moved(filled.controller, fresh))
     return jax.device_put(filled, jax.tree.map(lambda x: x.sharding, state))
 
 

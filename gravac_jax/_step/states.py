@@ -137,6 +137,13 @@ def _is_local(x: Any) -> bool:
     return isinstance(x, LocalState) or (isinstance(x, Mapping) and names <= set(x))
 
 
+def moved(state: Any, fresh: Any) -> Any:
+    """Return a state in which controllers forget what other devices make untrue."""
+    can_move = lambda x: hasattr(x, "moved")
+    move = lambda x, fresh: x.moved(fresh) if can_move(x) else x
+    return jax.tree.map(move, state, fresh, is_leaf=can_move)
+
+
 def locals_of(tree: Any) -> list[Any]:
     """Return every per-replica state in `tree`, also in what nnx.split makes."""
     return list(filter(_is_local, jax.tree.leaves(tree, is_leaf=_is_local)))
