@@ -4,9 +4,7 @@ It was tried with JAX 0.10.2 on Linux, with processes of one machine that exchan
 Gloo on CPUs. Other versions of JAX, other systems and sharded models are refused. GPUs
 (NCCL) and several hosts are untried. If the launcher dies, the job ends. The position
 in the data is yours: rows are asked for by the number of the step. What a script
-exchanges between steps, or does after the last one, is not protected. A death within
-the second in which processes connect to each other can keep them for a minute, until
-Gloo gives up::
+exchanges between steps, or does after the last one, is not protected::
 
     from gravac_jax import elastic
 
@@ -37,10 +35,13 @@ in rounds one for each step of a round, and one more.
 
 This file alone uses private names of JAX: the module `jax._src.distributed`, its
 `global_state`, and the two functions of its `_jax` that make a coordination service and
-the client of one. It also breaks every TCP connection between this process and its own
-machine when members change, since those of Gloo have no names.
+the client of one. It knows by which keys JAX and Gloo tell each other where they are,
+so that a death while they connect holds nobody up. It also breaks every TCP connection
+between this process and its own machine when members change, since those of Gloo have
+no names.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -49,6 +50,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -196,7 +198,7 @@ class Elastic:
     """
 
     def __init__(self, begin: Callable[[], tuple[Any, Any, int]]) -> None:
-        self._shared, self._jax = _private_names()
+        self._shared, _ = _private_names()
         if not os.environ.get(FOLDER):
             raise RuntimeError("start it by gravac_jax.launch -n 4 --elastic train.py")
         self._begin, self._folder = begin, Path(os.environ[FOLDER])
@@ -204,6 +206,8 @@ class Elastic:
         # Left: the newest generation that this process is not in any more; the port is
         # that of the service of the one that it is in.
         self._left, self._port, self._energy, self._has_ended = -1, 0, 0.0, False
+        self._over_seconds = 0.0  # since it should leave its generation
+        os.environ["GLOO_DISABLE_CONNECTION_RETRIES"] = "1"  # to one that died
         backend.clear_backends()
 
     def train(self, batches: Callable[[int], Any], steps: int) -> Iterator[Any]:
@@ -224,21 +228,29 @@ class Elastic:
           ValueError: if the model is sharded.
         """
         threading.Thread(target=self._watch, daemon=True).start()
-        while not self._has_ended:
+        while True:
             try:
                 if not self._port:
                     self._enter()
-                if self.steps < steps:
-                    yield self._take(batches(self.steps))
-                else:  # a last fault must find all members here
+                if self.steps == steps:  # a last fault must find all members here
                     multihost_utils.sync_global_devices("the end")
                     self._has_ended = True
-            except jax.errors.JaxRuntimeError as error:
+                    return
+                taken = self._take(batches(self.steps))
+            except (RuntimeError, ValueError) as error:
                 self._leave(error)
+                continue
+            yield taken
 
     def _take(self, batch: Any) -> tuple[Any, ...]:
         result, n = self._step(*self.state, batch), len(self.state)
-        rows, metrics = own_rows((result[:n], result[n:]))  # waits for the step
+        while not all(x.is_ready() for x in jax.tree.leaves(result)):
+            time.sleep(0.0005)
+            if self._over_seconds > 3:  # Gloo may forget one of its own errors
+                # Who frees the result waits for it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(result))
+                raise jax.errors.JaxRuntimeError("a step does not end")
+        rows, metrics = own_rows((result[:n], result[n:]))
         self.state, self.steps = result[:n], self.steps + 1
         energy = sum(float(np.vdot(x, x)) for x in _residuals(rows))
         self._copies[self.steps], self._energy = rows, energy
@@ -255,14 +267,12 @@ class Elastic:
         while not is_ours(record := self._newest()):
             self._left = record["number"]
             time.sleep(0.02)
-        self.generation, self._port, pids = record, record["port"], [*record["members"]]
+        self.generation, pids = record, [*record["members"]]
         shared.process_id, shared.num_processes = pids.index(own), len(pids)
-        place = f"127.0.0.1:{self._port}", shared.process_id
-        how = _TIMES | {"init_timeout": 10, "shutdown_on_destruction": False}
-        shared.client = self._jax.get_distributed_runtime_client(*place, **how)
+        shared.client = _client(record["port"], shared.process_id)
         shared.client.connect()
-        # Gloo connects in the first exchange, and until then waits for one that dies.
-        multihost_utils.sync_global_devices("connect")
+        self._port = record["port"]
+        multihost_utils.sync_global_devices("connect")  # Gloo connects now
         self.process, joined = record["members"][own], record["joined"]
         self._step, fresh, self.steps = self._begin()
         whole = lambda x: x.is_fully_replicated
@@ -270,10 +280,11 @@ class Elastic:
             raise ValueError("elastic training has no models that are sharded")
         rows = own_rows(fresh)
         if record["start"] >= 0:
-            self.steps, is_joiner = record["start"], self.process in joined
-            mine = rows if is_joiner else self._copies[self.steps]
+            self.steps, joins = record["start"], self.process in joined
+            mine = rows if joins else self._copies[self.steps]
             got = _broadcast(mine, self.process == record["source"]) if joined else mine
-            rows = _with_empty_residual(got, rows) if is_joiner else mine
+            got = _with_empty_residual(got, rows) if joins else mine
+            rows = states.moved(got, rows)
         self.state, self._copies = put_rows(rows, fresh), {self.steps: rows}
 
     def _leave(self, error: Exception) -> None:
@@ -282,13 +293,18 @@ class Elastic:
         Raises:
           JaxRuntimeError: the `error`, if the launcher does not end it in time.
         """
-        if not poll(lambda: self._newest()["is_over"], 10):
+        # Without a backend JAX raises RuntimeError; a step in this thread, ValueError.
+        is_fault = any(
+            x in str(error) for x in ("Gloo", "Unable to initialize backend")
+        )
+        is_fault |= isinstance(error, jax.errors.JaxRuntimeError)
+        if not (is_fault and poll(lambda: self._newest()["is_over"], 10)):
             raise error
         self.state = ()
         backend.clear_backends()
         with suppress(jax.errors.JaxRuntimeError):  # some do not answer
             self._shared.client.shutdown()
-        self._shared.client, self._left, self._port = None, self.generation["number"], 0
+        self._port, self._left, self._shared.client = 0, self.generation["number"], None
 
     def _newest(self) -> dict[str, Any]:
         return json.loads((self._folder / "generation").read_text())
@@ -299,9 +315,20 @@ class Elastic:
             now = self._left, max(self._copies, default=-1), self._energy
             _write(self._folder / str(os.getpid()), json.dumps([*now, self._has_ended]))
             # Again and again, since an exchange may only begin.
-            if self._port and not self._has_ended and self._newest()["is_over"]:
+            is_over = self._port and not self._has_ended and self._newest()["is_over"]
+            self._over_seconds = self._over_seconds + 0.1 if is_over else 0.0
+            if is_over:
                 _break_connections(self._port)
+                if client := self._shared.client:
+                    with suppress(jax.errors.JaxRuntimeError):  # it leaves just now
+                        _answer_for_the_dead(client, self._shared.num_processes)
             time.sleep(0.1)
+
+
+def _client(port: int, process: int) -> Any:
+    make = _private_names()[1].get_distributed_runtime_client
+    place, how = f"127.0.0.1:{port}", {"shutdown_on_destruction": False, **_TIMES}
+    return make(place, process, init_timeout=10, **how)
 
 
 def _private_names() -> tuple[Any, Any]:
@@ -332,6 +359,29 @@ def _break_connections(port: int) -> None:
                 found.shutdown(socket.SHUT_RDWR)
 
 
+def _answer_for_the_dead(client: Any, n: int) -> None:
+    """Let all fail that wait for what a dead member had to say when it connected.
+
+    JAX would wait for minutes, and Gloo for 30 seconds.
+    """
+    told = dict(client.key_value_dir_get_bytes("cpu:gloo"))
+    folders = {"cpu:local_topology/cpu", *(x.rpartition("/")[0] for x in told)}
+    wanted = {f"{x}/{i}" for x in folders for i in range(n)}
+    for x in told.values():
+        # Gloo's: the length and the name of a host, the length and an address, as C has
+        # it, and last the numbers by which those who connect there say whom they want.
+        start = 16 + int.from_bytes(x[:8], sys.byteorder)
+        for at in range(len(x) - 8 * n, len(x), 8):
+            with suppress(OSError):  # it is dead, or has no address
+                port = int.from_bytes(x[start + 2 : start + 4])
+                place = socket.inet_ntoa(x[start + 4 : start + 8]), port
+                with socket.create_connection(place, 1) as connected:
+                    connected.sendall(x[at : at + 8])
+    for name in {*wanted, "cpu:global_topology/cpu"} - told.keys():
+        with suppress(jax.errors.JaxRuntimeError):  # somebody has told it
+            client.key_value_set_bytes(name, bytes(17))  # which Gloo cannot read
+
+
 def _write(path: Path, text: str) -> None:
     (new := path.with_name(f"{path.name}.new")).write_text(text)
     new.replace(path)  # at once: somebody may read it now
@@ -355,6 +405,16 @@ def poll(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
+def delay(lived_seconds: float, pause: int) -> int:
+    """Return seconds until what died starts again: more if it never lives for long.
+
+    Args:
+      lived_seconds: how long it lived.
+      pause: the seconds until it started; 0 of a first start.
+    """
+    return 1 if lived_seconds > 10 or not pause else min(2 * pause, 60)
+
+
 def local_coordinator() -> str:
     """Find a free port of this machine for process 0 of a job.
 
@@ -373,7 +433,8 @@ def supervise(job: Any, folder: str, options: Any) -> None:
       folder: an empty folder; its path is `GRAVAC_JAX_ELASTIC` in their environment.
       options: of the launcher: `restarts`, how many processes may be started again;
         `min_processes`, how many a generation must have, 1 if None; and `heartbeat`,
-        after how many seconds without a sign of life a process is killed, 5 if None.
+        after how many seconds without a sign of life a process is killed, 5 if None; 1
+        second after it was stopped, as by SIGSTOP.
 
     Raises:
       ProcessDiedError: of `gravac_jax.launch`, if too few processes are left, or one
@@ -410,7 +471,9 @@ def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
         if status is None and path.exists():
             told[pid], ready[pid] = json.loads(path.read_text()), i
             silent_seconds = time.time() - path.stat().st_mtime
-            if silent_seconds > (options.heartbeat or 5) and not told[pid][3]:
+            # A busy machine may keep a process silent for seconds, but not stop it.
+            patience = 1 if job.is_stopped(i) else options.heartbeat or 5
+            if silent_seconds > patience and not told[pid][3]:
                 say(f"process {i} (pid {pid}) is frozen")
                 os.kill(number, signal.SIGKILL)
                 path.unlink()
@@ -439,8 +502,7 @@ def _may_begin(record: Any, ready: Any, told: Any, options: Any, alive: int) -> 
         record["is_over"] = not are_all_here or (may_join and ready != members)
         return False
     least = (options.min_processes or 1) if ready.keys() & members.keys() else alive
-    have_left = all(told[pid][0] >= record["number"] for pid in ready)
-    return have_left and len(ready) >= least
+    return len(ready) >= least and all(told[x][0] >= record["number"] for x in ready)
 
 
 def _new_generation(record: Any, ready: dict[str, int], told: Any) -> Any:
@@ -453,5 +515,12 @@ def _new_generation(record: Any, ready: dict[str, int], told: Any) -> Any:
     record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
     record |= {"source": min(known), "start": min(known.values())}
     say(f"generation {record['number']}: {[*ready.values()]}, lost {record['lost']}")
-    serve = _private_names()[1].get_distributed_runtime_service
-    return serve(f"127.0.0.1:{port}", len(ready), recoverable=True, **_TIMES)
+    service = _private_names()[1].get_distributed_runtime_service
+    service = service(f"127.0.0.1:{port}", len(ready), recoverable=True, **_TIMES)
+    # Who connects first waits for all others, and ends when one does not come. So each
+    # place has been taken once before its member comes.
+    clients = [_client(port, i) for i in range(len(ready))]
+    with ThreadPoolExecutor(len(ready)) as pool:
+        list(pool.map(lambda client: client.connect(), clients))
+        list(pool.map(lambda client: client.shutdown(), clients))
+    return service

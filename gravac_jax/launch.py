@@ -5,7 +5,8 @@ On one machine, start four processes that form one `jax.distributed` job::
     python -m gravac_jax.launch -n 4 train.py --its --own --arguments
 
 If a process dies, the launcher ends the others and names the process that died, or is
-stopped. With `--restarts K` it then starts the job again, K times at most; a script
+stopped. With `--restarts K` it then starts the job again, K times at most: after one
+second, or if it dies within ten seconds after twice the last pause, up to 60. A script
 that restores its newest checkpoint, as with `gravac_jax.checkpoint`, goes on from
 there. With `--min-processes M`, a process that died in two starts in a row is left out,
 down to M processes: a checkpoint may be restored on fewer. The launcher passes SIGTERM
@@ -52,7 +53,7 @@ from typing import IO, Any
 
 import jax
 
-from gravac_jax.elastic import FOLDER, local_coordinator, poll, say, supervise
+from gravac_jax.elastic import FOLDER, delay, local_coordinator, poll, say, supervise
 
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
 
@@ -68,12 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
       SystemExit: If the arguments are wrong or the job fails, with the reason.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {_PROGRAM}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    how: Any = {"description": __doc__, "allow_abbrev": False}
+    how |= {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(f"python -m {_PROGRAM}", **how)
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
     add("--restarts", type=int, default=0, help="how often a job may start again")
@@ -114,8 +112,9 @@ def _run_job(options: argparse.Namespace) -> None:
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
-    members, last = [*range(options.n)], None
+    members, last, pause = [*range(options.n)], None, 0
     for restart in range(options.restarts + 1):
+        begun = time.monotonic()
         try:
             return _run_once(options, members)
         except ProcessDiedError as died:
@@ -126,7 +125,7 @@ def _run_job(options: argparse.Namespace) -> None:
         if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
             said += f", and device {last} is left out, which leaves {len(members)}"
-        pause = min(2**restart, 60)
+        pause = delay(time.monotonic() - begun, pause)
         say(f"{said}; restart {restart + 1} of {options.restarts} in {pause} s")
         time.sleep(pause)
 
@@ -203,10 +202,9 @@ def _join_job(options: argparse.Namespace) -> None:
         jax.distributed.initialize(*options.place, **beats)
         devices = jax.devices()
     except Exception as error:
-        raise SystemExit(
-            f"{_PROGRAM}: could not join a job: {error} (to start a job on this machine"
-            " give -n N; to join one, --coordinator HOST:PORT, --processes, --process)"
-        ) from error
+        said = f"could not join a job: {error} (to start a job on this machine give -n"
+        said += " N; to join one, --coordinator HOST:PORT, --processes, --process)"
+        raise SystemExit(f"{_PROGRAM}: {said}") from error
     if jax.process_index() == 0:
         kind = devices[0].platform
         say(f"{jax.process_count()} processes, {len(devices)} {kind} devices")
@@ -238,10 +236,8 @@ def _tell_if_others_go_on() -> None:
 # first member of their process group. Its standard input is a pipe that the launcher
 # holds open and never writes to, so that `read` returns when the launcher is gone. It
 # ignores the signals that end the other processes: it must be the last one to go.
-_GUARDIAN = (
-    'trap "" INT TERM HUP PIPE; read -r _;'
-    ' echo "the launcher (pid $0) is gone; its processes end" >&2; kill -KILL 0'
-)
+_GUARDIAN = 'trap "" INT TERM HUP PIPE; read -r _; echo "the launcher (pid $0) is gone;'
+_GUARDIAN += ' its processes end" >&2; kill -KILL 0'
 
 
 class ProcessDiedError(RuntimeError):
@@ -290,6 +286,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         self._grace_seconds = grace_seconds
         self._processes: list[Popen[Any]] = []
         self._relays: list[Thread] = []
+        self._begun: dict[int, tuple[float, int]] = {}  # when, and after which pause
         guardian = ["sh", "-c", _GUARDIAN, str(os.getpid())]
         self._guardian = Popen(guardian, stdin=PIPE, stdout=DEVNULL, process_group=0)
         popen |= {"process_group": self._guardian.pid, "stdin": DEVNULL}
@@ -302,7 +299,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
             raise
 
     def start(self, index: int) -> None:
-        """Start a process, in the place of one that died if there is one.
+        """Start a process; in the place of one that died a little later.
 
         Args:
           index: which one.
@@ -310,11 +307,16 @@ class Job(contextlib.AbstractContextManager["Job"]):
         Raises:
           OSError: if its command cannot be started.
         """
-        output, command = PIPE if index else None, self._commands[index]
+        output, pause, now = PIPE if index else None, 0, time.monotonic()
+        if before := self._begun.get(index):
+            pause = delay(now - before[0], before[1])
+        self._begun[index] = now + pause, pause
+        # A shell that waits is a process of the job, and becomes this one.
+        wait = ["sh", "-c", 'sleep "$0"; exec "$@"', str(pause)] if pause else []
+        command = [*wait, *self._commands[index]]
         process = Popen(command, stdout=output, stderr=output, **self._popen)
         self._processes[index : index + 1] = [process]
-        pipes = ((process.stdout, 1), (process.stderr, 2)) if index else ()
-        for pipe, fd in pipes:
+        for pipe, fd in ((process.stdout, 1), (process.stderr, 2)) * bool(index):
             relay = Thread(target=_relay, args=(pipe, fd, index), daemon=True)
             relay.start()
             self._relays.append(relay)
@@ -350,7 +352,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
                 now = self.statuses
                 killed = [i for i, x in enumerate(now) if x == -signal.SIGKILL]
                 # Others die of one that is stopped: they hear nothing of it.
-                stopped = filter(self._is_stopped, range(len(self.pids)))
+                stopped = filter(self.is_stopped, range(len(self.pids)))
                 raise self.death([*stopped, *killed, *died][0])
 
     def death(self, index: int) -> ProcessDiedError:
@@ -362,7 +364,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         said = f"process {index} of {n} (pid {self.pids[index]}) {how}"
         return ProcessDiedError(said, index)
 
-    def _is_stopped(self, index: int) -> bool:
+    def is_stopped(self, index: int) -> bool:
         """Return whether a process is stopped, as by SIGSTOP; False without /proc."""
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self.pids[index]}/stat").read_text()
@@ -379,8 +381,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         try:
             self._signal(signal.SIGTERM)
         finally:
-            deaf = [i for i, status in enumerate(self.statuses) if status is None]
-            if deaf:
+            if deaf := [i for i, x in enumerate(self.statuses) if x is None]:
                 say(f"SIGKILL must end processes {deaf}")
             self._signal(signal.SIGKILL)  # ends the guardian too
             for relay in self._relays:

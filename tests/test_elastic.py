@@ -1,125 +1,218 @@
 """Elastic training: processes die, freeze and join, and the others go on."""
 
+import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
+import _examples
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from _harness import assert_same
 
 import gravac_jax as gravac
 from gravac_jax import elastic
+from gravac_jax._encodings import ENCODINGS
+from gravac_jax._step import states
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
-LAUNCH = (sys.executable, "-m", "gravac_jax.launch", "-n", "3", "--elastic")
+LAUNCH = (sys.executable, "-m", "gravac_jax.launch", "--elastic", "-n")
 HERE = jax.__version__, sys.platform
-FAULTS = [(0, signal.SIGKILL), (1, signal.SIGSTOP)]
-STEPS = 40
+FAULTS = {"(0, 1)": 9, "(1, 3)": 19}  # signals, of a process in a generation
+CONNECTING = "elastic._client", "multihost_utils.sync_global_devices"
+SOAK = int(os.environ.get("GRAVAC_JAX_SOAK", "0"))  # steps of four processes
 
 # Both the script of a job and its reference run this.
 TASK = """
-import json, os, sys, time, zlib, jax, jax.numpy as jnp, numpy as np, optax
+import dataclasses, json, os, sys, time, typing, zlib
+import jax, jax.numpy as jnp, numpy as np, optax
 import gravac_jax as gravac
 from gravac_jax import elastic
 rows = lambda *at: np.random.default_rng(at).standard_normal((8, 64), np.float32)
 params = {"w": np.concatenate([rows(i) for i in range(8)]) / 8}
 loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params["w"]) - 0.1) ** 2)
+class Count(typing.NamedTuple):
+    steps: jax.Array
+    def moved(self, fresh):
+        return fresh
+@dataclasses.dataclass(frozen=True, repr=False)
+class Turns(gravac.Controller):
+    ladder: tuple
+    def init(self):
+        return jnp.int32(0), Count(jnp.int32(0))
+    def decide(self, evidence, state):
+        return state.steps // 3 % 2, Count(state.steps + 1)
 def digest(own):
     held = [x for _, x in optax.tree.get_all_with_path(own[1], "residual")]
     return zlib.crc32(b"".join(x.tobytes() for x in (own[0]["w"], *held)))
 """
 SCRIPT = """
+import threading
+from jax.experimental import multihost_utils
+tx, steps, least, *dying_at = sys.argv[1:]
+tell = lambda **x: print(json.dumps(x | run.generation), flush=True)
+def die(number):
+    tell(fault=number, process=run.generation["members"][own], time=time.time())
+    os.kill(int(own), number)
+def dying(function):  # if process 1 calls it in the first generation
+    def call(*args):
+        run.generation["number"] == 1 == run.generation["members"][own] and die(9)
+        return function(*args)
+    return call
+exec("".join(f"{x} = dying({x})" for x in dying_at))
 def begin():
-    step = gravac.train_step(loss_fn, eval(sys.argv[1]), gravac.make_mesh())
+    tell(begun=True)
+    step = gravac.train_step(loss_fn, eval(tx), gravac.make_mesh())
     return step, step.init(params), 0
-# Steps wait for a process that is missing, but for the first two.
-pause = lambda x, i: 2 if len(x["members"]) < 3 and i > x["start"] + 1 else 0.05
-batch = lambda i: time.sleep(pause(run.generation, i)) or rows(i, run.process)
-own = lambda: {"process": run.process, "pid": os.getpid(), "time": time.time()}
-tell = lambda **x: print(json.dumps(x | own() | run.generation), flush=True)
+def batch(i):
+    members, start = run.generation["members"], run.generation["start"]
+    if i == start + 4 and least == "3" == str(len(members)):
+        number = FAULTS.get(str((run.process, run.generation["number"])))
+        number and die(number)
+    # Steps wait for a process that is missing, but for the first two.
+    time.sleep(2 if len(members) < int(least) and i > start + 1 else 0.05)
+    return rows(i, run.process)
+own = str(os.getpid())
 run = elastic.Elastic(begin)
-for i, loss in run.train(batch, int(sys.argv[2])):
-    tell(step=i)
-tell(digest=digest(elastic.own_rows(run.state)))
+if least == "1":  # a soak, but at the end all must live
+    draw = np.random.default_rng().uniform
+    if_due = lambda: run.steps < int(steps) - 400 and die(9 if draw() < 0.5 else 19)
+    (timer := threading.Timer(draw(20, 40), if_due)).daemon = True
+    timer.start()
+for i, loss in run.train(batch, int(steps)):
+    tell(step=i, pid=own, time=time.time())
+tell(process=run.process, digest=digest(elastic.own_rows(run.state)))
 """
 exec(TASK, NAMES := {})
 
 
-def told_under_faults(command):
-    """Return what processes tell under faults, and after which and when they came."""
-    told, done = [], [{"number": 0}]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        for found in filter(None, map(re.compile(r"{.*}$").search, launcher.stdout)):
-            told.append(x := json.loads(found[0]))
-            steps = len(x["members"]) == 3 and x.get("step", 0) > x["start"] + 2
-            if steps and x["number"] > done[-1]["number"] and len(done) <= len(FAULTS):
-                index, number = FAULTS[len(done) - 1]
-                os.kill(int(list(x["members"])[index]), number)
-                done.append(x | {"time": time.time()})
-    assert launcher.returncode == 0
-    return told, done[1:]
+def told(folder, n, *arguments):
+    """Return what the processes of a job tell."""
+    (script := folder / "x.py").write_text(TASK + f"FAULTS = {FAULTS}" + SCRIPT)
+    command = [*LAUNCH, str(n), "--restarts", "999", script, *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found = map(re.compile(r"{.*}$").search, done.stdout.splitlines())
+    return [json.loads(x[0]) for x in found if x]
 
 
-def reference(tx, generations):
+def cut(tree, j):
+    """Return what the process of replica j has of a state in NumPy."""
+    return states.change_local(lambda x: x[j : j + 1], jax.tree.map(np.asarray, tree))
+
+
+def join(rows):
+    """Return the state of processes that each have one replica."""
+    whole = lambda spec, *x: np.concatenate(x) if spec != jax.P() else x[0]
+    return jax.tree.map(whole, gravac.state_specs(rows[0]), *rows)
+
+
+def reference(tx, generations, steps):
     """Return digests by process of a run in one process with the same members."""
-    params, own, ends = NAMES["params"], {}, [x["start"] for x in generations[1:]]
-    specs = gravac.state_specs((params, tx.init(params)))
-    cut = lambda j: lambda x, spec: x[j : j + 1] if spec != jax.P() else x
-    row = lambda tree, j: jax.tree.map(cut(j), jax.tree.map(np.asarray, tree), specs)
-    whole = lambda spec, *rows: np.concatenate(rows) if spec != jax.P() else rows[0]
+    own, ends = {}, [x["start"] for x in generations[1:]]
     is_own = lambda keys: re.search(r"\.residual|\.told", jax.tree_util.keystr(keys))
     pick = lambda keys, old, new: new if is_own(keys) else old
-    for x, end in zip(generations, [*ends, STEPS], strict=True):
+    steps_of = functools.cache(lambda n: train_step(NAMES["loss_fn"], tx, n))
+    for x, end in zip(generations, [*ends, steps], strict=True):
         members = list(x["members"].values())
-        mesh = gravac.make_mesh(devices=jax.devices()[: len(members)])
-        step = gravac.train_step(NAMES["loss_fn"], tx, mesh)
-        fresh = row(step.init(params), 0)
+        step, mesh = steps_of(len(members))
+        fresh = cut(step.init(NAMES["params"]), 0)
         for m in x["joined"]:
             own[m] = jax.tree.map_with_path(pick, own.get(x["source"], fresh), fresh)
-        state = gravac.place(jax.tree.map(whole, specs, *map(own.get, members)), mesh)
+        state = gravac.place(join([own[m] for m in members]), mesh)
+        if x["start"] >= 0:  # what is true of other members
+            state = states.moved(state, step.init(NAMES["params"]))
         for i in range(max(x["start"], 0), end):
             batch = np.concatenate([NAMES["rows"](i, m) for m in members])
             *state, _ = step(*state, batch)
-        own = {m: row(tuple(state), j) for j, m in enumerate(members)}
+        own = {m: cut(tuple(state), j) for j, m in enumerate(members)}
     return {m: NAMES["digest"](x) for m, x in own.items()}
+
+
+def train_step(loss_fn, tx, n):
+    mesh = gravac.make_mesh(devices=jax.devices()[:n])
+    return gravac.train_step(loss_fn, tx, mesh), mesh
+
+
+def assert_like_reference(lines, tx, steps):
+    """Processes end as in one process with the same members; return what was lost."""
+    *_, last = generations = list({x["number"]: x for x in lines}.values())
+    digests = {x["process"]: x["digest"] for x in lines if "digest" in x}
+    assert digests == reference(eval(tx), generations, steps)
+    return last["lost"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(HERE not in elastic.TRIED, reason="elastic is not for this JAX")
-def test_after_a_kill_and_a_freeze_the_run_ends_as_one_with_the_same_members(tmp_path):
-    tx, script = "gravac.adamw(1e-2, send=gravac.Bits(2), delay=1)", tmp_path / "x.py"
-    script.write_text(TASK + SCRIPT)
-    options = ["--restarts", "2", "--heartbeat", "5", script, tx, str(STEPS)]
-    told, done = told_under_faults([*LAUNCH, *options])
-    later = lambda done: (x["time"] for x in told if x["number"] > done["number"])
-    seconds = [min(later(x)) - x["time"] for x in done]
-    sys.stdout.write(f"from a fault to the next step: {np.round(seconds, 1)} s\n")
-    for pid in {x["pid"] for x in told}:
-        steps = np.diff([x["step"] for x in told if x["pid"] == pid and "step" in x])
-        assert {*steps} <= {0, 1}
-        assert np.sum(steps == 0) <= len(FAULTS) == len(done)
-    *_, last = generations = list({x["number"]: x for x in told}.values())
-    assert [index for index, *_ in last["lost"]] == [index for index, _ in FAULTS]
-    assert all(0 < energy < np.inf for *_, energy in last["lost"])
-    digests = {x["process"]: x["digest"] for x in told if "digest" in x}
-    assert digests == reference(eval(tx), generations)
+@pytest.mark.parametrize(("n", "steps"), [(4, SOAK) if SOAK else (3, 40)])
+def test_after_faults_the_run_ends_as_one_with_the_same_members(n, steps, tmp_path):
+    ladder = "(gravac.Bits(8), gravac.Bits(2))"
+    tx = f"gravac.adamw(1e-2, send=NAMES['Turns']({ladder}), delay=1)"
+    lines = told(tmp_path, n, tx.replace("NAMES", "globals()"), steps, 1 if SOAK else 3)
+    faults, taken = [[x for x in lines if k in x] for k in ("fault", "step")]
+    later = lambda x: [
+        y["time"] - x["time"] for y in taken if y["number"] > x["number"]
+    ]
+    seconds = [min(x) for x in map(later, faults) if x]
+    quartiles = np.round(np.quantile(seconds, (0, 0.25, 0.5, 0.75, 1)), 1)
+    sys.stdout.write(f"from {len(faults)} faults to the next step: {quartiles} s\n")
+    for pid in {x["pid"] for x in taken}:
+        numbers = np.diff([x["step"] for x in taken if x["pid"] == pid])
+        assert {*numbers} <= {0, 1}
+        assert np.sum(numbers == 0) <= len(faults)
+    lost = assert_like_reference(lines, tx, steps)
+    assert SOAK or [index for index, *_ in lost] == [x["process"] for x in faults]
+    assert all(0 <= energy < np.inf for *_, energy in lost)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HERE not in elastic.TRIED, reason="elastic is not for this JAX")
+@pytest.mark.parametrize("at", CONNECTING)
+def test_who_dies_while_processes_connect_takes_no_other_along(at, tmp_path):
+    tx = "gravac.adamw(1e-2, send=gravac.Bits(2))"
+    lost = assert_like_reference(told(tmp_path, 3, tx, 8, 2, at), tx, 8)
+    assert lost == [[1, -1, 0.0]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(HERE not in elastic.TRIED, reason="elastic is not for this JAX")
 def test_a_job_that_has_no_restarts_left_fails(tmp_path):
     (script := tmp_path / "x.py").write_text("raise SystemExit(3)")
-    command = [*LAUNCH, "--restarts", "1", script]
+    command = [*LAUNCH, "3", "--restarts", "1", script]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "exited with status 3; the others were ended" in done.stderr
+
+
+@pytest.mark.parametrize("send", _examples.one_of_each(ENCODINGS), ids=repr)
+def test_what_replicas_made_was_sent_or_is_held_or_lost_whoever_goes_and_comes(send):
+    tx = optax.chain(gravac.transform(send=send, compress=True), optax.sgd(1.0))
+    loss_fn = lambda params, batch: jnp.vdot(params["w"], batch[0])  # batches are grads
+    held = lambda row: sum(x.astype(np.float64) for x in elastic._residuals(row))
+    own, made, sent, lost, rng = {}, 0.0, 0.0, 0.0, np.random.default_rng(0)
+    for members in ({0, 1, 2, 3}, {0, 2, 3}, {0, 1, 2, 3}):
+        step, _ = train_step(loss_fn, tx, n := len(members))
+        fresh = step.init({"w": np.zeros((64, 64), np.float32)})
+        first = cut(elastic.own_rows(fresh), 0)
+        lost += sum(held(own.pop(gone)) for gone in own.keys() - members)
+        for m in members - own.keys():
+            own[m] = elastic._with_empty_residual(own.get(0, first), first)
+        state = elastic.put_rows(join([own[m] for m in members]), fresh)
+        sent += n * np.asarray(state[0]["w"])
+        for batch in rng.standard_normal((5, n, 64, 64), np.float32):
+            *state, _ = step(*state, batch)
+            made += batch.sum(0, np.float64)
+        rows = elastic.own_rows(tuple(state))
+        sent -= n * rows[0]["w"]
+        own = {m: cut(rows, j) for j, m in enumerate(members)}
+    found = sent + np.reshape(lost + sum(map(held, own.values())), sent.shape)
+    np.testing.assert_allclose(found, made, atol=2.0**-16 * np.abs(made).max())
+    assert np.any(lost) != (send == gravac.Dense())
 
 
 def test_own_rows_lie_on_another_mesh_bit_by_bit():
