@@ -140,11 +140,12 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     own = lambda i, device: f"{launch} --process {i} --local-devices {device}".split()
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
-    with tempfile.TemporaryDirectory() as folder:
-        env = local_environment(coordinator) | {FOLDER: folder * options.elastic}
+    # In memory: on a full disk members of an elastic job would show no sign of life.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" * options.elastic or None) as path:
+        env = local_environment(coordinator) | {FOLDER: path * options.elastic}
         job = Job(commands, options.grace, env=env)
         try:
-            supervise(job, folder, options) if options.elastic else job.wait()
+            supervise(job, path, options) if options.elastic else job.wait()
         except (SystemExit, KeyboardInterrupt) as stop:
             status = stop.args[0] if stop.args else 128 + signal.SIGINT
             say(f"{signal.Signals(status - 128).name}; all processes have ended")
