@@ -294,9 +294,7 @@ class Elastic:
           JaxRuntimeError: the `error`, if the launcher does not end it in time.
         """
         # Without a backend JAX raises RuntimeError; a step in this thread, ValueError.
-        is_fault = any(
-            x in str(error) for x in ("Gloo", "Unable to initialize backend")
-        )
+        is_fault = "Gloo" in str(error) or "initialize backend" in str(error)
         is_fault |= isinstance(error, jax.errors.JaxRuntimeError)
         if not (is_fault and poll(lambda: self._newest()["is_over"], 10)):
             raise error

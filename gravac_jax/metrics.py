@@ -58,16 +58,8 @@ from gravac_jax._step.step_info import StepInfo
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "JsonlWriter",
-    "LiveView",
-    "Recorder",
-    "Writer",
-    "explain",
-    "first_host",
-    "read_jsonl",
-    "scalars",
-]
+__all__ = ["JsonlWriter", "LiveView", "Recorder", "Writer"]
+__all__ += ["explain", "first_host", "read_jsonl", "scalars"]
 
 GAINS = "gravac/gains/"  # behind it stands the name of an encoding
 

@@ -112,11 +112,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gravac_jax.probe",
-        description="Tell whether gradient compression will pay on these devices.",
-        allow_abbrev=False,
-    )
+    about = "Tell whether gradient compression will pay on these devices."
+    how: Any = {"description": about, "allow_abbrev": False}
+    parser = argparse.ArgumentParser("python -m gravac_jax.probe", **how)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", type=count, help="number of params, such as 66e6")
     help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"
