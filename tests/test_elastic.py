@@ -53,7 +53,7 @@ def digest(own):
     return zlib.crc32(b"".join(x.tobytes() for x in (own[0]["w"], *held)))
 """
 SCRIPT = """
-import threading
+import random, threading
 from jax.experimental import multihost_utils
 tx, steps, least, *dying_at = sys.argv[1:]
 tell = lambda **x: print(json.dumps(x | run.generation), flush=True)
@@ -80,11 +80,17 @@ def batch(i):
     return rows(i, run.process)
 own = str(os.getpid())
 run = elastic.Elastic(begin)
-if least == "1":  # a soak, but at the end all must live
-    draw = np.random.default_rng().uniform
-    if_due = lambda: run.steps < int(steps) - 400 and die(9 if draw() < 0.5 else 19)
-    (timer := threading.Timer(draw(20, 40), if_due)).daemon = True
-    timer.start()
+def fail_in_turn():  # one, five to ten seconds after all are there; not at the end
+    generation = {}
+    while True:
+        time.sleep(0.01)
+        if generation is not vars(run).get("generation", generation):
+            generation, due = run.generation, time.time() + random.uniform(5, 10)
+        if len(generation.get("members", ())) == 4 and time.time() > due:
+            turn, is_late = len(generation["lost"]), run.steps > int(steps) - 200
+            turn % 4 == run.process and not is_late and die((9, 19)[turn // 4 % 2])
+if least == "1":
+    threading.Thread(target=fail_in_turn, daemon=True).start()
 for i, loss in run.train(batch, int(steps)):
     tell(step=i, pid=own, time=time.time())
 tell(process=run.process, digest=digest(elastic.own_rows(run.state)))
