@@ -102,17 +102,6 @@ def test_a_cast_marks_as_varying_what_was_not():
     on_each(body, "shard_map")(TREE["b"])
 
 
-def test_what_was_summed_already_is_refused_where_jax_keeps_track():
-    def check(x):
-        COMM.check_local({"local": x})
-        COMM.check_local({"kernel": jax.lax.psum(x, "data")})
-        return x
-
-    with pytest.raises(ValueError, match=r"kernel.*does not vary over"):
-        on_each(check, "shard_map")(TREE["b"])
-    on_each(check, "shard_map unchecked")(TREE["b"])
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(n):
     others = n - 1

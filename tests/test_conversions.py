@@ -1,4 +1,4 @@
-"""Loops as they are found, converted by what the documents say, and gone wrong."""
+"""Loops as they are found, converted by what the documents say."""
 
 import difflib
 import functools
@@ -9,12 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from _harness import ROWS
 
 import gravac_jax as gravac
 
 CONVERSIONS = Path(__file__).parents[1] / "examples" / "conversions"
-TRANSFORM = gravac.transform
 STEPS = 6
 
 # Lines taken out or put in, blank ones and docstrings apart.
@@ -41,13 +39,6 @@ def load(text, **names):
     return module
 
 
-@pytest.fixture
-def sends(monkeypatch):
-    """Return what sets what a program's transform sends, such as what compiles fast."""
-    use = functools.partial(monkeypatch.setattr, gravac, "transform")
-    return lambda send: use(functools.partial(TRANSFORM, send=send))
-
-
 @pytest.fixture(autouse=True)
 def settings(monkeypatch, standard_promotion, fast_keys):
     """Promotion as users have it, which these programs and Optax's Adam rely on."""
@@ -69,9 +60,11 @@ def test_no_more_lines_change_than_it_took(name):
 # until XLA's CPU backend ends the process.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
-def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, sends):
+def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, monkeypatch):
     few_bits = gravac.Bits(4, row_entries=32)
-    sends(gravac.Scheduled((gravac.Dense(), few_bits), starts=(STEPS,)))
+    send = gravac.Scheduled((gravac.Dense(), few_bits), starts=(STEPS,))
+    sending = functools.partial(gravac.transform, send=send)
+    monkeypatch.setattr(gravac, "transform", sending)
     # Each replica's own gradient is clipped now, in place of their mean: see below.
     limits = {"fsdp": {"MAX_NORM": 1e9}, "train_state": {"DTYPE": jax.numpy.float32}}
     main = lambda side: load(source(f"{name}_{side}"), **limits.get(name, {})).main
@@ -80,33 +73,3 @@ def test_dense_steps_give_the_same_losses_and_compressed_ones_train(name, sends)
     np.testing.assert_allclose(after[:STEPS], before, rtol=1e-5)
     assert len(set(before)) == STEPS
     assert np.mean(after[-5:]) < 0.95 * np.mean(after[:5])
-
-
-def test_a_plain_jit_is_answered_with_what_to_do(sends):
-    sends(ROWS)
-    chain = "tx = optax.chain("
-    told = f"import gravac_jax; {chain}gravac_jax.transform(), "
-    text = source("fsdp_before")
-    assert text.count(chain) == 1
-    with pytest.raises(ValueError, match="not in a plain jit, where XLA has averaged"):
-        load(text.replace(chain, told)).main(1)
-
-
-def test_what_pmap_does_not_see_a_trace_on_a_mesh_does(sends):
-    sends(ROWS)
-    grads = "grads = grad_fn(state.params)\n"
-    pmean = '    grads = jax.lax.pmean(grads, axis_name="batch")\n'
-    mesh = jax.make_mesh((jax.device_count(),), ("batch",))
-
-    def trace(text):
-        program = load(text)
-        state = jax.eval_shape(program.create_train_state, jax.random.key(0))
-        state = gravac.place(state, mesh, "batch")
-        step = gravac.data_parallel(program.train_step, mesh, "batch")
-        batch = program.draw_images(np.random.default_rng(0), jax.device_count())
-        return jax.eval_shape(step, state, batch)
-
-    text = source("pmap_after")
-    assert trace(text)[1]["loss"].shape == ()
-    with pytest.raises(ValueError, match=r"remove any jax.lax.pmean"):
-        trace(text.replace(grads, grads + pmean))

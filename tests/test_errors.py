@@ -261,7 +261,9 @@ VALUES = {
     ],
     "(4, 96)…(96,)…gravac.state_specs": (update, PARAMS, place(STATE, N)),
     "weight_decay…tx.update(grads, opt_st…": (DECAYING.update, PARAMS, STATE),
-    "['b']…('data',)…lax.pmean…gravac.value_and_grad": partial(run, grads=summed),
+    "['b'] does not vary over ('data',)…gravac.value_and_grad…remove any…lax.pmean": (
+        partial(run, grads=summed)
+    ),
     "not placed on 4…gravac.place…gravac.state_specs": [
         (step, TX.init(PARAMS), ROWS) for step in (jax.jit(IN_A_SHARD_MAP), *KEEPING)
     ],
@@ -272,6 +274,7 @@ VALUES = {
     "['mean']…has_aux": (CHANGING, {"mean": NUMBER, "w": NUMBER}),
     f"compress…{MASK}…pytree of bools": partial(init, compress=MASK),
     "compress…[1, 1, 1]…pytree of bools": partial(init, compress=[1, 1, 1]),
+        (jax.jit(TX.update), PARTS, STATE),
     "axis_name='data'…shard_map…axis_name=None": [
         (TX.update, PARAMS, STATE),
         (gravac.value_and_grad(jnp.sum), jnp.ones(3)),
