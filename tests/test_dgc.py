@@ -103,7 +103,7 @@ OPTIONS = {
     "schedule": tuple(SENDS),
 }
 CASES = list(itertools.product(*OPTIONS.values()))
-random.Random(0).shuffle(CASES)
+random.Random(9).shuffle(CASES)  # one row has several replicas and a bound
 # Each option in the default run, any two together in it or in the slow one.
 SINGLE = _harness.covering(CASES, enumerate, together=1)
 PAIRED = [x for x in _harness.covering(CASES, enumerate, together=2) if x not in SINGLE]

@@ -68,14 +68,6 @@ def test_a_flush_leaves_momentum_alone():
     assert_same(np.asarray(has), had)
 
 
-def test_a_flush_hands_extra_arguments_to_the_optimizer():
-    alone = gravac.transform(axis_name=None, compress=COMPRESS)
-    tx = optax.chain(alone, optax.contrib.reduce_on_plateau())
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    with jax.numpy_dtype_promotion("standard"):
-        gravac.flush(tx, params, tx.init(params), value=1.0)
-
-
 # Own params
 
 DECAY = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5))
