@@ -2,7 +2,6 @@
 
 import functools
 
-import _harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,17 +85,3 @@ def test_directions_do_not_depend_on_the_scale(scale):
     _, one = stepper(8)(FALLING, begun())
     _, other = stepper(8)(FALLING * np.float32(scale), begun())
     np.testing.assert_allclose(other[0].right, one[0].right, rtol=1e-3, atol=1e-5)
-
-
-PARAMS = {"a": jnp.ones((ROWS, COLUMNS)), "b": jnp.ones(50), "c": jnp.ones((3, 10, 20))}
-
-
-def test_every_rank_sends_two_means():
-    ladder = _harness.Scripted(tuple(map(LowRank, RANKS)))
-    tx = gravac.transform(send=ladder, compress=True)
-    run = _harness.trajectory(tx, PARAMS, "shard_map")
-    ones = jax.tree.map(lambda x: jnp.ones((1, _harness.N, *x.shape)), PARAMS)
-    found, _ = _harness.collectives(run.text(ones))
-    for rung in range(len(RANKS)):
-        mine = [(x.kind, x.dtype) for x in found if x.branches == (rung,)]
-        assert mine == [("all-reduce", "f32")] * 2

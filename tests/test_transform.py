@@ -258,24 +258,6 @@ def test_each_rung_runs_its_own_network(recipe, of_bucket, of_gradient):
     )
 
 
-@pytest.mark.parametrize(
-    ("send", "expected"),
-    [
-        (gravac.Dense(), [("all-reduce", "f32")]),
-        (gravac.Bits(2), [("all-gather", "u32"), ("all-to-all", "u32")]),
-        # XLA's CPU backend would widen a collective of bfloat16 to float32.
-        (gravac.TopK(4), [("all-gather", "u16"), ("all-reduce", "f32")]),
-    ],
-    ids=repr,
-)
-def test_what_is_agreed_on_travels_with_the_exchange(send, expected):
-    text = trajectory(sending(send), PARAMS, "shard_map").text(
-        _harness.at(FLOATS, slice(1))
-    )
-    found, _ = _harness.collectives(text)
-    assert sorted({(x.kind, x.dtype) for x in found}) == expected
-
-
 @_harness.in_both_ways
 def test_a_step_never_calls_the_host(how):
     assert not re.search(r"callback|infeed|outfeed|\b(send|recv)\(", program(how))
