@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from programs import reading
 from programs.reading import Program
 
@@ -356,14 +357,13 @@ def on_all_replicas(train, tx, *in_axes):
 
 
 def collectives(text):
-    """Return every `Collective` of a compiled program, and how many conditionals."""
-    program, found, conditionals, ops = Program(text), [], 0, 0
+    """Return every `Collective` of a compiled program."""
+    program, found, ops = Program(text), [], 0
 
     def visit(name, branches):
-        nonlocal conditionals, ops
+        nonlocal ops
         for x in program.computations[name].values():
             is_choice = x.kind == "conditional"
-            conditionals += is_choice
             for i, inner in enumerate(program.inner(x)):
                 visit(inner, (*branches, i) if is_choice else branches)
             if x.collective:
@@ -373,7 +373,15 @@ def collectives(text):
     visit(program.entry, ())
     every = itertools.chain(*(x.values() for x in program.computations.values()))
     assert ops == sum(x.collective is not None for x in every)
-    return found, conditionals
+    return found
+
+
+def branches_of(jaxpr):
+    """Return the most branches of a conditional of a program."""
+    inner = [x for e in jaxpr.eqns for x in jaxprs_in_params(e.params)]
+    conds = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    own = [len(e.params["branches"]) for e in conds]
+    return max([*own, *map(branches_of, inner)], default=0)
 
 
 def _payloads(x, branches):

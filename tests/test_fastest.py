@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import gravac_jax as gravac
 from gravac_jax._controllers import fastest
@@ -243,14 +242,6 @@ def test_it_begins_at_two_rungs_whatever_the_cost_model_says(
     assert rungs[:7].tolist() == [1] * 3 + [last] * 4
 
 
-def branches_of(jaxpr):
-    """Return the most branches of a conditional of a program."""
-    inner = [x for e in jaxpr.eqns for x in jaxprs_in_params(e.params)]
-    conds = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
-    own = [len(e.params["branches"]) for e in conds]
-    return max([*own, *map(branches_of, inner)], default=0)
-
-
 @pytest.mark.parametrize(("at", "rungs", "last"), [("shared", 3, 2), ("own", 5, 4)])
 def test_a_step_is_compiled_for_the_rungs_that_it_may_take(at, rungs, last):
     tx = gravac.transform(None, network=GUESSED)
@@ -258,7 +249,7 @@ def test_a_step_is_compiled_for_the_rungs_that_it_may_take(at, rungs, last):
     # As if a program with gradients at own params had decided.
     state = tx.init(grads)._replace(next_rungs=jnp.int32([4, 4]))
     step = lambda grads, state: tx.update(grads, state, at=at)
-    assert branches_of(jax.make_jaxpr(step)(grads, state).jaxpr) == rungs
+    assert _harness.branches_of(jax.make_jaxpr(step)(grads, state).jaxpr) == rungs
     rung_of = lambda *x: optax.tree.get(step(*x)[1], "StepInfo").rung
     assert jax.jit(rung_of)(grads, state) == last
 

@@ -87,7 +87,7 @@ def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_local_step_has_no_collective(delay):
     text = program("shard_map", delay=delay).text(GRADIENTS)
-    found, _ = _harness.collectives(text)
+    found = _harness.collectives(text)
     assert found
     assert {x.branches[:1] for x in found} == {(1,)}
 
@@ -260,7 +260,7 @@ def test_the_local_program_of_a_train_step_has_no_collective():
     assert [kind.is_due for kind in kinds] == [False, False, True]
     for kind in kinds[1:]:
         program = jax.jit(program_of(kind)).lower(*state, batch(0))
-        found, _ = _harness.collectives(program.compile().as_text())
+        found = _harness.collectives(program.compile().as_text())
         assert not any(x.branches for x in found)  # it knows which step it is
         assert bool(found) == kind.is_due
 
