@@ -171,20 +171,19 @@ class Trajectory:
         return jax.device_put(inputs, self.sharding) if self.sharding else inputs
 
 
-def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
+def trajectory(tx, params, how, *, mesh=None):
     """Return the `Trajectory` of a transformation.
 
     Args:
-      tx: a transformation over `axis_name`.
+      tx: a transformation over "data".
       params: the params.
       how: "shard_map", "shard_map unchecked", "pmap" or "vmap".
       mesh: for `shard_map`; by default N devices and Auto.
-      axis_name: the axis, or axes.
     """
     mesh = mesh or make_mesh()
     is_mesh = how.startswith("shard_map")
-    state = gravac.place(tx.init(params), mesh if is_mesh else N, axis_name)
-    specs = gravac.state_specs(state, axis_name)
+    state = gravac.place(tx.init(params), mesh if is_mesh else N)
+    specs = gravac.state_specs(state)
     choose = lambda local, shared: jax.tree.map(
         lambda spec: shared if spec == jax.P() else local, specs
     )
@@ -198,7 +197,7 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
         return jax.lax.scan(step, state, inputs)[1]
 
     if is_mesh:
-        by_step = jax.P(None, axis_name)
+        by_step = jax.P(None, "data")
         mapped = jax.shard_map(
             lambda state, x: body(state, jax.tree.map(lambda x: x[:, 0], x)),
             mesh=mesh,
@@ -210,8 +209,8 @@ def trajectory(tx, params, how, *, mesh=None, axis_name="data"):
         return Trajectory(jax.jit(mapped), state, sharding)
     axes = {"in_axes": (choose(0, None), 1), "out_axes": (None, choose(1, None))}
     if how == "pmap":
-        return Trajectory(jax.pmap(body, axis_name, **axes), state)
-    return Trajectory(jax.jit(jax.vmap(body, **axes, axis_name=axis_name)), state)
+        return Trajectory(jax.pmap(body, "data", **axes), state)
+    return Trajectory(jax.jit(jax.vmap(body, **axes, axis_name="data")), state)
 
 
 def agreed(x):

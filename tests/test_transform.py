@@ -382,16 +382,6 @@ def test_alone_is_one_replica_on_a_mesh():
     assert_same(states, expected_states._replace(local=local))
 
 
-def test_a_tuple_of_axes_is_one_axis_of_their_product():
-    def received(axis_name, mesh=None):
-        tx = sending(Scripted(FEW_BITS[::2]), axis_name)
-        run = trajectory(tx, PARAMS, "shard_map", mesh=mesh, axis_name=axis_name)
-        return run(INTEGERS, **times())
-
-    names = ("outer", "inner")
-    assert_same(received(names, make_mesh((2, 2), names)), received("data"))
-
-
 # As an Optax transformation
 
 
