@@ -178,11 +178,6 @@ def test_the_smallest_leaves_go_dense_beside_few_bits(sizes, dense):
     assert kept == sorted(sizes)[:dense]
 
 
-def test_a_model_of_which_nothing_is_compressed_warns():
-    with pytest.warns(UserWarning, match=r"none of the 2 leaves .*compress=True"):
-        gravac.transform(None, send=gravac.TopK(10)).init([BIAS, BIAS])
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("params", [{}, {"w": np.ones((128, 128), np.float32)}])
 def test_a_model_that_is_compressed_or_empty_does_not_warn(params):

@@ -209,7 +209,6 @@ def linear(make):
     own_params(tx, PARAMS, tx.init(PARAMS))
 
 
-RISING = transform(compress=True, send=FASTEST((gravac.TopK(10), gravac.Bits(8))))
 DECAYING = transform(None, compress=True, weight_decay=0.1)
 DROPPING = optax.GradientTransformation(*ALONE)._replace(
     update=lambda grads, state, params=None: CHAINED.update(grads, state, params)
@@ -237,7 +236,6 @@ MEAN = lambda model, x: jnp.mean(model(x))
 
 # The words that an error must contain, and the misuses that it answers.
 VALUES = {
-    "TopK(10)…Bits(8)…the order of their bytes": (run, RISING.update, RISING),
     "nothing to wait for in None": (gravac.StepClock().record, None),
     "must begin with gravac.Dense": partial(GUESS, ladder=gravac.Fastest().ladder[1:]),
     "a dict…tx.update(grads, opt_state, params)": (run, SWAPPED),
@@ -274,9 +272,9 @@ VALUES = {
     "['mean']…has_aux": (CHANGING, {"mean": NUMBER, "w": NUMBER}),
     f"compress…{MASK}…pytree of bools": partial(init, compress=MASK),
     "compress…[1, 1, 1]…pytree of bools": partial(init, compress=[1, 1, 1]),
-        (jax.jit(TX.update), PARTS, STATE),
-    "axis_name='data'…shard_map…axis_name=None": [
+    "axis_name='data'…shard_map…not in a plain jit…axis_name=None": [
         (TX.update, PARAMS, STATE),
+        (jax.jit(TX.update), PARTS, STATE),
         (gravac.value_and_grad(jnp.sum), jnp.ones(3)),
         (jax.pmap(lambda x: TX.update(local(PARAMS, x), STATE)), jnp.ones(N)),
     ],
