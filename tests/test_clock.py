@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _harness import wait_until
 
 import gravac_jax as gravac
 from gravac_jax._loop import step_clock
@@ -150,10 +151,7 @@ def test_a_deleted_clock_leaves_no_thread():
         clock.wait()
     del clock
     gc.collect()
-    deadline = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_a_step_recorded_without_asking_for_times_began_with_the_clock():

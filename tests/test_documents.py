@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import assert_same, choices, on_host, printed
+from _harness import agreed, assert_same, choices, on_host, printed
 from flax import nnx
 
 import gravac_jax
@@ -186,14 +186,6 @@ def copied(tree):
     return jax.tree.map(lambda x: np.array(x, copy=True), tree)
 
 
-def assert_alike(tree):
-    """Assert that all devices hold the same bits."""
-    for x in jax.tree.leaves(tree):
-        first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
-        assert others
-        assert all(first.tobytes() == y.tobytes() for y in others)
-
-
 def info_of(tree):
     return optax.tree.get(tree, "StepInfo")
 
@@ -231,7 +223,7 @@ def test_an_overflow_on_one_replica_halves_the_scale_on_all(recipe):
         before, skipped = copied((state[0], state[1][1:])), info_of(state).bad_steps
         factor, skipped = float(state[2]["factor"]), int(skipped)
         *state, _ = recipe["scaled_step"](*state, overflow_on(recipe, replica))
-        assert_alike((state[0], state[1][1:], state[2]))
+        jax.tree.map(agreed, (state[0], state[1][1:], state[2]))
         assert_same(on_host((state[0], state[1][1:])), before)
         assert float(state[2]["factor"]) == factor / 2
         assert int(info_of(state).bad_steps) == skipped + 1
@@ -252,7 +244,7 @@ def test_an_average_of_params_follows_them(recipe):
     state = recipe["state"]
     before = copied(state[2])
     *state, _ = recipe["averaging_step"](*state, recipe["make_batch"](64))
-    assert_alike((state[0], state[2]))
+    jax.tree.map(agreed, (state[0], state[2]))
     for name, x in state[2].items():
         expected = 0.9 * before[name] + 0.1 * np.asarray(state[0][name])
         np.testing.assert_allclose(x, expected, **ROUNDING)
