@@ -232,7 +232,7 @@ class Elastic:
             try:
                 if not self._port:
                     self._enter()
-                if self.steps == steps:  # a last fault must find all members here
+                if self.steps >= steps:  # a last fault must find all members here
                     multihost_utils.sync_global_devices("the end")
                     self._has_ended = True
                     return

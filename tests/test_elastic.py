@@ -231,6 +231,13 @@ def test_own_rows_lie_on_another_mesh_bit_by_bit():
     assert_same((rows, moved), (tuple(state), rows))
 
 
+def test_a_run_that_begins_beyond_its_last_step_ends(monkeypatch):
+    monkeypatch.setattr(elastic.Elastic, "_watch", lambda run: None)
+    run = object.__new__(elastic.Elastic)
+    run._port, run.steps = 1, 5
+    assert list(run.train(lambda i: None, steps=3)) == []
+
+
 def test_what_cannot_work_is_refused_before_anything_changes(monkeypatch):
     monkeypatch.delenv(elastic.FOLDER, raising=False)
     for tried, said in (((), "needs one of"), ([HERE], "start it by")):
