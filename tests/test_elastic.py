@@ -172,8 +172,10 @@ def test_after_faults_the_run_ends_as_one_with_the_same_members(n, steps, tmp_pa
         assert {*numbers} <= {0, 1}
         assert np.sum(numbers == 0) <= len(faults)
     lost = assert_like_reference(lines, tx, steps)
-    assert SOAK or [index for index, *_ in lost] == [x["process"] for x in faults]
-    assert all(0 <= energy < np.inf for *_, energy in lost)
+    assert SOAK or [x["process"] for x in faults] == [i for i, *_ in lost] == [0, 1]
+    energies = [energy for *_, energy in lost]
+    assert np.isfinite(energies).all()
+    assert SOAK or min(energies) > 0  # one of many may die before its first step
 
 
 @pytest.mark.slow
