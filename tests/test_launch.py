@@ -286,6 +286,13 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
     assert not running(path) | running(str(launcher.pid))
 
 
+def test_what_dies_early_waits_twice_as_long_up_to_a_minute():
+    pauses = [0]
+    for lived_seconds in (*[1] * 8, 11, 1):
+        pauses.append(launch.delay(lived_seconds, pauses[-1]))
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+
+
 DIES = """
 import sys, jax
 device = jax.config.values["jax_cuda_visible_devices"]
