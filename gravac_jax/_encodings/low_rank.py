@@ -64,7 +64,7 @@ def _matrices(bucket: Bucket) -> list[_Matrix]:
 
 def _cut(x: jax.Array, bucket: Bucket) -> list[jax.Array]:
     """Return the matrices that a bucket holds, which `_arrays.ravel` joins again."""
-    like = [jax.ShapeDtypeStruct(m[:2], x.dtype) for m in _matrices(bucket)]
+    like = [jax.ShapeDtypeStruct(m, x.dtype) for m in _matrices(bucket)]
     return _arrays.unravel(x, like)
 
 

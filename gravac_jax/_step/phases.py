@@ -2,10 +2,13 @@
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
-3. Note the `figures` that all replicas must know: whether a gradient is bad, the rung.
+3. Note as `own_figures` what all replicas must know: is a gradient bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
 5. Show the controller the `evidence`, by which it decides the rung of a coming step.
 6. Report what was sent, in the `info` of the state.
+
+`take` has their order, and `send` phases 3 to 6. With a delay these come before 2, from
+what an earlier step left; a local step has none of them.
 """
 
 import dataclasses
@@ -308,7 +311,8 @@ class Step:
         tables = step_info.tables(self.buckets, self.ladders, *given)
         evidence = self.evidence(exchanged, figures, tables)
         decided, controller = components.controller.decide(evidence, state.controller)
-        number, following = lambda mean: jnp.int32(mean + 0.5), state.round
+        number = lambda mean: jnp.int32(mean + 0.5)
+        following = state.round
         if components.has_rounds:
             length = number(figures.round_steps[0])
             exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
