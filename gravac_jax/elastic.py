@@ -206,7 +206,6 @@ class Elastic:
         # Left: the newest generation that this process is not in any more; the port is
         # that of the service of the one that it is in.
         self._left, self._port, self._energy, self._has_ended = -1, 0, 0.0, False
-        self._over_seconds = 0.0  # since it should leave its generation
         os.environ["GLOO_DISABLE_CONNECTION_RETRIES"] = "1"  # to one that died
         backend.clear_backends()
 
@@ -246,7 +245,8 @@ class Elastic:
         result, n = self._step(*self.state, batch), len(self.state)
         while not all(x.is_ready() for x in jax.tree.leaves(result)):
             time.sleep(0.0005)
-            if self._over_seconds > 3:  # Gloo may forget one of its own errors
+            # Gloo may forget one of its own errors.
+            if time.monotonic() - self._over_since > 3:
                 # Who frees the result waits for it.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(result))
                 raise jax.errors.JaxRuntimeError("a step does not end")
@@ -271,7 +271,7 @@ class Elastic:
         shared.process_id, shared.num_processes = pids.index(own), len(pids)
         shared.client = _client(record["port"], shared.process_id)
         shared.client.connect()
-        self._port = record["port"]
+        self._port, self._over_since = record["port"], float("inf")
         multihost_utils.sync_global_devices("connect")  # Gloo connects now
         self.process, joined = record["members"][own], record["joined"]
         self._step, fresh, self.steps = self._begin()
@@ -314,8 +314,8 @@ class Elastic:
             _write(self._folder / str(os.getpid()), json.dumps([*now, self._has_ended]))
             # Again and again, since an exchange may only begin.
             is_over = self._port and not self._has_ended and self._newest()["is_over"]
-            self._over_seconds = self._over_seconds + 0.1 if is_over else 0.0
             if is_over:
+                self._over_since = min(self._over_since, time.monotonic())
                 _break_connections(self._port)
                 if client := self._shared.client:
                     with suppress(jax.errors.JaxRuntimeError):  # it leaves just now

@@ -267,7 +267,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
     Args:
       commands: One command for each process, as `subprocess.Popen` takes it.
       grace_seconds: Time between SIGTERM and SIGKILL when the job ends, in seconds; at
-        most 5 after an error, such as a process that died.
+        most 2 after an error, such as a process that died.
       **popen: More arguments of `subprocess.Popen` for every process, such as `env`.
 
     Raises:
@@ -400,7 +400,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind not in (None, SystemExit):
             # What waits for a process that died can save nothing.
-            self._grace_seconds = min(self._grace_seconds, 5)
+            self._grace_seconds = min(self._grace_seconds, 2)
         self.end()
 
 
