@@ -183,7 +183,6 @@ MASKS = {
     "memory": gravac.Momentum(0.5, masking=True),
     "send": gravac.TopK(8, values="float32"),
 }
-RANK_1 = {"send": gravac.LowRank(1)}
 USUAL = gravac.Residual()
 OTHERS = [{"memory": x} for x in _examples.one_of_each(MEMORIES) if x != USUAL]
 
@@ -191,7 +190,7 @@ OTHERS = [{"memory": x} for x in _examples.one_of_each(MEMORIES) if x != USUAL]
 @pytest.mark.parametrize(
     "others",
     _harness.choices(
-        [{}, *OTHERS, MASKS, RANK_1, {"how": "shard_map"}],
+        [{}, *OTHERS, MASKS, {"how": "shard_map"}],
         lambda x: x != MASKS and type(x.get("memory")) in QUICK,
         repr,
     ),
@@ -200,6 +199,22 @@ def test_a_delayed_run_is_the_run_without_delay_one_step_later(others):
     (prompt, _), (late, _) = run(every=1, **others), run(**LATE, **others)
     assert not any(x[0].any() for x in late.values())
     assert_close(at(late, slice(1, None)), at(prompt, slice(-1)))
+
+
+MADE_BY = [ROWS, gravac.LowRank(1), gravac.TopK(8), gravac.Bits(1, turns=2)]
+
+
+@pytest.mark.parametrize(
+    "send",
+    _harness.choices(MADE_BY, lambda x: x == ROWS or "LowRank" in repr(x), repr),
+)
+def test_what_was_made_was_sent_or_is_held(send):
+    updates, states = run(**LATE, send=send)
+    for name, part in zip(PARAMS, reversed(states.local.memory), strict=True):
+        sent = updates[name].astype(np.float64).sum(0).ravel()
+        held = part.residual[-1].astype(np.float64).mean(0)[: sent.size]
+        came = GRADIENTS[name].astype(np.float64).sum(0).mean(0).ravel()
+        np.testing.assert_allclose(sent + held, came, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
