@@ -12,7 +12,7 @@ there. With `--min-processes M`, a process that died in two starts in a row is l
 down to M processes: a checkpoint may be restored on fewer. The launcher passes SIGTERM
 on to all processes. If all of them then exit with status 0 within
 `--grace` seconds (60), for example because they saved a checkpoint, the launcher exits
-with status 0 too. After a death or Ctrl-C they have 5 seconds.
+with status 0 too. After a death or Ctrl-C they have 2 seconds.
 
 With `--elastic`, which is experimental, a script that makes a
 `gravac_jax.elastic.Elastic` goes on when a process dies or freezes: K processes may be
