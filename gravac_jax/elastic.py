@@ -202,6 +202,7 @@ class Elastic:
         if not os.environ.get(FOLDER):
             raise RuntimeError("start it by gravac_jax.launch -n 4 --elastic train.py")
         self._begin, self._folder = begin, Path(os.environ[FOLDER])
+        self.state: Any = ()  # until it has entered a generation
         self._copies: dict[int, Any] = {}  # own rows after so many steps
         # Left: the newest generation that this process is not in any more; the port is
         # that of the service of the one that it is in.
@@ -293,8 +294,9 @@ class Elastic:
         Raises:
           JaxRuntimeError: the `error`, if the launcher does not end it in time.
         """
-        # Without a backend JAX raises RuntimeError; a step in this thread, ValueError.
-        is_fault = "Gloo" in str(error) or "initialize backend" in str(error)
+        # In this thread Gloo raises ValueError. Who connects when one dies may get any
+        # error, as of devices that are fewer than processes.
+        is_fault = not self.state or "Gloo" in str(error)
         is_fault |= isinstance(error, jax.errors.JaxRuntimeError)
         if not (is_fault and poll(lambda: self._newest()["is_over"], 10)):
             raise error

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import _examples
 import jax
@@ -231,6 +233,17 @@ def test_own_rows_lie_on_another_mesh_bit_by_bit():
     rows = elastic.own_rows(tuple(state))
     moved = elastic.put_rows(rows, other.init(NAMES["params"]))
     assert_same((rows, moved), (tuple(state), rows))
+
+
+@pytest.mark.parametrize("state", [(), (1,)])
+def test_any_error_while_processes_connect_may_be_of_a_death(state, monkeypatch):
+    monkeypatch.setattr(elastic.Elastic, "_newest", lambda run: {"is_over": True})
+    monkeypatch.setattr(elastic.backend, "clear_backends", lambda: None)
+    run = object.__new__(elastic.Elastic)
+    run.state, run.generation, run._shared = state, {"number": 1}, mock.Mock()
+    expects = pytest.raises(ValueError, match="reshape") if state else nullcontext()
+    with expects:
+        run._leave(ValueError("cannot reshape array of size 2 into shape (3, 1)"))
 
 
 def test_a_run_that_begins_beyond_its_last_step_ends(monkeypatch):
