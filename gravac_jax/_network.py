@@ -228,8 +228,11 @@ class Comm:
 
     def share(self, x: jax.Array) -> jax.Array:
         """Return the first replica's `x`, but for the sign of zeros."""
-        own = jnp.where(self.replica() == 0, x, 0)
-        return jax.lax.psum(self.cast(own), self.axis_name or ())
+        return jax.lax.psum(self.cast(self.owned(x)), self.axis_name or ())
+
+    def owned(self, x: jax.Array) -> jax.Array:
+        """Return `x` on the first replica, and zeros on the others."""
+        return jnp.where(self.replica() == 0, x, 0)
 
     def replica(self) -> jax.Array:
         """Return the index of this replica, `[]` int32."""
@@ -242,8 +245,7 @@ class Comm:
 
     def of_first(self, x: jax.Array) -> jax.Array:
         """Return a float32 whose mean over replicas is the first replica's `x`."""
-        own = jnp.where(self.replica() == 0, self.replicas * x, 0)
-        return own.astype(jnp.float32)
+        return self.owned(self.replicas * x).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -62,6 +62,7 @@ from orbax.checkpoint import v1 as ocp
 
 from gravac_jax import _arrays, _refuse
 from gravac_jax._loop import placement
+from gravac_jax._network import Comm
 from gravac_jax._step import consistency, slicing, states
 from gravac_jax._step.bucketing import NO_LEAF
 from gravac_jax._step.states import TransformState
@@ -703,7 +704,7 @@ class _Layout(NamedTuple):
         def body(buckets: list[jax.Array]) -> list[jax.Array]:
             filled = [x[:, :n] for x, (n, _) in zip(buckets, self.buckets, strict=True)]
             parts = _regroup(filled, [leaf.slice for leaf in self.leaves])
-            return [*map(slicing.from_owner, parts, [x.copies for x in self.leaves])]
+            return [*map(Comm.share, (Comm(x.copies) for x in self.leaves), parts)]
 
         return self._on_devices(body, self.spec, [x.spec for x in self.leaves])(buckets)
 
@@ -712,7 +713,7 @@ class _Layout(NamedTuple):
         """Undo `split`."""
 
         def body(arrays: list[jax.Array]) -> list[jax.Array]:
-            own = [*map(slicing.owned, arrays, [x.copies for x in self.leaves])]
+            own = [*map(Comm.owned, (Comm(x.copies) for x in self.leaves), arrays)]
             filled = _regroup(own, [(entries,) for entries, _ in self.buckets])
             zeros = [((0, 0), (0, zeros)) for _, zeros in self.buckets]
             return [*map(jnp.pad, filled, zeros)]

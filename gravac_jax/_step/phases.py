@@ -206,8 +206,8 @@ class Step:
           parts: the gradient.
           bad: whether it is bad, `[]` float32.
           local: this replica's own state.
-          own: its own params, if an exchange came before this; else the shared ones and
-            what the memory holds are its own.
+          own: its own params, if an exchange came before this; else they are the shared
+            ones and what the memory holds.
 
         Returns:
           parts: the gradient and what was held back.
@@ -218,9 +218,11 @@ class Step:
         unfed = held_by(components.memory, local, self.buckets)
         given = parts, local.memory
         if components.memory.needs_params:
-            # The params lack what an exchange has just taken out of the memory.
-            beside = own and jax.tree.map(jnp.subtract, own, unfed)
-            given = (*given, beside or self.buckets.pack(self.params))
+            if own is None:
+                beside = self.buckets.pack(self.params)
+            else:  # they lack what an exchange has just taken out of the memory
+                beside = tuple(map(jnp.subtract, own, unfed))
+            given = (*given, beside)
         memories = components.memories(self.buckets)
         compensate = lambda memory, *given: memory.compensate(*given)
         fed, memory = zip(*map(compensate, memories, *given), strict=True)
@@ -266,7 +268,7 @@ class Step:
         )
 
     def told_of(
-        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts
+        self, parts: Parts, bad: jax.Array, local: LocalState, own_norms: Parts
     ) -> Told:
         """Return what the others must know of this one's gradient, times and norms."""
         components, (*flat, dense) = self.components, parts
@@ -292,7 +294,7 @@ class Step:
         sample = some, self.axes.slow.contrast(some)
         energies = always + _arrays.total(each), sampled
         good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], sample, good[1], self.times, own)
+        return Told(bad, good[0], sample, good[1], self.times, own_norms)
 
     def send(
         self, fed: Parts, memory: tuple[Any, ...], told: Told, local: LocalState

@@ -144,10 +144,10 @@ class Slices:
             return jax.tree.unflatten(structure, changed)
 
         def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
-            mine = lambda x, cut, _: owned(x, cut.copies)
+            mine = lambda x, cut, _: Comm(cut.copies).owned(x)
             own = each(mine, updates), state, each(mine, params)
             updates, state = update(*own, **numbers)
-            return each(lambda x, cut, _: from_owner(x, cut.copies), updates), state
+            return each(lambda x, cut, _: Comm(cut.copies).share(x), updates), state
 
         def as_model(x: jax.Array, _: Cut, spec: jax.P) -> jax.Array:
             # Else the compiler might shard the model as the exchange cuts its leaves.
@@ -223,16 +223,6 @@ def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cu
         else:
             copies.append(name)
     return Cut(jax.P(*(part or None for part in parts)), tuple(copies))
-
-
-def owned(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
-    """Return a device's slice; zeros if another one along `copies` owns it."""
-    return jnp.where(Comm(copies).replica() == 0, x, 0)
-
-
-def from_owner(x: jax.Array, copies: tuple[str, ...]) -> jax.Array:
-    """Return on all devices along `copies` what their first one owns."""
-    return Comm(copies).share(x)
 
 
 def said(
