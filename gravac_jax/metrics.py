@@ -167,10 +167,10 @@ def _info_in(tree: Any) -> StepInfo:
 
 
 def explain(opt_state: Any, send: Encoding | Controller) -> str:
-    """Return what the controller predicted of each choice, as a table in words.
+    """Return what the controller predicted of each rung, as a table in words.
 
     The figures are those that the last decision compared; nothing is predicted anew.
-    The choice with the fewest seconds for the progress of a dense step is the fastest.
+    The rung with the fewest seconds for the progress of a dense step is the fastest.
     Waits until the step is done.
 
     Args:
@@ -178,7 +178,7 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       send: the transform's `send`, a controller.
 
     Returns:
-      A line for each choice, and one line about where the seconds come from. One
+      A line for each rung, and one line about where the seconds come from. One
       sentence if nothing was predicted yet.
 
     Raises:
@@ -198,7 +198,7 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       >>> grads = jax.random.normal(jax.random.key(0), (4, 25_600))
       >>> state, _ = step(gravac.place(tx.init(grads[0]), 4), grads)
       >>> print(metrics.explain(state, send))  # doctest: +ELLIPSIS
-      choice   ms a step  progress  ms for a dense step's progress
+      sends    ms a step  progress  ms for a dense step's progress
       Dense()      164.3      1.00                           164.3
       Bits(8)       50.3      1.00                            50.3
       Bits(2)       21.5      0.98                            21.9  taken
@@ -212,14 +212,13 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
     found = jax.tree.map(lambda x: np.squeeze(_local(x)).tolist(), found)
     if not any(found.progress):
         return "The controller has predicted nothing yet: it decides after each step."
-    rounds = zip(found.names, found.steps, strict=True)
-    choices = [f"{name} every {x} steps" if x > 1 else name for name, x in rounds]
-    width = max(map(len, choices))
-    lines = [f"{'choice':{width}}  ms a step  progress  ms for a dense step's progress"]
-    for i, choice in enumerate(choices):
+    names = list(map(repr, controller.ladder))
+    width = max(map(len, names))
+    lines = [f"{'sends':{width}}  ms a step  progress  ms for a dense step's progress"]
+    for i, name in enumerate(names):
         ms, progress = 1e3 * found.seconds[i], found.progress[i]
         cost = f"{ms / progress:.1f}" if progress > 0 else "never"
-        figures = f"{choice:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
+        figures = f"{name:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
         lines.append(f"{figures}  {_verdict(found, i)}".rstrip())
     source = "by gravac.WireCost alone, since no step time was measured"
     if found.times:
@@ -227,15 +226,15 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
     return "\n".join([*lines, f"The milliseconds are predicted {source}."])
 
 
-def _verdict(found: Predictions, choice: int) -> str:
-    """Return what was done with a choice."""
-    if choice == found.home:
+def _verdict(found: Predictions, rung: int) -> str:
+    """Return what was done with a rung."""
+    if rung == found.home:
         return "taken"
-    if choice == found.current:
+    if rung == found.current:
         return "visited, to measure it"
-    if found.waits_too_long[choice]:
+    if found.waits_too_long[rung]:
         return "only at own params"
-    return "" if found.is_allowed[choice] else "too little progress"
+    return "" if found.is_allowed[rung] else "too little progress"
 
 
 class Writer(Protocol):

@@ -44,7 +44,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
         {"ladder": FOUR},
         {"ladder": (gravac.Bits(2), gravac.TopK(100)), "least_progress": 0.8},
         {"ladder": UNLIKE, "least_progress": 0.9},
-        {"ladder": TO_ONE_BIT, "rounds": (1, 3)},
+        {"ladder": TO_ONE_BIT},
     ],
     gravac.Scheduled: [
         {"ladder": FOUR, "starts": (0, 50, 250)},

@@ -439,10 +439,8 @@ def fastest(
         if e.gradient_energies[0] > 0:
             sent = 0.9 * sent + 0.1 * e.gradient_energies
             total = 0.9 * total + 0.1 * e.gradient_energy
-        lengths = [int(e.steps)] if controller.rounds == (1,) else controller.rounds
-        choices = [(h, r) for h in lengths for r in range(rungs)]
-        progress = progress_of(controller, e, choices, sent / total, home)
-        cost, worth_of_visits = costs(e, choices, progress, home, timing)
+        progress = progress_of(controller, e, sent / total, home)
+        cost, worth_of_visits = costs(e, progress, home, timing)
 
         has_changed = np.nanmax(e.measured_seconds, initial=0) and not timing.surprise
         is_known = timing.times < 2 or not has_changed
@@ -467,17 +465,16 @@ def fastest(
                 margins.append(abs(worth[first]))
                 if worth[first] > 0:
                     margins.append(worth[first] - worth[second])
-                    new = home - home % rungs + first
+                    new = first
             rested = rested if new == home else 0
         dwelt, home, now = dwelt if new == now else 0, new_home, new
-        yield Decision(now % rungs, (home, now), float(min(margins)))
+        yield Decision(now, (home, now), float(min(margins)))
 
 
-def within_reach(controller: Any, e: Any, choice: int) -> int:
-    """Return a choice, or the last in rounds as long whose entries may wait."""
+def within_reach(controller: Any, e: Any, rung: int) -> int:
+    """Return a rung, or the last one whose entries may wait."""
     suits = [r for r, x in enumerate(controller.ladder) if may_wait(x, e)]
-    steps, rung = divmod(choice, len(controller.ladder))
-    return choice if rung in suits else steps * len(controller.ladder) + suits[-1]
+    return rung if rung in suits else suits[-1]
 
 
 def may_wait(encoding: Any, e: Any) -> bool:
@@ -485,30 +482,24 @@ def may_wait(encoding: Any, e: Any) -> bool:
     return bool(e.at_own_params) or not encoding.needs_own_params
 
 
-def progress_of(
-    controller: Any, e: Any, choices: list[tuple[int, int]], shares: Any, home: int
-) -> np.ndarray:
-    """Return what a step of each choice is worth; next to nothing if not allowed."""
+def progress_of(controller: Any, e: Any, shares: Any, home: int) -> np.ndarray:
+    """Return what a step at each rung is worth; next to nothing if not allowed."""
     suits = [may_wait(x, e) for x in controller.ladder]
     # At the shared params gradients ask again for what waits.
     asks_again = not all(suits)
     worth = []
-    for steps, r in choices:
-        share = min(shares[r], 1)
-        waiting = (steps - 1) / 2 + steps * (1 - share) / share
+    for share, is_suited in zip(np.minimum(shares, 1), suits, strict=True):
+        waiting = (e.steps - 1) / 2 + e.steps * (1 - share) / share
         found = 1 / (1 + (1.2 if asks_again else 0.15) * math.sqrt(waiting))
-        worth.append(found if suits[r] else 0)
-    least = np.full(len(choices), controller.least_progress)
+        worth.append(found if is_suited else 0)
+    least = np.full(len(worth), controller.least_progress)
     least[home] *= 0.97
-    is_enough = worth >= np.minimum(least, max(worth))
-    may_be = is_enough & [suits[r] for _, r in choices]
+    may_be = (worth >= np.minimum(least, max(worth))) & suits
     return np.where(may_be, np.maximum(worth, 1e-6), 1e-12)
 
 
-def costs(
-    e: Any, choices: list[tuple[int, int]], progress: Any, home: int, timing: Any
-) -> Any:
-    """Return the seconds per progress of each choice, and the worth of visits.
+def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
+    """Return the seconds per progress of each rung, and the worth of visits.
 
     Both are in units of what home costs.
     """
@@ -519,18 +510,17 @@ def costs(
     seconds = parts @ (timing.scale if timing.times else largest)
     seconds = np.maximum(seconds, 0.02 * timing.seconds)
     # A round is an exchange, and then local steps.
-    of_rounds = lambda x: np.array([(x[r] + (h - 1) * x[-1]) / h for h, r in choices])
+    of_rounds = lambda x: (x[:-1] + (e.steps - 1) * x[-1]) / e.steps
     cost = of_rounds(seconds) / progress
     unit, cost = cost[home], cost / cost[home]
 
     def worth_of_visits() -> dict[int, float]:
         """Return what visits to other rungs are worth, in steps at home."""
-        steps, at = choices[home]
-        worth = {at: -math.inf}
+        worth = {home: -math.inf}
         share = of_rounds(parts) / (progress * unit)[:, None]  # of parts in the cost
         deviation = math.sqrt(timing.covariance[0, 0])
         compute = max(timing.scale[0] - 2 * deviation, 0) if timing.times else 0
-        for v in {r for _, r in choices} - {at}:
+        for v in set(range(len(cost))) - {home}:
             moved = parts[v] @ timing.covariance
             variance = moved @ parts[v] + timing.noise * seconds[v] ** 2 / 3
             moved = share @ moved / math.sqrt(max(variance, 1e-24))
@@ -539,7 +529,7 @@ def costs(
                 likely = excess(abs(cost[c] - cost[home]), abs(moved[c] - moved[home]))
                 most = cost[home] - compute * share[c, 0]  # if only compute took time
                 gains.append(min(likely, max(most, 0)))
-            price = 3 * steps * max(cost[choices.index((steps, v))] - cost[home], 0)
+            price = 3 * e.steps * max(cost[v] - cost[home], 0)
             worth[v] = 500 * max(gains) - price - 0.5
         return worth
 

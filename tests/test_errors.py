@@ -29,7 +29,7 @@ GRAD = partial(gravac.value_and_grad, abs)
 PLACE, MAPPED = partial(place, PARAMS, MESH), partial(gravac.data_parallel, abs)
 GUESS, FASTEST, MOMENTUM = gravac.GraVAC, gravac.Fastest, gravac.Momentum
 RUNG = partial(ALONE.update, PARAMS, STATE)
-ROUNDS, ADAMW = partial(transform, send=FASTEST(rounds=(1, 4))), partial(adamw, 1)
+ADAMW = partial(adamw, 1)
 
 FIGURES = "latency_seconds", "compute_seconds", "bytes_per_second"
 NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
@@ -57,8 +57,6 @@ ARGUMENTS = [
     (V, STAGES, {"starts": (-1, 3)}, "counted from 0"),
     (V, STAGES, {"starts": 5}, "tuple"),
     *((V, STAGES, {"starts": x}, "`starts` must be") for x in ((5,), (5, 3))),
-    (T, FASTEST, {"rounds": [1]}, "(1, 4, 16)"),
-    (V, FASTEST, {"rounds": (2, 4)}, "gravac.transform(every=8)"),
     (V, GUESS, {"epsilon": 1.5}, "of at least 0 and at most 1"),
     (V, GUESS, {"omega": -0.1}, "of at least 0 and at most 1"),
     (V, GUESS, {"window": 0}, "at least 1"),
@@ -93,7 +91,6 @@ ARGUMENTS = [
     (V, gravac.dgc, {"warm_up_steps": -1}, "before the last stage"),
     (T, partial(gravac.dgc, warm_up_steps=9), {"send": TWO}, "gravac.TopK(1000)"),
     (T, gravac.value_and_grad, {"fun": 3.0}, "(loss_fn, axis_name)"),
-    (V, ROUNDS, {"every": 2}, "leave `every` out, or `rounds`"),
     (V, partial(train_step, abs, TX, MESH), {"at": "mine"}, "'own' or 'shared'"),
     (T, partial(train_step, abs, TX, MESH), {"branches": 1}, "must be a bool"),
     *((V, RUNG, {"rung": x}, "must be a whole number") for x in (-1, 8, 1.0, True)),
@@ -361,7 +358,6 @@ UNTIMED = partial(
 )
 
 
-AT_OWN = lambda grads, state, params: own_params(TOLD, params, state)
 DIFFERENT = lambda grads, *state: TOLD.update(grads, *state, value=grads["b"][0])
 SKIPPED = lambda grads, *state: jax.lax.cond(
     True, lambda: TX.update(grads, *state), lambda: (grads, state[0])
@@ -373,7 +369,6 @@ NOTES = {
     "value=jax.lax.pmean(loss": partial(run, DIFFERENT, TOLD),
     "zeros like the params": partial(run, SKIPPED),
     "call its function": partial(trained, lambda p, x: NESTED(x)),
-    "params, opt_state, value=0.0)": partial(run, AT_OWN, TOLD),
     "In a step of your own": partial(trained, lambda p, x: jnp.sum(x), after=PLATEAU),
 }
 

@@ -152,10 +152,8 @@ def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
 class Foreseeing(gravac.Controller):
     """Predicts the same whatever happens."""
 
-    ladder = GRAVAC.ladder
+    ladder = (*gravac.Fastest().ladder[:-1], gravac.Bits(1), gravac.TopK(10))
     found = Predictions(
-        names=("Dense()", "Bits(8)", "Bits(2)", "Bits(2)", "Bits(1)", "TopK(10)"),
-        steps=(1, 1, 1, 4, 1, 1),
         seconds=jnp.array([1.5, 0.25, 0.0625, 0.125, 0.5, 0.5]),
         progress=jnp.array([1.0, 0.5, 0.25, 0.75, 0.0, 0.5]),
         is_allowed=jnp.array([True, True, True, False, True, True]),
@@ -169,14 +167,15 @@ class Foreseeing(gravac.Controller):
 
 
 def test_a_decision_is_explained_by_the_figures_that_it_compared():
-    explained = metrics.explain(states()[0], Foreseeing())
+    state = optax.tree.set(states()[0], ladder=jnp.zeros(6, "uint32"))
+    explained = metrics.explain(state, Foreseeing())
     lines = [re.split("  +", line) for line in explained.splitlines()]
     assert lines == [
-        ["choice", "ms a step", "progress", "ms for a dense step's progress"],
+        ["sends", "ms a step", "progress", "ms for a dense step's progress"],
         ["Dense()", "1500.0", "1.00", "1500.0"],
         ["Bits(8)", "250.0", "0.50", "500.0", "visited, to measure it"],
         ["Bits(2)", "62.5", "0.25", "250.0", "taken"],
-        ["Bits(2) every 4 steps", "125.0", "0.75", "166.7", "too little progress"],
+        ["Bits(2, turns=4)", "125.0", "0.75", "166.7", "too little progress"],
         ["Bits(1)", "500.0", "0.00", "never", "only at own params"],
         ["TopK(10)", "500.0", "0.50", "1000.0"],
         [
@@ -186,7 +185,7 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
     ]
     nothing, found = Foreseeing(), Foreseeing.found
     nothing.found = found._replace(progress=0 * found.progress)
-    assert "predicted nothing yet" in metrics.explain(states()[0], nothing)
+    assert "predicted nothing yet" in metrics.explain(state, nothing)
 
 
 def test_what_waits_too_long_at_the_shared_params_is_predicted():

@@ -76,19 +76,17 @@ class Evidence(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What a controller predicted of its choices at the last decision.
+    """What a controller predicted of the rungs at the last decision.
 
     Attributes:
-      names: the encoding of each choice, as `repr` shows it, static.
-      steps: the steps of a round of each choice, static.
-      seconds: `[choices]` float32, the mean seconds of a step.
-      progress: `[choices]` float32, what a step is worth, in dense steps; zeros before
+      seconds: `[rungs]` float32, the mean seconds of a step.
+      progress: `[rungs]` float32, what a step is worth, in dense steps; zeros before
         the first decision.
-      is_allowed: `[choices]` bool, whether that is enough for the choice to be taken.
-      waits_too_long: `[choices]` bool, whether its entries wait for longer than they
-        may at the shared params.
-      home: `[]` int32, the choice believed to be fastest.
-      current: `[]` int32, the choice that was decided on; another one than home is
+      is_allowed: `[rungs]` bool, whether that is enough for the rung to be taken.
+      waits_too_long: `[rungs]` bool, whether its entries wait for longer than they may
+        at the shared params.
+      home: `[]` int32, the rung believed to be fastest.
+      current: `[]` int32, the rung that was decided on; another one than home is
         visited to measure it.
       times: `[]` int32, measured step times so far. Without any, the seconds are those
         of the cost model.
@@ -97,8 +95,6 @@ class Predictions(NamedTuple):
       See `gravac.Controller`.
     """
 
-    names: tuple[str, ...]
-    steps: tuple[int, ...]
     seconds: jax.Array
     progress: jax.Array
     is_allowed: jax.Array
@@ -117,8 +113,6 @@ class Controller(abc.ABC):
 
     Attributes:
       ladder: the encodings to choose from, by falling bytes.
-      rounds: the lengths of rounds to choose from, in steps; (1,) if every step is an
-        exchange, or `every` says how long rounds are.
       uses_seconds: whether it decides by how long steps take, measured or predicted.
       looks_at: what it needs to know of rungs that are not taken, for which steps look
         at a sample: "gradient" for `Evidence.gradient_energies`, "bucket" for
@@ -143,7 +137,6 @@ class Controller(abc.ABC):
     looks_at: ClassVar[Literal["gradient", "bucket", "nothing"]] = "nothing"
     look_every: ClassVar[int] = 1
     ladder: tuple[Encoding, ...]
-    rounds: tuple[int, ...] = (1,)
 
     def reach(self, at_own_params: bool) -> tuple[int, ...]:
         """Return the rungs that it may take, rising: a step is compiled for no others.
@@ -152,26 +145,6 @@ class Controller(abc.ABC):
           at_own_params: whether gradients are known to be taken at own params.
         """
         return tuple(range(len(self.ladder)))
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether it chooses how long rounds are, so that some steps are local."""
-        return self.rounds != (1,)
-
-    def round_steps(self, step: jax.Array, state: Any) -> Any:
-        """Return how long a round shall be, if it `has_rounds`.
-
-        Every exchange asks for the round after the next exchange. So all replicas have
-        agreed on it before it begins, and a host can read it without waiting.
-
-        Args:
-          step: `[]` int32, steps before the first one of that round.
-          state: the controller's state.
-
-        Returns:
-          `[]` int32, the steps of the round, of which the last one exchanges.
-        """
-        return 1
 
     def looks(self, step: jax.Array, local_steps: Any = 0) -> jax.Array | bool:
         """Return whether a step looks at rungs that it does not take.

@@ -34,20 +34,19 @@ LADDER = (Dense(), Bits(8), Bits(2), Bits(2, turns=4), Bits(2, turns=8))
 
 
 class FastestState(NamedTuple):
-    """The state of Fastest. Choice c is rung c % rungs, in rounds[c // rungs].
+    """The state of Fastest.
 
     Attributes:
-      home: `[]` int32, the choice believed to be fastest.
-      current: `[]` int32, the choice that was decided on: home, or home's rounds at a
-        visited rung.
-      dwelt: `[]` int32, exchanges at this choice.
+      home: `[]` int32, the rung believed to be fastest.
+      current: `[]` int32, the rung that was decided on: home, or one that is visited.
+      dwelt: `[]` int32, exchanges at this rung.
       rested: `[]` int32, steps since the last visit began.
       known: `[]` int32, steps since the network last changed, at most 400.
       averages: smoothed energies of the gradients.
       timing: what is known about step times.
-      seconds: `[choices]` float32, the mean seconds of a step, as the last decision
+      seconds: `[rungs]` float32, the mean seconds of a step, as the last decision
         predicted them.
-      progress: `[choices]` float32, the same of what a step is worth.
+      progress: `[rungs]` float32, the same of what a step is worth.
     """
 
     home: jax.Array
@@ -68,7 +67,7 @@ class FastestState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fastest(Controller):
-    """Takes the encoding and the length of rounds with which training gets on fastest.
+    """Takes the encoding with which training gets on fastest.
 
     In plain words::
 
@@ -78,17 +77,17 @@ class Fastest(Controller):
                    each part fitted to the measured step times
         cost     = seconds / progress
 
-        if another choice costs 3% less than this one: take it
+        if another encoding costs 3% less than this one: take it
         if it is time for a visit
-            if a choice of more progress costs no more than this one: take it
+            if one of more progress costs no more than this one: take it
             if three exchanges at another rung would teach something about the costs
             that is likely to save more in the next 500 steps than they cost: visit it
 
     How long an entry waits follows from what an encoding would send of one gradient of
-    the whole model, without the residual (`Encoding.waits`), and from the length of a
-    round. So it does not depend on the rung in use, and no rung looks better than it is
-    because another one let the residual grow. `progress` in `compression_gain.py` says
-    how well this predicts.
+    the whole model, without the residual (`Encoding.waits`), and with `every` from the
+    length of a round. So it does not depend on the rung in use, and none looks better
+    than it is because another one let the residual grow. `progress` in
+    `compression_gain.py` says how well this predicts.
 
     At the shared params, gradients ask again for what waits. There, one bit and parts
     in turn are not taken, and on a ladder that has them a step is worth
@@ -101,7 +100,7 @@ class Fastest(Controller):
     worth: with `least_progress=0.9`, a run is expected to get as far as dense steps
     would in nine tenths of its steps.
 
-    Dense is a choice like any other, and the controller stays there if compression does
+    Dense is a rung like any other, and the controller stays there if compression does
     not pay. It follows a network that changes: four unexpected times in a row, or a
     visit, show the change. Without measured times (`update(..., step_seconds=...)`) it
     believes the cost model.
@@ -117,27 +116,20 @@ class Fastest(Controller):
       ladder: the encodings to choose from, by falling bytes; two or more. It starts at
         the first one that is not `Dense()`. Default: `Dense()`, 8 and 2 bits, and two
         bits in 4 and 8 turns.
-      least_progress: the least progress of a choice that is taken, in [0, 1]; a dense
-        step makes 1. A choice in use is left when it is 3% below. If none makes as
-        much, as with `every=`, the one that makes most is taken. The first exchanges,
-        from which it learns, are not bound by it.
-      rounds: the lengths of rounds to choose from, 1 and then rising, such as
-        `(1, 2, 4, 8, 16)`. The last step of a round exchanges; the others are local, as
-        with `gravac.transform(every=...)`. Take gradients at own params then
-        (`gravac.own_params`): at the shared ones, local steps would lead nowhere.
-        Keep momentum before the exchange (`gravac.sgd`, `gravac.adamw`): after it, long
-        rounds of whole gradients make less progress than is predicted.
+      least_progress: the least progress of a rung that is taken, in [0, 1]; a dense
+        step makes 1. A rung in use is left when it is 3% below. If none makes as much,
+        as with `every=`, the one that makes most is taken. The first exchanges, from
+        which it learns, are not bound by it.
 
     Raises:
-      TypeError: if `ladder` is not a tuple of encodings, or `rounds` one of numbers.
-      ValueError: if there are fewer than two encodings, `rounds` does not begin with 1
-        and rise, or `least_progress` is outside its bounds.
+      TypeError: if `ladder` is not a tuple of encodings.
+      ValueError: if there are fewer than two encodings, or `least_progress` is outside
+        its bounds.
 
     Example:
       >>> import gravac_jax as gravac
       >>> controller = gravac.Fastest((gravac.Bits(2), gravac.TopK(100)))
       >>> tx = gravac.transform(send=controller)
-      >>> tx = gravac.adamw(1e-3, send=gravac.Fastest(rounds=(1, 4, 16)))
 
     References:
       GraVAC's objective, gain times throughput (Tyagi and Swany, IEEE CLOUD 2023), with
@@ -151,28 +143,15 @@ class Fastest(Controller):
     look_every = LOOK_EVERY
     ladder: tuple[Encoding, ...] = LADDER
     least_progress: float = 0.0
-    rounds: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         check_ladder(self.ladder, "Fastest", least=2)
         _refuse.number(self.least_progress, "least_progress", low=0, high=1)
-        _refuse.instance(self.rounds, tuple, "rounds", "(1, 4, 16)")
-        for steps in self.rounds:
-            _refuse.count(steps, "rounds", "the steps of each round")
-        if self.rounds != (1, *sorted({*self.rounds} - {1})):
-            raise ValueError(
-                f"`rounds` must begin with 1 and rise, got {self.rounds!r}: to exchange"
-                f" in every eighth step only, write gravac.transform(every=8)."
-            )
 
     def reach(self, at_own_params: bool) -> tuple[int, ...]:
         """Return all rungs, or at the shared params those that suit these, if any."""
         suits = [i for i, x in enumerate(self.ladder) if not x.needs_own_params]
         return super().reach(at_own_params) if at_own_params or not suits else (*suits,)
-
-    def round_steps(self, step: jax.Array, state: FastestState) -> jax.Array:
-        """Return the length of the rounds that it has chosen."""
-        return jnp.asarray(self.rounds, jnp.int32)[state.current // len(self.ladder)]
 
     def init(self) -> tuple[jax.Array, FastestState]:
         """Start at the first rung that is not dense, and go to the last from there.
@@ -183,35 +162,32 @@ class Fastest(Controller):
         decision leaves it.
         """
         whole = lambda x: jnp.full((), x, jnp.int32)
-        first = int(isinstance(self.ladder[0], Dense))
-        choices = len(self.ladder) * len(self.rounds)
+        first, rungs = int(isinstance(self.ladder[0], Dense)), len(self.ladder)
         return whole(first), FastestState(
-            home=whole(len(self.ladder) - 1),
+            home=whole(rungs - 1),
             current=whole(first),
             dwelt=whole(DWELL - 1),
             rested=whole(0),
             known=whole(0),
-            averages=compression_gain.no_averages(len(self.ladder)),
+            averages=compression_gain.no_averages(rungs),
             timing=cost_model.no_times(),
-            seconds=jnp.zeros(choices, jnp.float32),
-            progress=jnp.zeros(choices, jnp.float32),
+            seconds=jnp.zeros(rungs, jnp.float32),
+            progress=jnp.zeros(rungs, jnp.float32),
         )
 
     def decide(
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
-        """Learn, predict the cost of every choice, and go home, stay, or visit."""
-        rungs, may_wait = len(self.ladder), self._may_wait(evidence.at_own_params)
-        guess = _guess(evidence)
+        """Learn, predict the cost of every rung, and go home, stay, or visit."""
+        may_wait, guess = self._may_wait(evidence.at_own_params), _guess(evidence)
         state = self._within_reach(_learned(evidence, guess, state), may_wait)
-        given = self.rounds if self.has_rounds else [evidence.steps]
-        lengths = jnp.asarray(given, jnp.float32)
-        # Seconds of each kind of step, and of each choice; what a step is worth.
+        steps = jnp.asarray(evidence.steps, jnp.float32)
+        # Seconds of each kind of step, and at each rung; what a step is worth.
         kinds = cost_model.predict(state.timing, guess)
-        seconds = cost_model.in_rounds(kinds, lengths)
-        expected = jnp.where(may_wait, self._progress(evidence, state, lengths), 0)
+        seconds = cost_model.in_rounds(kinds, steps)
+        expected = jnp.where(may_wait, self._progress(evidence, state, steps), 0)
         is_allowed = may_wait & self._is_allowed(expected, state.home)
-        # A choice without progress is never the fastest.
+        # A rung without progress is never the fastest.
         progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
         # In units of what home costs.
         cost = seconds.mean / progress
@@ -221,27 +197,25 @@ class Fastest(Controller):
         home, is_tie, may_visit = _home(cost, progress, state)
         least = cost_model.least_compute(state.timing) * of_a_second
         least = jnp.where(is_allowed, least, jnp.inf)
-        moved = _moved_by_a_visit(kinds, seconds, state.timing.noise)[:, :rungs]
-        moved, steps = moved * of_a_second[:, None], lengths[home // rungs]
+        moved = _moved_by_a_visit(kinds, seconds, state.timing.noise)[:, :-1]
+        moved *= of_a_second[:, None]
         worth = value_of_visits(cost, moved, least, home, steps)
         visited = jnp.argmax(worth).astype(jnp.int32)
         is_visit = may_visit & (worth[visited] > 0)
-        choice = jnp.where(state.dwelt >= DWELL, home, state.current)
-        choice = jnp.where(is_visit, home - home % rungs + visited, choice)
-        return choice % rungs, state._replace(
+        rung = jnp.where(state.dwelt >= DWELL, home, state.current)
+        rung = jnp.where(is_visit, visited, rung)
+        return rung, state._replace(
             home=home,
-            current=choice,
-            dwelt=jnp.where(choice == state.current, state.dwelt, 0),
+            current=rung,
+            dwelt=jnp.where(rung == state.current, state.dwelt, 0),
             rested=jnp.where(is_visit | is_tie, 0, state.rested),
             seconds=seconds.mean,
             progress=expected,
         )
 
     def predictions(self, state: FastestState) -> Predictions:
-        """Return the seconds and the progress of every choice at the last decision."""
+        """Return the seconds and the progress of every rung at the last decision."""
         return Predictions(
-            names=tuple(map(repr, self.ladder)) * len(self.rounds),
-            steps=tuple(steps for steps in self.rounds for _ in self.ladder),
             seconds=state.seconds,
             progress=state.progress,
             is_allowed=self._is_allowed(state.progress, state.home),
@@ -252,28 +226,27 @@ class Fastest(Controller):
         )
 
     def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
-        """Return which choices may be taken where gradients are, `[choices]` bool."""
+        """Return which rungs may be taken where gradients are, `[rungs]` bool."""
         always = [i in self.reach(False) for i in range(len(self.ladder))]
-        return jnp.asarray(always * len(self.rounds)) | at_own_params
+        return jnp.asarray(always) | at_own_params
 
     def _within_reach(self, state: FastestState, may_wait: jax.Array) -> FastestState:
-        """Move to the last rung that may be taken, if that of a choice may not."""
-        rungs, last = len(self.ladder), self.reach(False)[-1]
-        moved = lambda x: jnp.where(may_wait[x], x, x - x % rungs + last)
+        """Move to the last rung that may be taken, from one that may not."""
+        moved = lambda x: jnp.where(may_wait[x], x, self.reach(False)[-1])
         return state._replace(home=moved(state.home), current=moved(state.current))
 
     def _progress(
-        self, evidence: Evidence, state: FastestState, lengths: jax.Array
+        self, evidence: Evidence, state: FastestState, steps: jax.Array
     ) -> jax.Array:
-        """Return what a step of each choice is worth: `[choices]`."""
+        """Return what a step at each rung is worth: `[rungs]`."""
         has_such = any(x.needs_own_params for x in self.ladder)
         asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
-        share = compression_gain.gain(*state.averages)[None]
-        return compression_gain.progress(share, lengths[:, None], asks_again).ravel()
+        share = compression_gain.gain(*state.averages)
+        return compression_gain.progress(share, steps, asks_again)
 
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
-        """Return which choices make enough progress: `[choices]` bool."""
-        # The choice in use is left at a lower bound than it would be taken at.
+        """Return which rungs make enough progress: `[rungs]` bool."""
+        # The rung in use is left at a lower bound than it would be taken at.
         is_home = jnp.arange(progress.size) == home
         least = self.least_progress * jnp.where(is_home, 1 - MARGIN, 1)
         return (progress >= least) | (progress >= jnp.max(progress))
@@ -310,7 +283,7 @@ def _learned(evidence: Evidence, guess: jax.Array, state: FastestState) -> Faste
 def _home(
     cost: jax.Array, progress: jax.Array, state: FastestState
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose a home: the choice believed to be fastest.
+    """Choose a home: the rung believed to be fastest.
 
     Returns:
       home: `[]` int32.
@@ -329,7 +302,7 @@ def _home(
     home = jnp.where(may_move & is_faster, best, state.home)
     is_settled = (state.current == state.home) & (home == state.home)
     may_leave = is_free & is_settled & (state.rested * HASTE >= state.known)
-    # Of choices that cost alike, the one of most progress keeps most quality. To take
+    # Of rungs that cost alike, the one of most progress keeps most quality. To take
     # it stands in place of a visit, so that noise does not move it to and fro.
     is_home = jnp.arange(cost.size) == home  # its cost may round to above 1
     safest = jnp.argmax(jnp.where(is_home | (cost <= 1), progress, 0))
@@ -339,21 +312,21 @@ def _home(
 
 
 def _moved_by_a_visit(
-    kinds: cost_model.Seconds, choices: cost_model.Seconds, noise: jax.Array
+    kinds: cost_model.Seconds, rungs: cost_model.Seconds, noise: jax.Array
 ) -> jax.Array:
     """Return how far three times of a kind are likely to move each prediction.
 
     Args:
       kinds: the seconds of each kind of step.
-      choices: those of each choice, and their covariance with those of each kind.
+      rungs: those of a mean step at each rung, and their covariance with the former.
       noise: `[]` float32, the relative variance of a measured time.
 
     Returns:
-      `[choices, kinds]` float32, standard deviations in seconds, with their signs.
+      `[rungs, kinds]` float32, standard deviations in seconds, with their signs.
     """
     variance = jnp.maximum(jnp.diag(kinds.covariance), 0)
     spread = jnp.sqrt(variance + noise * jnp.square(kinds.mean) / DWELL)
-    return choices.covariance / jnp.maximum(spread, 1e-12)[None]
+    return rungs.covariance / jnp.maximum(spread, 1e-12)[None]
 
 
 def value_of_visits(
@@ -365,19 +338,19 @@ def value_of_visits(
 ) -> jax.Array:
     """Return what it is worth to visit each rung, in steps at home.
 
-    A visit changes what is believed about every choice. Its worth is the expected gain
-    from a choice that turns out cheaper than home (or from home, if one that looked
+    A visit changes what is believed about every rung. Its worth is the expected gain
+    from a rung that turns out cheaper than home (or from home, if one that looked
     cheaper turns out dearer), times the steps that have this gain, minus the price of
     the visit.
 
     Args:
-      cost: `[choices]` float32, in units of the cost of home.
-      moved: `[choices, rungs]` float32, how far a visit to a rung is likely to move
-        `cost`, with its sign.
-      least: `[choices]` float32, the cost of a choice if only its compute took time;
+      cost: `[rungs]` float32, in units of the cost of home.
+      moved: `[rungs, rungs]` float32, how far a visit to a rung, the second axis, is
+        likely to move `cost`, with its sign.
+      least: `[rungs]` float32, the cost of a rung if only its compute took time;
         infinite if it may not be taken, so that nothing is gained from it.
-      home: `[]` int32, the choice believed to be fastest.
-      steps: `[]` float32, the steps of a round at home.
+      home: `[]` int32, the rung believed to be fastest.
+      steps: `[]` float32, the steps of a round.
 
     Returns:
       `[rungs]` float32; negative if a visit does not pay.
@@ -388,11 +361,9 @@ def value_of_visits(
     gained = jnp.minimum(gained, jnp.maximum(cost[home] - least, 0)[:, None])
     is_home = jnp.arange(cost.size) == home
     gained = jnp.where(is_home[:, None], 0, gained)
-    rungs = moved.shape[1]
-    visits = jax.lax.dynamic_slice_in_dim(dearer, home - home % rungs, rungs)
-    price = DWELL * steps * jnp.maximum(visits, 0)
+    price = DWELL * steps * jnp.maximum(dearer, 0)
     worth = HORIZON * jnp.max(gained, axis=0) - price - TROUBLE
-    return jnp.where(jnp.arange(rungs) == home % rungs, -jnp.inf, worth)
+    return jnp.where(is_home, -jnp.inf, worth)
 
 
 def _expected_excess(dearer: jax.Array, deviation: jax.Array) -> jax.Array:

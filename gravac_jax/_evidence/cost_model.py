@@ -152,19 +152,14 @@ def in_rounds(kinds: Seconds, steps: jax.Array) -> Seconds:
 
     Args:
       kinds: the seconds of a step that exchanges at each rung, and of a local one.
-      steps: `[rounds]` float32, how many steps a round has.
+      steps: `[]` float32, how many steps a round has.
 
     Returns:
-      The mean seconds, `[rounds * rungs]`, and their covariance with those of each
-      kind, `[rounds * rungs, kinds]`.
+      The mean seconds, `[rungs]`, and their covariance with those of each kind,
+      `[rungs, kinds]`.
     """
-
-    def of_rounds(x: jax.Array) -> jax.Array:
-        each = jnp.expand_dims(steps, tuple(range(1, x.ndim + 1)))
-        means = (x[None, :-1] + (each - 1) * x[None, -1:]) / each
-        return means.reshape(-1, *x.shape[1:])
-
-    return jax.tree.map(of_rounds, kinds)
+    mean = lambda x: (x[:-1] + (steps - 1) * x[-1:]) / steps
+    return jax.tree.map(mean, kinds)
 
 
 def least_compute(timing: Timing) -> jax.Array:

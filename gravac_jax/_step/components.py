@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _refuse
+from gravac_jax import _refuse
 from gravac_jax._controllers.base import Controller, check_ladder
 from gravac_jax._encodings.base import Bucket
 from gravac_jax._encodings.ladder import Ladder
@@ -62,12 +62,6 @@ class Components:
 
     def _refuse_pairs(self) -> None:
         """Refuse components that do not go together."""
-        if self.every != 1 and self.controller.has_rounds:
-            raise ValueError(
-                f"the length of rounds must be given once, got every="
-                f"{_arrays.brief(self.every)} and {self.controller!r}: leave `every`"
-                f" out, or `rounds`."
-            )
         for encoding in self.controller.ladder:
             if self.memory.masking and not encoding.sends_whole_entries:
                 raise ValueError(
@@ -86,17 +80,15 @@ class Components:
     @property
     def has_rounds(self) -> bool:
         """Whether some steps are local and exchange nothing."""
-        return self.every != 1 or self.controller.has_rounds
+        return self.every != 1
 
     @property
     def kinds(self) -> int:
         """Of how many kinds a timed step may be: a rung, or with rounds local."""
         return len(self.controller.ladder) + self.has_rounds
 
-    def round_steps(self, step: jax.Array, state: Any) -> jax.Array:
+    def round_steps(self, step: jax.Array) -> jax.Array:
         """Return the length of the round that begins at a step, `[]` int32."""
-        if self.controller.has_rounds:
-            return self.controller.round_steps(step, state)
         steps = self.every(step) if callable(self.every) else self.every
         return jnp.maximum(jnp.int32(jnp.round(steps)), 1)
 
@@ -145,8 +137,8 @@ class Components:
             nothing = tuple(map(jnp.zeros_like, known))
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
-            first = jnp.int32(self.round_steps(jnp.zeros((), jnp.int32), controller))
-            following = jnp.int32(self.round_steps(first, controller))
+            first = self.round_steps(jnp.zeros((), jnp.int32))
+            following = self.round_steps(first)
             rounds = Round(first, following, jnp.zeros((), jnp.int32))
         return TransformState(
             steps=jnp.zeros((), jnp.int32),

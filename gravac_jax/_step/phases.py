@@ -341,8 +341,7 @@ class Step:
         round_steps = jnp.zeros(0, jnp.float32)
         if components.has_rounds:
             begin = state.steps + 1 + state.round.next_length
-            steps = components.round_steps(begin, state.controller)
-            round_steps = axes.both.of_first(steps)[None]
+            round_steps = axes.both.of_first(components.round_steps(begin))[None]
         return Figures(
             told=told,
             dense=dense,

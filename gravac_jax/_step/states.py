@@ -104,7 +104,7 @@ class TransformState(NamedTuple):
       controller: the controller's state.
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was local, and -1 before the first step.
-      round: how long rounds are, if the controller has any.
+      round: how long rounds are, if there are any.
       info: what a human wants to know.
     """
 
