@@ -467,8 +467,7 @@ replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
 """,
     "update_fn() missing": """
 gravac: a part of the optimizer is told more than gradients. In a step of your own write
-tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)), and
-gravac.own_params(tx, params, opt_state, value=0.0), where any value will do.
+tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)).
 """,
 }
 

@@ -271,11 +271,20 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
     assert not names
 
 
-def test_a_flush_hands_on_what_the_optimizer_asks_for():
+def test_an_optimizer_may_ask_for_the_loss_in_steps_and_in_a_flush():
+    def step(model, optimizer, x):
+        loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+        grad_fn = gravac.nnx_value_and_grad(loss_fn, optimizer=optimizer)
+        loss, grads = grad_fn(model, x)
+        optimizer.update(model, grads, value=jax.lax.pmean(loss, "data"))
+        return loss
+
     model = Adapted()
     tx = optax.chain(gravac.adamw(1.0), optax.contrib.reduce_on_plateau())
     optimizer = nnx.Optimizer(model, tx, wrt=Adapter)
     model, optimizer = gravac.place((model, optimizer), N)
+    loss = gravac.nnx_data_parallel(step, N)(model, optimizer, np.ones((N, 64), "f"))
+    assert float(optimizer.opt_state[1].best_value[...]) == float(loss)
     with pytest.raises(TypeError, match="value"):
         gravac.nnx_flush(model, optimizer, N)
     gravac.nnx_flush(model, optimizer, N, value=3.0)

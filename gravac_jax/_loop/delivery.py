@@ -92,8 +92,8 @@ def own_params(
         `gravac.adamw`.
       params: the params that all replicas share.
       opt_state: the optimizer's state, which stays as it is.
-      extra: further arguments of `tx.update`: zeros for a loss or a norm that a rule
-        compares, since they are not known yet.
+      extra: further arguments of `tx.update`: zeros for what a rule compares, since it
+        is not known yet. Optax's `value` is zero by default.
 
     Returns:
       The params of this replica, in the same shapes and dtypes.
@@ -134,6 +134,7 @@ def own_params(
     """
     _refuse.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.own_params")
+    extra = {"value": 0.0, **extra}  # the loss that rules of Optax are told
     if not chain.is_linear(tx, params, opt_state, **extra):
         raise ValueError(
             "gravac.own_params needs an optimizer that is linear in the updates, got"
