@@ -49,11 +49,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -312,8 +312,10 @@ class Elastic:
     def _watch(self) -> None:
         """Show that this process lives; break its connections when it must leave."""
         while True:
-            now = self._left, max(self._copies, default=-1), self._energy
-            _write(self._folder / str(os.getpid()), json.dumps([*now, self._has_ended]))
+            steps, own = max(self._copies, default=-1), str(os.getpid())
+            ended, now = self._has_ended, time.monotonic()
+            sign = _Sign(self._left, steps, self._energy, ended, now)
+            _write(self._folder / own, json.dumps(sign))
             # Again and again, since an exchange may only begin.
             is_over = self._port and not self._has_ended and self._newest()["is_over"]
             if is_over:
@@ -444,83 +446,128 @@ def supervise(job: Any, folder: str, options: Any) -> None:
     Example:
       See `gravac_jax.launch`.
     """
-    told: dict[str, list[Any]] = {}  # by each pid, see `Elastic._watch`
-    record = {"number": 0, "members": {}, "is_over": True, "lost": [], "dead": []}
+    supervisor = _Supervisor(job, Path(folder), options)
     with job:
-        place, services, written = Path(folder), [_private_names()], ""
-        while (ready := _look(job, place, record, told, options)) is not None:
-            if _may_begin(record, ready, told, options, job.statuses.count(None)):
-                # A client would end its process with its service, and so all must have
-                # left before it goes.
-                services = [*services[-1:], _new_generation(record, ready, told)]
-            if (text := json.dumps(record)) != written:
-                _write(place / "generation", written := text)
+        while supervisor.goes_on():
             time.sleep(0.02)
 
 
-def _look(job: Any, place: Path, record: Any, told: Any, options: Any) -> Any:
-    """Kill the processes that are frozen, and replace the dead.
+class _Sign(NamedTuple):
+    """What a process says of itself, as a sign of life.
 
-    Returns:
-      The index of each process that may be a member, by its pid; None at the end.
+    Attributes:
+      left: the number of the newest generation that it is not in any more.
+      steps: the steps of its last copy; -1 if it has none.
+      energy: that of its residual after them.
+      has_ended: whether it has taken all steps.
+      at: when it said so, in seconds of a clock that nobody sets.
     """
-    has_ended = 0 in job.statuses or any(x[3] for x in told.values())
-    ready: dict[str, int] = {}
-    for i, (number, status) in enumerate(zip(job.pids, job.statuses, strict=True)):
-        path = place / (pid := str(number))
-        if status is None and path.exists():
-            told[pid], ready[pid] = json.loads(path.read_text()), i
-            silent_seconds = time.time() - path.stat().st_mtime
-            # A busy machine may keep a process silent for seconds, but not stop it.
-            patience = 1 if job.is_stopped(i) else options.heartbeat or 5
-            if silent_seconds > patience and not told[pid][3]:
-                say(f"process {i} (pid {pid}) is frozen")
-                os.kill(number, signal.SIGKILL)
-                path.unlink()
-        elif status and pid not in record["dead"]:
-            record["dead"].append(pid)
-            alive, died = job.statuses.count(None), job.death(i)
-            if has_ended or alive + options.restarts < (options.min_processes or 1):
-                raise died
-            say(f"{died}; {options.restarts} restarts were left")
-            if options.restarts:
-                options.restarts -= 1
-                job.start(i)
-    if has_ended:  # who joins now, or has left, is not waited for
-        here, is_over = ready.keys() & record["members"].keys(), record["is_over"]
-        is_awaited = any(told[pid][3] or not is_over for pid in here)
-        return record["members"] if is_awaited else None
-    return ready if None in job.statuses else None
+
+    left: int
+    steps: int
+    energy: float
+    has_ended: bool
+    at: float
 
 
-def _may_begin(record: Any, ready: Any, told: Any, options: Any, alive: int) -> bool:
-    """End the generation if its members changed; return whether one may begin."""
-    members, are_all_here = record["members"], record["members"].keys() <= ready.keys()
-    if not record["is_over"]:
-        # Who joins waits for a step, or joiners could keep a run from getting on.
-        may_join = all(told[pid][1] > record["start"] for pid in members)
-        record["is_over"] = not are_all_here or (may_join and ready != members)
-        return False
-    least = (options.min_processes or 1) if ready.keys() & members.keys() else alive
-    return len(ready) >= least and all(told[x][0] >= record["number"] for x in ready)
+class _Supervisor:
+    """The launcher's part of an elastic job: who lives, and who trains with whom."""
 
+    def __init__(self, job: Any, folder: Path, options: Any) -> None:
+        self._make_service = _private_names()[1].get_distributed_runtime_service
+        self._job, self._folder, self._options = job, folder, options
+        self._least = options.min_processes or 1  # members of a generation
+        self._signs: dict[str, _Sign] = {}  # by pid, as all that follow
+        self._ready: dict[str, int] = {}  # the index of each that may be a member
+        self._dead: set[str] = set()
+        self._missing: list[int] = []  # indices of the dead that will be replaced
+        self._record: Any = {"number": 0, "members": {}, "is_over": True, "lost": []}
+        self._written, self._services = "", []
 
-def _new_generation(record: Any, ready: dict[str, int], told: Any) -> Any:
-    """Count what was lost, and return the service of a new generation."""
-    gone = {pid: i for pid, i in record["members"].items() if pid not in ready}
-    record["lost"] += [[i, *told[pid][1:3]] for pid, i in gone.items()]
-    known = {i: x for pid, i in ready.items() if (x := told[pid][1]) >= 0} or {-1: -1}
-    port = int(local_coordinator().rpartition(":")[2])
-    record |= {"number": record["number"] + 1, "is_over": False, "port": port}
-    record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
-    record |= {"source": min(known), "start": min(known.values())}
-    say(f"generation {record['number']}: {[*ready.values()]}, lost {record['lost']}")
-    service = _private_names()[1].get_distributed_runtime_service
-    service = service(f"127.0.0.1:{port}", len(ready), recoverable=True, **_TIMES)
-    # Who connects first waits for all others, and ends when one does not come. So each
-    # place has been taken once before its member comes.
-    clients = [_client(port, i) for i in range(len(ready))]
-    with ThreadPoolExecutor(len(ready)) as pool:
-        list(pool.map(lambda client: client.connect(), clients))
-        list(pool.map(lambda client: client.shutdown(), clients))
-    return service
+    def goes_on(self) -> bool:
+        """Do what is due; return whether the job goes on."""
+        statuses, signs, record = self._job.statuses, self._signs, self._record
+        has_ended = 0 in statuses or any(x.has_ended for x in signs.values())
+        self._look(statuses, has_ended)
+        ready, members = self._ready.keys(), record["members"].keys()
+        if has_ended:  # who joins now, or has left, is not waited for
+            here = [signs[x] for x in ready & members]
+            return any(x.has_ended or not record["is_over"] for x in here)
+        has_stepped = False
+        if not record["is_over"]:
+            is_whole, start = members <= ready, record["start"]
+            has_stepped = is_whole and all(signs[x].steps > start for x in members)
+            # Who joins waits for a step, or joiners could keep a run from getting on.
+            record["is_over"] = not is_whole or (has_stepped and ready > members)
+        elif self._may_begin():
+            self._begin()
+        # While the others compile, one that starts would take their processors.
+        while self._missing and (has_stepped or len(ready) < self._least):
+            self._job.start(self._missing.pop())
+        if (text := json.dumps(record)) != self._written:
+            _write(self._folder / "generation", text)
+            self._written = text
+        return None in self._job.statuses
+
+    def _look(self, statuses: Sequence[int | None], has_ended: bool) -> None:
+        """Read all signs of life, kill what is frozen, and note what died."""
+        self._ready = {}
+        for i, (number, status) in enumerate(
+            zip(self._job.pids, statuses, strict=True)
+        ):
+            path = self._folder / (pid := str(number))
+            if status is None and path.exists():
+                self._ready[pid] = i
+                self._signs[pid] = sign = _Sign(*json.loads(path.read_text()))
+                # A busy machine may keep a process silent for seconds, but not stop it.
+                patience = (
+                    1 if self._job.is_stopped(i) else self._options.heartbeat or 5
+                )
+                if time.monotonic() - sign.at > patience and not sign.has_ended:
+                    say(f"process {i} (pid {pid}) is frozen")
+                    os.kill(number, signal.SIGKILL)
+                    path.unlink()
+            elif status and pid not in self._dead:
+                self._dead.add(pid)
+                self._count_death(i, has_ended)
+
+    def _count_death(self, index: int, has_ended: bool) -> None:
+        died, restarts = self._job.death(index), self._options.restarts
+        left = self._job.statuses.count(None) + len(self._missing)
+        if has_ended or left + restarts < self._least:
+            raise died
+        say(f"{died}; {restarts} restarts were left")
+        if restarts:
+            self._options.restarts -= 1
+            self._missing.append(index)
+
+    def _may_begin(self) -> bool:
+        """Return whether enough are ready, all of which have left the last one."""
+        survive = self._ready.keys() & self._record["members"].keys()
+        least = self._least if survive else self._job.statuses.count(None)
+        have_left = [self._signs[x].left >= self._record["number"] for x in self._ready]
+        return len(self._ready) >= max(least, 1) and all(have_left)
+
+    def _begin(self) -> None:
+        """Count what was lost, and begin a generation with a service of its own."""
+        record, signs, ready = self._record, self._signs, self._ready
+        gone = {pid: i for pid, i in record["members"].items() if pid not in ready}
+        record["lost"] += [[i, *signs[pid][1:3]] for pid, i in gone.items()]
+        steps = {i: n for pid, i in ready.items() if (n := signs[pid].steps) >= 0}
+        known, port = steps or {-1: -1}, int(local_coordinator().rpartition(":")[2])
+        record |= {"number": record["number"] + 1, "is_over": False, "port": port}
+        record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
+        record |= {"source": min(known), "start": min(known.values())}
+        indices, lost = [*ready.values()], record["lost"]
+        say(f"generation {record['number']}: {indices}, lost {lost}")
+        how = {"recoverable": True, **_TIMES}
+        service = self._make_service(f"127.0.0.1:{port}", len(ready), **how)
+        # A client would end its process with its service, and so all must have left
+        # before it goes.
+        self._services = [*self._services[-1:], service]
+        # Who connects first waits for all others, and ends when one does not come. So
+        # each place has been taken once before its member comes.
+        clients = [_client(port, i) for i in range(len(ready))]
+        with ThreadPoolExecutor(len(ready)) as pool:
+            list(pool.map(lambda client: client.connect(), clients))
+            list(pool.map(lambda client: client.shutdown(), clients))

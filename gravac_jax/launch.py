@@ -141,7 +141,8 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     script = [*["-m"] * options.is_module, options.script, *options.arguments]
     commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
     # In memory: on a full disk members of an elastic job would show no sign of life.
-    with tempfile.TemporaryDirectory(dir="/dev/shm" * options.elastic or None) as path:
+    memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
+    with tempfile.TemporaryDirectory(dir=memory) as path:
         env = local_environment(coordinator) | {FOLDER: path * options.elastic}
         job = Job(commands, options.grace, env=env)
         try:
