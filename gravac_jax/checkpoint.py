@@ -45,6 +45,7 @@ import math
 import operator
 import os
 import pathlib
+import shutil
 import signal
 import textwrap
 import warnings
@@ -212,8 +213,9 @@ class Checkpointer:
           TypeError: if JSON cannot store `data`, or a leaf cannot be saved.
           ValueError: if the state was made for other params, `step` is not a whole
             number of at least 0, or `tree` and `params` are swapped.
-          CheckpointError: if this checkpoint, or the one before, cannot be written; if
-            the directory has this step, or later ones, of another run.
+          CheckpointError: if this checkpoint, or the one before, cannot be written, as
+            on a full disk; if the directory has this step, or later ones, of another
+            run.
 
         Cost:
           Waits for the step, computes a checksum of everything, copies it to the host.
@@ -241,6 +243,7 @@ class Checkpointer:
 
     def _save(self, step: int, named: Named, label: dict[str, Any]) -> None:
         with self._errors(f"step {step} cannot be saved to"):
+            self._require_room(sum(getattr(x, "nbytes", 8) for x in named.values()))
             if self._is_reader:
                 self._is_reader = False
                 self._orbax.close()
@@ -256,6 +259,12 @@ class Checkpointer:
                 )
             self._orbax.save_async(step, named, force=True, custom_metadata=label)
         self._at = step
+
+    def _require_room(self, size: int) -> None:
+        """Refuse a full disk, for which Orbax lets the other processes wait minutes."""
+        is_local = isinstance(self.directory, pathlib.Path)
+        if is_local and (free := shutil.disk_usage(self.directory).free) < size:
+            raise OSError(f"the state has {size:,} bytes, and {free:,} are free")
 
     def wait(self) -> None:
         """Wait until everything is written.

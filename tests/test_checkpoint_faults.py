@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,14 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     assert Checkpointer("~/run").directory == tmp_path / "run"
     metrics.JsonlWriter("~/run/one.jsonl").close()
     assert metrics.read_jsonl("~/run/one.jsonl") == []
+
+
+def test_a_full_disk_raises_before_other_processes_wait_for_this_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=288))
+    with pytest.raises(CheckpointError, match=r"has [0-9,]+ bytes, and 288 are free"):
+        save(tmp_path, filled(), 1)
 
 
 def test_a_full_disk_raises_and_earlier_checkpoints_stay(tmp_path):
