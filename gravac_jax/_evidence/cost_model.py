@@ -158,8 +158,7 @@ def in_rounds(kinds: Seconds, steps: jax.Array) -> Seconds:
       The mean seconds, `[rungs]`, and their covariance with those of each kind,
       `[rungs, kinds]`.
     """
-    mean = lambda x: (x[:-1] + (steps - 1) * x[-1:]) / steps
-    return jax.tree.map(mean, kinds)
+    return jax.tree.map(lambda x: (x[:-1] + (steps - 1) * x[-1:]) / steps, kinds)
 
 
 def least_compute(timing: Timing) -> jax.Array:
