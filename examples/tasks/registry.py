@@ -44,6 +44,7 @@ SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.
 SMALL_CNN = Size(
     {"stages": ((16,), (32,), (64,)), "hidden": 128, "over_batch": True}, 16, 0.1
 )
+LENET = Size({"stages": ((16,), (32,)), "hidden": 64}, rows=16, learning_rate=0.05)
 SMALL_VIT = Size(
     {"patch": 4, "width": 96, "layers": 3, "heads": 4}, rows=8, learning_rate=0.05
 )
@@ -152,6 +153,7 @@ TASKS = {
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
     "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
     "cnn-cifar10": _images(VGG, SMALL_CNN, cifar.CIFAR10),
+    "lenet-cifar10": _images(VGG, LENET, cifar.CIFAR10),
     "vgg-cifar10": _images(VGG, SMALL_VGG, cifar.CIFAR10),
     "vit-cifar10": _images(VisionTransformer, SMALL_VIT, cifar.CIFAR10),
 }

@@ -35,8 +35,8 @@ class Recipe(NamedTuple):
 
     Attributes:
       words: What a reader calls it.
-      make: Takes what is sent, what may follow, its learning rate, and the axis of the
-        replicas, and returns the whole optimizer.
+      make: Takes what is sent, what may follow, its learning rate, the axis of the
+        replicas, and `clip`, and returns the whole optimizer.
       is_own: Whether gradients are taken at each replica's own params.
     """
 
@@ -45,53 +45,53 @@ class Recipe(NamedTuple):
     is_own: bool = True
 
 
-def _at_shared(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
+def _at_shared(send: Any, after: Any, rate: Any, axis_name: Any, clip: Any) -> Any:
     return optax.chain(
         gravac.transform(axis_name, send=send),
-        optax.clip_by_global_norm(MAX_NORM),
+        optax.clip_by_global_norm(clip.max_norm),
         after,
         optax.scale_by_learning_rate(rate),
     )
 
 
 def _own(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
-    exchange = gravac.transform(axis_name, send=send, clip=CLIP, **how)
+    exchange = gravac.transform(axis_name, send=send, **how)
     return optax.chain(exchange, after, optax.scale_by_learning_rate(rate))
 
 
-def _momentum(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
+def _momentum(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
     memory = gravac.Momentum(0.9, nesterov=True)
-    exchange = gravac.transform(axis_name, send=send, memory=memory, clip=CLIP)
+    exchange = gravac.transform(axis_name, send=send, memory=memory, **how)
     return optax.chain(exchange, optax.scale_by_learning_rate(rate))
 
 
-def _dgc(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
+def _dgc(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
-    exchange = gravac.dgc(axis_name, send=send, nesterov=True, max_norm=MAX_NORM)
+    exchange = gravac.dgc(axis_name, send=send, nesterov=True, **how)
     return optax.chain(exchange, optax.scale_by_learning_rate(rate))
 
 
 def _adamw(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
-    return gravac.adamw(rate, axis_name, weight_decay=0, send=send, clip=CLIP, **how)
+    return gravac.adamw(rate, axis_name, weight_decay=0, send=send, **how)
 
 
 def _sgd(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
-    return gravac.sgd(rate, axis_name, nesterov=True, send=send, clip=CLIP, **how)
+    return gravac.sgd(rate, axis_name, nesterov=True, send=send, **how)
 
 
 def _muon(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
     scale = optax.scale_by_learning_rate(rate)
     steps = gravac.OwnOptimizer(optax.chain(OPTIMIZERS["muon"], scale), by_leaf=True)
-    return gravac.transform(axis_name, send=send, memory=steps, clip=CLIP, **how)
+    return gravac.transform(axis_name, send=send, memory=steps, **how)
 
 
-def _diloco(send: Any, after: Any, rate: Any, axis_name: Any) -> Any:
+def _diloco(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     inner = optax.chain(after, optax.scale_by_learning_rate(rate))
-    return gravac.diloco(inner, 30, axis_name, send=send, clip=CLIP)
+    return gravac.diloco(inner, 30, axis_name, send=send, **how)
 
 
 _AT_OWN = {
@@ -109,7 +109,7 @@ _HOW: dict[str, dict[str, Any]] = {
 
 
 def _how(make: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
-    return lambda *given: make(*given, **how)
+    return lambda *given, **more: make(*given, **how, **more)
 
 
 RECIPES = {
@@ -156,7 +156,11 @@ class Method:
         return isinstance(self.send, gravac.Controller) and self.send.uses_seconds
 
     def optimizer(
-        self, after: Any, learning_rate: Any, axis_name: str | None = "data"
+        self,
+        after: Any,
+        learning_rate: Any,
+        axis_name: str | None = "data",
+        clip: gravac.ClipByGlobalNorm = CLIP,
     ) -> optax.GradientTransformationExtraArgs:
         """Return the whole optimizer.
 
@@ -165,8 +169,10 @@ class Method:
             steps have optimizers of their own.
           learning_rate: The learning rate, or its schedule.
           axis_name: The axis of the replicas; None for one alone.
+          clip: What bounds gradients, of each replica or of their mean.
         """
-        made = RECIPES[self.recipe].make(self.send, after, learning_rate, axis_name)
+        given = self.send, after, learning_rate, axis_name
+        made = RECIPES[self.recipe].make(*given, clip=clip)
         return optax.with_extra_args_support(made)
 
 

@@ -14,7 +14,7 @@ import optax
 from common.journal import Journal, Line
 from common.training import held_out, train_step
 from tasks import Task, load, pipeline
-from training.methods import OPTIMIZERS, Method, method
+from training.methods import MAX_NORM, OPTIMIZERS, Method, method
 
 import gravac_jax as gravac
 
@@ -25,7 +25,9 @@ class Setting:
 
     Args:
       task: Data, model and loss.
-      replicas: The number of simulated replicas, each with its own batches.
+      replicas: The number of replicas, each with its own batches. One device simulates
+        them, unless there are as many, as XLA_FLAGS makes of a CPU: conv nets are
+        quicker on these.
       rows: Examples per replica and step. Default: what the task suggests.
       steps: Steps of each run.
       schedule: The course of the learning rate, after a warm-up of a twentieth of the
@@ -33,6 +35,7 @@ class Setting:
       optimizer: What follows an exchange of gradients; SGD has Nesterov's momentum 0.9.
       multiples: Learning rates to try for every method, in units of the task's own. A
         single one is taken without a trial.
+      max_norm: Where gradients are clipped; a number that is never reached for no clip.
       evaluations: Evaluations in `steps` steps, evenly spaced.
       evaluation_rows: Held-out examples, the same ones each time; whole batches of 128.
     """
@@ -44,6 +47,7 @@ class Setting:
     schedule: Literal["cosine", "constant"] = "cosine"
     optimizer: Literal["sgd", "adam", "muon"] = "sgd"
     multiples: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    max_norm: float = MAX_NORM
     evaluations: int = 20
     evaluation_rows: int = 512
 
@@ -104,11 +108,19 @@ class Bench:
     ) -> optax.GradientTransformationExtraArgs:
         """Return a method's optimizer."""
         after = OPTIMIZERS[self.setting.optimizer]
-        return method_of(name).optimizer(after, learning_rate)
+        clip = gravac.ClipByGlobalNorm(self.setting.max_norm)
+        return method_of(name).optimizer(after, learning_rate, clip=clip)
 
     def replicas(self, name: str) -> int:
         """Return how many replicas a method has."""
         return 1 if name == ALONE else self.setting.replicas
+
+    def where(self, name: str) -> Any:
+        """Return a mesh for a method's replicas, or how many one device simulates."""
+        replicas = self.replicas(name)
+        devices = jax.devices()[:replicas]
+        is_mesh = len(devices) == replicas
+        return gravac.make_mesh(devices=devices) if is_mesh else replicas
 
     def _compile(self, name: str) -> Any:
         # The learning rate is an argument, so that a method compiles once for all runs.
@@ -120,7 +132,7 @@ class Bench:
             params, opt_state, loss = step(params, opt_state, batch)
             return params, opt_state, (loss, optax.tree.get(opt_state, "StepInfo"))
 
-        return gravac.data_parallel(step_of_one, self.replicas(name))
+        return gravac.data_parallel(step_of_one, self.where(name))
 
     def _held_out(self, phase: str) -> Callable[[Any], dict[str, float]]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
@@ -143,7 +155,7 @@ class Bench:
         params = self.init(jax.random.key(trial.seed))
         if trial.method == NUDGED:
             params = jax.tree.map(lambda x: x * (1 + 1e-6), params)
-        return gravac.place((params, tx.init(params)), self.replicas(trial.method))
+        return gravac.place((params, tx.init(params)), self.where(trial.method))
 
     def batches(self, trial: Trial) -> Iterator[Any]:
         """Return the batches of all replicas, which depend on the seed alone."""
