@@ -2,7 +2,7 @@
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
-3. Note as `own_figures` what all replicas must know: is a gradient bad, the rung.
+3. Note as `figures` what all replicas must know: is a gradient bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
 5. Show the controller the `evidence`, by which it decides the rung of a coming step.
 6. Report what was sent, in the `info` of the state.
@@ -163,9 +163,9 @@ class Step:
         local = local._replace(told=local.told._replace(times=times))
         if not self.components.delay:
             return self._take_held(self.hold_back(parts, bad, local))
-        own = self._own_params(local)
+        own_params = self._own_params(local)
         arrived, after = self._take_held(local)
-        local = self.hold_back(parts, bad, after.local, own)
+        local = self.hold_back(parts, bad, after.local, own_params)
         return arrived, after._replace(local=local)
 
     def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
@@ -301,9 +301,9 @@ class Step:
     ) -> tuple[Parts, TransformState]:
         """Exchange what was fed, let the memory keep the rest, and decide."""
         components, state = self.components, self.state
-        own = self.own_figures(told, fed[-1])
-        exchanged, encodings = self.exchange(fed, own, local)
-        figures = exchanged[0].figures if self.rides else self.agree(own)
+        own_figures = self.figures(told, fed[-1])
+        exchanged, encodings = self.exchange(fed, own_figures, local)
+        figures = exchanged[0].figures if self.rides else self.agree(own_figures)
         rests = self.buckets.cleared(x.sent.residual for x in exchanged)
         residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
         after = map(components.memory.hold, residuals, fed, memory)
@@ -330,7 +330,7 @@ class Step:
             info=self.info(figures, evidence, tables),
         )
 
-    def own_figures(self, told: Told, dense: jax.Array) -> Figures:
+    def figures(self, told: Told, dense: jax.Array) -> Figures:
         """Return this replica's part of what all replicas must know.
 
         Decisions made from the same figures may still differ by a rounding between
@@ -350,19 +350,19 @@ class Step:
             apart=consistency.sampled(self.params, axes),
         )
 
-    def agree(self, own: Figures) -> Figures:
+    def agree(self, figures: Figures) -> Figures:
         """Average what all replicas must know, in one collective."""
         axes = self.axes
         if not axes.is_sliced:
-            return axes.both.mean(own)
+            return axes.both.mean(figures)
         # Dense leaves and norms are of slices.
-        others = own._replace(dense=(), told=own.told._replace(norms=()))
+        others = figures._replace(dense=(), told=figures.told._replace(norms=()))
         rest = axes.fast.mean(others)
-        told = rest.told._replace(norms=own.told.norms)
-        return axes.slow.mean(rest._replace(dense=own.dense, told=told))
+        told = rest.told._replace(norms=figures.told.norms)
+        return axes.slow.mean(rest._replace(dense=figures.dense, told=told))
 
     def exchange(
-        self, fed: Parts, own: Figures, local: LocalState
+        self, fed: Parts, figures: Figures, local: LocalState
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
         has_rounds = self.components.has_rounds
@@ -370,7 +370,7 @@ class Step:
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
         known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
         exchange = functools.partial(Ladder.exchange, **known)
-        riding = [own if self.rides else (), *[()] * (len(self.ladders) - 1)]
+        riding = [figures if self.rides else (), *[()] * (len(self.ladders) - 1)]
         results = map(exchange, self.ladders, fed[:-1], local.encodings, riding)
         exchanged, encodings = zip(*results, strict=True)
         return exchanged, encodings
