@@ -169,6 +169,8 @@ class Checkpointer:
         )
         with self._errors("checkpoints cannot be kept in"):
             self._orbax = self._open()
+            if self.directory == path and not path.is_dir():
+                raise NotADirectoryError("it is a file")
 
     @property
     def steps(self) -> list[int]:

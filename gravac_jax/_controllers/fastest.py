@@ -181,11 +181,11 @@ class Fastest(Controller):
         """Learn, predict the cost of every rung, and go home, stay, or visit."""
         may_wait, guess = self._may_wait(evidence.at_own_params), _guess(evidence)
         state = self._within_reach(_learned(evidence, guess, state), may_wait)
-        steps = jnp.asarray(evidence.steps, jnp.float32)
+        steps = jnp.float32(evidence.steps)
         # Seconds of each kind of step, and at each rung; what a step is worth.
         kinds = cost_model.predict(state.timing, guess)
         seconds = cost_model.in_rounds(kinds, steps)
-        expected = jnp.where(may_wait, self._progress(evidence, state, steps), 0)
+        expected = jnp.where(may_wait, self._progress(evidence, state), 0)
         is_allowed = may_wait & self._is_allowed(expected, state.home)
         # A rung without progress is never the fastest.
         progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
@@ -235,14 +235,12 @@ class Fastest(Controller):
         moved = lambda x: jnp.where(may_wait[x], x, self.reach(False)[-1])
         return state._replace(home=moved(state.home), current=moved(state.current))
 
-    def _progress(
-        self, evidence: Evidence, state: FastestState, steps: jax.Array
-    ) -> jax.Array:
+    def _progress(self, evidence: Evidence, state: FastestState) -> jax.Array:
         """Return what a step at each rung is worth: `[rungs]`."""
         has_such = any(x.needs_own_params for x in self.ladder)
         asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
         share = compression_gain.gain(*state.averages)
-        return compression_gain.progress(share, steps, asks_again)
+        return compression_gain.progress(share, jnp.float32(evidence.steps), asks_again)
 
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
         """Return which rungs make enough progress: `[rungs]` bool."""
