@@ -50,7 +50,7 @@ import numpy as np
 
 from gravac_jax import _arrays
 from gravac_jax._controllers import controller_of
-from gravac_jax._controllers.base import Controller, Predictions
+from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._loop import chain
 from gravac_jax._step.step_info import StepInfo
@@ -205,36 +205,11 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
     state, controller = chain.the_transform(opt_state, "explain"), controller_of(send)
-    if type(controller).predictions is Controller.predictions:
+    if type(controller).explain is Controller.explain:
         raise TypeError(f"{send!r} predicts nothing to explain: give gravac.Fastest().")
     _check_ladder(controller.ladder, state.ladder.size)
-    found = controller.predictions(state.controller)
-    found = jax.tree.map(lambda x: np.squeeze(_local(x)).tolist(), found)
-    if not any(found.progress):
-        return "The controller has predicted nothing yet: it decides after each step."
-    names = list(map(repr, controller.ladder))
-    width = max(map(len, names))
-    lines = [f"{'sends':{width}}  ms a step  progress  ms for a dense step's progress"]
-    for i, name in enumerate(names):
-        ms, progress = 1e3 * found.seconds[i], found.progress[i]
-        cost = f"{ms / progress:.1f}" if progress > 0 else "never"
-        figures = f"{name:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
-        lines.append(f"{figures}  {_verdict(found, i)}".rstrip())
-    source = "by gravac.WireCost alone, since no step time was measured"
-    if found.times:
-        source = f"from {found.times} measured step times"
-    return "\n".join([*lines, f"The milliseconds are predicted {source}."])
-
-
-def _verdict(found: Predictions, rung: int) -> str:
-    """Return what was done with a rung."""
-    if rung == found.home:
-        return "taken"
-    if rung == found.current:
-        return "visited, to measure it"
-    if found.waits_too_long[rung]:
-        return "only at own params"
-    return "" if found.is_allowed[rung] else "too little progress"
+    squeeze = lambda x: np.squeeze(np.asarray(_local(x)))
+    return controller.explain(jax.tree.map(squeeze, state.controller))
 
 
 class Writer(Protocol):

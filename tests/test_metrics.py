@@ -17,7 +17,6 @@ from rich.console import Console
 
 import gravac_jax as gravac
 from gravac_jax import metrics
-from gravac_jax._controllers.base import Predictions
 
 STEPS = 4
 GRAVAC = gravac.GraVAC((gravac.Dense(), gravac.TopK(4)))
@@ -149,33 +148,27 @@ def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
         recorder.record(0, states()[0])
 
 
-class Foreseeing(gravac.Controller):
-    """Predicts the same whatever happens."""
-
+def test_a_decision_is_explained_by_the_figures_that_it_compared():
     ladder = (*gravac.Fastest().ladder[:-1], gravac.Bits(1), gravac.TopK(10))
-    found = Predictions(
+    send = gravac.Fastest(ladder, least_progress=0.45)
+    nothing = optax.tree.set(
+        states()[0], ladder=jnp.zeros(6, "uint32"), controller=send.init()[1]
+    )
+    assert "predicted nothing yet" in metrics.explain(nothing, send)
+    found = optax.tree.set(
+        nothing,
         seconds=jnp.array([1.5, 0.25, 0.0625, 0.125, 0.5, 0.5]),
-        progress=jnp.array([1.0, 0.5, 0.25, 0.75, 0.0, 0.5]),
-        is_allowed=jnp.array([True, True, True, False, True, True]),
-        waits_too_long=jnp.arange(6) == 4,
+        progress=jnp.array([1.0, 0.5, 0.625, 0.25, 0.0, 0.5]),
         home=jnp.int32(2),
         current=jnp.int32(1),
-        times=jnp.int32(0),
     )
-    init = decide = None
-    predictions = lambda self, state: self.found
-
-
-def test_a_decision_is_explained_by_the_figures_that_it_compared():
-    state = optax.tree.set(states()[0], ladder=jnp.zeros(6, "uint32"))
-    explained = metrics.explain(state, Foreseeing())
-    lines = [re.split("  +", line) for line in explained.splitlines()]
+    lines = [re.split("  +", x) for x in metrics.explain(found, send).splitlines()]
     assert lines == [
         ["sends", "ms a step", "progress", "ms for a dense step's progress"],
         ["Dense()", "1500.0", "1.00", "1500.0"],
         ["Bits(8)", "250.0", "0.50", "500.0", "visited, to measure it"],
-        ["Bits(2)", "62.5", "0.25", "250.0", "taken"],
-        ["Bits(2, turns=4)", "125.0", "0.75", "166.7", "too little progress"],
+        ["Bits(2)", "62.5", "0.62", "100.0", "taken"],
+        ["Bits(2, turns=4)", "125.0", "0.25", "500.0", "too little progress"],
         ["Bits(1)", "500.0", "0.00", "never", "only at own params"],
         ["TopK(10)", "500.0", "0.50", "1000.0"],
         [
@@ -183,17 +176,6 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
             " time was measured."
         ],
     ]
-    nothing, found = Foreseeing(), Foreseeing.found
-    nothing.found = found._replace(progress=0 * found.progress)
-    assert "predicted nothing yet" in metrics.explain(state, nothing)
-
-
-def test_what_waits_too_long_at_the_shared_params_is_predicted():
-    send = gravac.Fastest((gravac.Bits(8), gravac.Bits(1)))
-    _, state = send.init()
-    assert send.predictions(state).waits_too_long.tolist() == [False, True]
-    at_own_params = state._replace(progress=jnp.ones(2))
-    assert not send.predictions(at_own_params).waits_too_long.any()
 
 
 def test_what_predicts_nothing_cannot_be_explained():

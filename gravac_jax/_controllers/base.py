@@ -75,35 +75,6 @@ class Evidence(NamedTuple):
         return self.step + 3 * self.steps
 
 
-class Predictions(NamedTuple):
-    """What a controller predicted of the rungs at the last decision.
-
-    Attributes:
-      seconds: `[rungs]` float32, the mean seconds of a step.
-      progress: `[rungs]` float32, what a step is worth, in dense steps; zeros before
-        the first decision.
-      is_allowed: `[rungs]` bool, whether that is enough for the rung to be taken.
-      waits_too_long: `[rungs]` bool, whether its entries wait for longer than they may
-        at the shared params.
-      home: `[]` int32, the rung believed to be fastest.
-      current: `[]` int32, the rung that was decided on; another one than home is
-        visited to measure it.
-      times: `[]` int32, measured step times so far. Without any, the seconds are those
-        of the cost model.
-
-    Example:
-      See `gravac.Controller`.
-    """
-
-    seconds: jax.Array
-    progress: jax.Array
-    is_allowed: jax.Array
-    waits_too_long: jax.Array
-    home: jax.Array
-    current: jax.Array
-    times: jax.Array
-
-
 class Controller(abc.ABC):
     """Chooses the rung of each step. Subclass it to write your own.
 
@@ -184,13 +155,13 @@ class Controller(abc.ABC):
         """Return the constructor, with what differs from the defaults."""
         return _arrays.constructor(self)
 
-    def predictions(self, state: Any) -> Predictions | None:
-        """Return what the last decision predicted, or None if it predicts nothing.
+    def explain(self, state: Any) -> str:
+        """Return in words what the last decision compared; nothing if it predicts none.
 
         Args:
-          state: from `decide`.
+          state: from `decide`, in NumPy.
         """
-        return None
+        return ""
 
 
 def check_ladder(value: Any, owner: str, least: int = 1) -> None:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._controllers.base import Controller, Evidence, Predictions, check_ladder
+from gravac_jax._controllers.base import Controller, Evidence, check_ladder
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._encodings.bits import Bits
 from gravac_jax._encodings.dense import Dense
@@ -213,17 +214,35 @@ class Fastest(Controller):
             progress=expected,
         )
 
-    def predictions(self, state: FastestState) -> Predictions:
-        """Return the seconds and the progress of every rung at the last decision."""
-        return Predictions(
-            seconds=state.seconds,
-            progress=state.progress,
-            is_allowed=self._is_allowed(state.progress, state.home),
-            waits_too_long=~self._may_wait(False) & (state.progress == 0),
-            home=state.home,
-            current=state.current,
-            times=state.timing.times,
+    def explain(self, state: FastestState) -> str:
+        """Return a line for each rung, and one about where the seconds come from."""
+        if not np.any(state.progress):
+            return (
+                "The controller has predicted nothing yet: it decides after each step."
+            )
+        width = max(len(repr(x)) for x in self.ladder)
+        titles = (
+            f"{'sends':{width}}  ms a step  progress  ms for a dense step's progress"
         )
+        lines = [titles]
+        for i, encoding in enumerate(self.ladder):
+            ms, progress = 1e3 * float(state.seconds[i]), float(state.progress[i])
+            cost = f"{ms / progress:.1f}" if progress > 0 else "never"
+            figures = f"{encoding!r:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
+            lines.append(f"{figures}  {self._verdict(state, i)}".rstrip())
+        source = "by gravac.WireCost alone, since no step time was measured"
+        if state.timing.times:
+            source = f"from {state.timing.times} measured step times"
+        return "\n".join([*lines, f"The milliseconds are predicted {source}."])
+
+    def _verdict(self, state: FastestState, rung: int) -> str:
+        """Return what was done with a rung."""
+        if rung in (state.home, state.current):
+            return "taken" if rung == state.home else "visited, to measure it"
+        if not state.progress[rung] and rung not in self.reach(False):
+            return "only at own params"
+        is_allowed = self._is_allowed(state.progress, state.home)[rung]
+        return "" if is_allowed else "too little progress"
 
     def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return which rungs may be taken where gradients are, `[rungs]` bool."""
