@@ -55,12 +55,14 @@ def transform(
     `axis_name`, with gradients from `gravac.value_and_grad` at `gravac.own_params`. At
     the shared params the loss ends higher.
 
-    `update(grads, state, params=None, *, step_seconds=None, steps_ago=None,
-    at="shared", is_due=None, rung=None, deliver=None)` ignores every other argument.
+    `update(grads, state, params=None, *, step_seconds=None, steps_ago=None, at=None,
+    is_due=None, rung=None, deliver=None)` ignores every other argument.
     `step_seconds` is how long a step took, `[]` float32, NaN if unknown. `steps_ago`,
     `[]` int32, says which one: 1, the default, is the step before this one. `at`,
     static, says where gradients were taken: at the "shared" params, or at "own" ones,
     `gravac.own_params`, so that `gravac.Fastest` may let entries wait for some steps.
+    By default they count as taken at the shared ones, with a warning where these cost
+    much and own params were never asked for.
     `is_due`, static, is for who knows whether this step exchanges (`every`) and
     compiles two programs without a branch. `rung`, static, is the rung of this step,
     for callers who compile one program for each; all replicas must pass the same.

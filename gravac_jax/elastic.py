@@ -483,7 +483,7 @@ class _Supervisor:
         self._dead: set[str] = set()
         self._missing: list[int] = []  # indices of the dead that will be replaced
         self._record: Any = {"number": 0, "members": {}, "is_over": True, "lost": []}
-        self._written, self._services = "", []
+        self._services: list[Any] = []
 
     def goes_on(self) -> bool:
         """Do what is due; return whether the job goes on."""
@@ -505,9 +505,7 @@ class _Supervisor:
         # While the others compile, one that starts would take their processors.
         while self._missing and (has_stepped or len(ready) < self._least):
             self._job.start(self._missing.pop())
-        if (text := json.dumps(record)) != self._written:
-            _write(self._folder / "generation", text)
-            self._written = text
+        _write(self._folder / "generation", json.dumps(record))
         return None in self._job.statuses
 
     def _look(self, statuses: Sequence[int | None], has_ended: bool) -> None:

@@ -177,8 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = "Draw runs that gravac_jax.metrics.JsonlWriter recorded."
     parser = argparse.ArgumentParser("python -m gravac_jax.plot", description=about)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
-    about = "the picture, such as FILE.png or .svg"
-    parser.add_argument("--out", type=Path, required=True, help=about)
+    parser.add_argument("--out", type=Path, required=True, help="FILE.png, or .svg")
     options = parser.parse_args(arguments)
     try:
         names = [f"{path.absolute().parent.name}/{path.stem}" for path in options.runs]

@@ -1,6 +1,8 @@
 """A flush delivers all residuals, and own params hold the replica's own residual."""
 
 import functools
+import warnings
+from functools import partial
 
 import _harness
 import _oracles
@@ -96,6 +98,29 @@ def test_own_params_are_the_params_after_the_own_residual(after):
     atol = 1e-5 * is_held
     np.testing.assert_allclose(own["w"], params["w"] - 0.5 * residual, 0, atol)
     np.testing.assert_array_equal(own["b"], np.stack([params["b"]] * N))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gravac.adamw(0.1, send=gravac.Dense()),
+        optax.chain(exchange(gravac.Bits(1)), optax.sgd(0.1)),
+        optax.chain(exchange(gravac.Dense(), every=2), optax.sgd(0.1)),
+    ],
+)
+def test_a_step_that_never_asked_for_own_params_where_they_matter_warns(tx):
+    params = {"w": jnp.ones((N, 8, 8)), "b": jnp.ones((N, 8))}
+    state = tx.init(at(params, 0))
+    update = lambda x, **how: tx.update(x, state, x, **how)[0]
+    step = lambda **how: jax.vmap(partial(update, **how), axis_name="data")(params)
+    with pytest.warns(UserWarning, match=r"not taken at gravac\.own_params"):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(at="shared")
+        own = lambda x: gravac.own_params(tx, x, state)
+        jax.vmap(own, axis_name="data")(params)
+        step()
 
 
 FEW = {"compress": True, "send": gravac.TopK(16, select="exact", values="float32")}

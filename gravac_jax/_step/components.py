@@ -43,6 +43,10 @@ class Components:
     compress: Any
     delay: int
     network: WireCost | None
+    # For a warning alone: how deliveries were asked for, since the program began.
+    asked: set[str | None] = dataclasses.field(
+        default_factory=set, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         _refuse.two_axes(self.axis_name, self.fast_axis_name)
@@ -76,6 +80,13 @@ class Components:
     def waits(self) -> bool:
         """Whether a gradient waits in the memory before the others hear of it."""
         return bool(self.delay) or self.has_rounds
+
+    @property
+    def needs_own_params(self) -> bool:
+        """Whether gradients at the shared params cost much, whatever is decided."""
+        at_shared = [self.controller.ladder[i] for i in self.controller.reach(False)]
+        is_meant = self.waits or self.memory.is_at_own_params
+        return is_meant or any(x.needs_own_params for x in at_shared)
 
     @property
     def has_rounds(self) -> bool:

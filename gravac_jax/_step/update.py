@@ -24,7 +24,7 @@ def update(
     params: Any = None,
     *,
     deliver: list[Any] | None = None,
-    at: str = "shared",
+    at: str | None = None,
     rung: int | None = None,
     is_due: bool | None = None,
     step_seconds: Any = None,
@@ -34,6 +34,7 @@ def update(
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
     how = deliver[0] if deliver else None
     (deliver or []).append(components)
+    components.asked.add(how)
     if how == "identity":  # for `_loop/`, which looks around the transform
         return updates, _delivered(state)
     is_mapped = _refuse.is_bound(components.axis_name)
@@ -83,9 +84,15 @@ def update(
     return run(updates, state, params, **times)
 
 
-def _check(components: Components, params: Any, at: str, rung: int | None) -> None:
+def _check(components: Components, params: Any, at: Any, rung: int | None) -> None:
     """Refuse what a step was not asked for rightly, or not given."""
-    _refuse.one_of(at, "at", ("own", "shared"))
+    _refuse.one_of(at, "at", (None, "own", "shared"))
+    if at is None and components.needs_own_params and "own" not in components.asked:
+        warnings.warn(
+            "gradients are not taken at gravac.own_params(tx, params, opt_state), which"
+            ' costs much here: take them there, or pass at="shared" to update.',
+            stacklevel=2,
+        )
     if rung is not None:
         top = len(components.controller.ladder) - 1
         _refuse.number(rung, "rung", is_whole=True, low=0, high=top)
