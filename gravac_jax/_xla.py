@@ -92,14 +92,12 @@ def own_kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
         the axes over which the result varies.
     """
     shape = jax.eval_shape(make)
-
-    def nothing() -> jax.Array:
-        # A part of `like` varies over the axes over which `like` does.
-        return jnp.broadcast_to(like.ravel()[0], shape.shape).astype(shape.dtype)
-
-    # Elsewhere XLA knows the condition, and only `make` is left.
-    known = lambda like: jnp.zeros_like(like, shape=(), dtype=bool)
-    never = jax.lax.platform_dependent(like, cpu=_is_never, default=known)
+    nothing = lambda: jnp.zeros_like(like, shape=shape.shape, dtype=shape.dtype)
+    # To look at more of `like` would take more kernels. Elsewhere XLA knows the
+    # condition, and only `make` is left.
+    first = lambda x: _is_never(x.ravel()[0])
+    known = lambda x: jnp.zeros_like(x, shape=(), dtype=bool)
+    never = jax.lax.platform_dependent(like, cpu=first, default=known)
     return jax.lax.cond(never, nothing, make)
 
 
