@@ -189,7 +189,8 @@ class LowRank(Encoding):
 
     def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Estimate as if the largest entries were sent, and small ones soon."""
-        share = top_k.share_of_largest(looked[-1], sum(self._sent(bucket)), bucket.n)
+        _, _, of_largest = looked
+        share = top_k.share_of_largest(of_largest, sum(self._sent(bucket)), bucket.n)
         return (1 - share) / share
 
 
