@@ -169,7 +169,7 @@ class Checkpointer:
         )
         with self._errors("checkpoints cannot be kept in"):
             self._orbax = self._open()
-            if self.directory == path and not path.is_dir():
+            if self.directory == path and path.is_file():
                 raise NotADirectoryError("it is a file")
 
     @property
@@ -264,9 +264,10 @@ class Checkpointer:
 
     def _require_room(self, size: int) -> None:
         """Refuse a full disk, for which Orbax lets the other processes wait minutes."""
-        is_local = isinstance(self.directory, pathlib.Path)
-        if is_local and (free := shutil.disk_usage(self.directory).free) < size:
-            raise OSError(f"the state has {size:,} bytes, and {free:,} are free")
+        if isinstance(self.directory, pathlib.Path):
+            total, _, free = shutil.disk_usage(self.directory)  # 0, 0, 0 if unknown
+            if free < size and total:
+                raise OSError(f"the state has {size:,} bytes, and {free:,} are free")
 
     def wait(self) -> None:
         """Wait until everything is written.

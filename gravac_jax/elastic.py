@@ -20,10 +20,9 @@ exchanges between steps, or does after the last one, is not protected::
 Started by `python -m gravac_jax.launch -n 4 --elastic --restarts 20 train.py`, the
 processes train in *generations*. For each set of members the launcher hosts a
 coordination service of JAX. If a member dies or freezes, the launcher ends the
-generation and starts a process in its place. The others break their connections, so
-that every exchange raises, and go on in the next generation from copies of their own
-last states on the host. The process that was started joins one generation later, when
-the others have taken a step.
+generation. The others break their connections, so that every exchange raises, and go on
+in the next generation from copies of their own last states on the host. When they have
+taken a step, a process is started in its place, which joins one generation later.
 
 A generation begins after the last step that all survivors have finished. So one step at
 most is taken again; in rounds (`every=`) at most the local steps since the last
@@ -496,7 +495,7 @@ class _Supervisor:
             return any(x.has_ended or not record["is_over"] for x in here)
         has_stepped = False
         if not record["is_over"]:
-            is_whole, start = members <= ready, record["start"]
+            is_whole, start = members <= ready, max(record["start"], 0)
             has_stepped = is_whole and all(signs[x].steps > start for x in members)
             # Who joins waits for a step, or joiners could keep a run from getting on.
             record["is_over"] = not is_whole or (has_stepped and ready > members)
@@ -506,23 +505,21 @@ class _Supervisor:
         while self._missing and (has_stepped or len(ready) < self._least):
             self._job.start(self._missing.pop())
         _write(self._folder / "generation", json.dumps(record))
-        return None in self._job.statuses
+        return True
 
     def _look(self, statuses: Sequence[int | None], has_ended: bool) -> None:
         """Read all signs of life, kill what is frozen, and note what died."""
         self._ready = {}
-        for i, (number, status) in enumerate(
-            zip(self._job.pids, statuses, strict=True)
-        ):
-            path = self._folder / (pid := str(number))
+        for i, number in enumerate(self._job.pids):
+            path, status = self._folder / (pid := str(number)), statuses[i]
             if status is None and path.exists():
-                self._ready[pid] = i
                 self._signs[pid] = sign = _Sign(*json.loads(path.read_text()))
                 # A busy machine may keep a process silent for seconds, but not stop it.
-                patience = (
-                    1 if self._job.is_stopped(i) else self._options.heartbeat or 5
-                )
-                if time.monotonic() - sign.at > patience and not sign.has_ended:
+                seconds = self._options.heartbeat or 5
+                patience = 1 if self._job.is_stopped(i) else seconds
+                if sign.has_ended or time.monotonic() - sign.at <= patience:
+                    self._ready[pid] = i
+                else:
                     say(f"process {i} (pid {pid}) is frozen")
                     os.kill(number, signal.SIGKILL)
                     path.unlink()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -140,12 +139,13 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     assert metrics.read_jsonl("~/run/one.jsonl") == []
 
 
-def test_a_full_disk_raises_before_other_processes_wait_for_this_one(
+def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=288))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: (10**9, 10**9 - 288, 288))
     with pytest.raises(CheckpointError, match=r"has [0-9,]+ bytes, and 288 are free"):
         save(tmp_path, filled(), 1)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_full_disk_raises_and_earlier_checkpoints_stay(tmp_path):

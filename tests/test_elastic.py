@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from unittest import mock
 
@@ -177,12 +178,8 @@ def test_after_faults_the_run_ends_as_one_with_the_same_members(n, steps, tmp_pa
         assert {*numbers} <= {0, 1}
         assert np.sum(numbers == 0) <= len(faults)
     lost = assert_like_reference(lines, tx, steps)
-    assert SOAK or [x["process"] for x in faults] == [i for i, *_ in lost] == [
-        0,
-        1,
-        2,
-        0,
-    ]
+    who = [x["process"] for x in faults], [i for i, *_ in lost]
+    assert SOAK or who == ([0, 1, 2, 0],) * 2
     energies = [energy for *_, energy in lost]
     assert np.isfinite(energies).all()
     assert SOAK or min(energies) > 0  # one of many may die before its first step
@@ -205,6 +202,22 @@ def test_a_job_that_has_no_restarts_left_fails(tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "exited with status 3; the others were ended" in done.stderr
+
+
+@pytest.mark.skipif(HERE not in elastic.TRIED, reason="elastic is not for this JAX")
+def test_processes_that_all_die_while_a_generation_begins_start_again(tmp_path):
+    statuses, started = [None, None], []
+    job = mock.Mock(pids=(1, 2), statuses=statuses, start=started.append)
+    job.is_stopped.return_value = False
+    for pid in job.pids:
+        sign = elastic._Sign(0, -1, 0.0, False, time.monotonic())
+        (tmp_path / str(pid)).write_text(json.dumps(sign))
+    options = mock.Mock(min_processes=None, heartbeat=None, restarts=2)
+    supervisor = elastic._Supervisor(job, tmp_path, options)
+    supervisor._begin = lambda: statuses.__setitem__(slice(2), [-9, -9])
+    assert supervisor.goes_on()
+    assert supervisor.goes_on()
+    assert sorted(started) == [0, 1]
 
 
 @pytest.mark.parametrize("send", _examples.one_of_each(ENCODINGS), ids=repr)

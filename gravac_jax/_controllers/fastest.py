@@ -217,18 +217,16 @@ class Fastest(Controller):
     def explain(self, state: FastestState) -> str:
         """Return a line for each rung, and one about where the seconds come from."""
         if not np.any(state.progress):
-            return (
-                "The controller has predicted nothing yet: it decides after each step."
-            )
+            return "It has predicted nothing yet: it decides after each step."
         width = max(len(repr(x)) for x in self.ladder)
-        titles = (
-            f"{'sends':{width}}  ms a step  progress  ms for a dense step's progress"
-        )
-        lines = [titles]
+        line = f"{{:{width}}}  {{:>9}}  {{:>8}}  {{:>30}}".format
+        lines = [
+            line("sends", "ms a step", "progress", "ms for a dense step's progress")
+        ]
         for i, encoding in enumerate(self.ladder):
             ms, progress = 1e3 * float(state.seconds[i]), float(state.progress[i])
             cost = f"{ms / progress:.1f}" if progress > 0 else "never"
-            figures = f"{encoding!r:{width}}  {ms:9.1f}  {progress:8.2f}  {cost:>30}"
+            figures = line(repr(encoding), f"{ms:.1f}", f"{progress:.2f}", cost)
             lines.append(f"{figures}  {self._verdict(state, i)}".rstrip())
         source = "by gravac.WireCost alone, since no step time was measured"
         if state.timing.times:

@@ -93,7 +93,7 @@ def own_params(
       params: the params that all replicas share.
       opt_state: the optimizer's state, which stays as it is.
       extra: further arguments of `tx.update`: zeros for what a rule compares, since it
-        is not known yet. Optax's `value` is zero by default.
+        is not known yet. Optax's `value`, the loss, is -inf by default.
 
     Returns:
       The params of this replica, in the same shapes and dtypes.
@@ -134,7 +134,7 @@ def own_params(
     """
     _refuse.optimizer(tx, "gravac.own_params(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.own_params")
-    extra = {"value": 0.0, **extra}  # the loss that rules of Optax are told
+    extra = {"value": -jnp.inf, **extra}  # no rule of Optax finds this loss too high
     if not chain.is_linear(tx, params, opt_state, **extra):
         raise ValueError(
             "gravac.own_params needs an optimizer that is linear in the updates, got"

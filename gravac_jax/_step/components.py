@@ -5,7 +5,7 @@ import functools
 import operator
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gravac_jax import _refuse
 from gravac_jax._controllers.base import Controller, check_ladder
 from gravac_jax._encodings.base import Bucket
+from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
@@ -43,10 +44,8 @@ class Components:
     compress: Any
     delay: int
     network: WireCost | None
-    # For a warning alone: how deliveries were asked for, since the program began.
-    asked: set[str | None] = dataclasses.field(
-        default_factory=set, compare=False, repr=False
-    )
+    # For a warning alone: how deliveries were asked for by any transform so far.
+    asked: ClassVar[set[str | None]] = set()
 
     def __post_init__(self) -> None:
         _refuse.two_axes(self.axis_name, self.fast_axis_name)
@@ -85,8 +84,8 @@ class Components:
     def needs_own_params(self) -> bool:
         """Whether gradients at the shared params cost much, whatever is decided."""
         at_shared = [self.controller.ladder[i] for i in self.controller.reach(False)]
-        is_meant = self.waits or self.memory.is_at_own_params
-        return is_meant or any(x.needs_own_params for x in at_shared)
+        holds = self.memory.is_at_own_params and at_shared != [Dense()]
+        return self.waits or holds or any(x.needs_own_params for x in at_shared)
 
     @property
     def has_rounds(self) -> bool:

@@ -2,7 +2,7 @@
 
 1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
 2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
-3. Note as `figures` what all replicas must know: is a gradient bad, the rung.
+3. Note as `own_figures` what all replicas must know: is a gradient bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
 5. Show the controller the `evidence`, by which it decides the rung of a coming step.
 6. Report what was sent, in the `info` of the state.
@@ -301,7 +301,7 @@ class Step:
     ) -> tuple[Parts, TransformState]:
         """Exchange what was fed, let the memory keep the rest, and decide."""
         components, state = self.components, self.state
-        own_figures = self.figures(told, fed[-1])
+        own_figures = self.own_figures(told, fed[-1])
         exchanged, encodings = self.exchange(fed, own_figures, local)
         figures = exchanged[0].figures if self.rides else self.agree(own_figures)
         rests = self.buckets.cleared(x.sent.residual for x in exchanged)
@@ -330,7 +330,7 @@ class Step:
             info=self.info(figures, evidence, tables),
         )
 
-    def figures(self, told: Told, dense: jax.Array) -> Figures:
+    def own_figures(self, told: Told, dense: jax.Array) -> Figures:
         """Return this replica's part of what all replicas must know.
 
         Decisions made from the same figures may still differ by a rounding between
@@ -350,19 +350,20 @@ class Step:
             apart=consistency.sampled(self.params, axes),
         )
 
-    def agree(self, figures: Figures) -> Figures:
+    def agree(self, own_figures: Figures) -> Figures:
         """Average what all replicas must know, in one collective."""
         axes = self.axes
         if not axes.is_sliced:
-            return axes.both.mean(figures)
+            return axes.both.mean(own_figures)
         # Dense leaves and norms are of slices.
-        others = figures._replace(dense=(), told=figures.told._replace(norms=()))
+        told = own_figures.told
+        others = own_figures._replace(dense=(), told=told._replace(norms=()))
         rest = axes.fast.mean(others)
-        told = rest.told._replace(norms=figures.told.norms)
-        return axes.slow.mean(rest._replace(dense=figures.dense, told=told))
+        told = rest.told._replace(norms=told.norms)
+        return axes.slow.mean(rest._replace(dense=own_figures.dense, told=told))
 
     def exchange(
-        self, fed: Parts, figures: Figures, local: LocalState
+        self, fed: Parts, own_figures: Figures, local: LocalState
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
         has_rounds = self.components.has_rounds
@@ -370,7 +371,7 @@ class Step:
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
         known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
         exchange = functools.partial(Ladder.exchange, **known)
-        riding = [figures if self.rides else (), *[()] * (len(self.ladders) - 1)]
+        riding = [own_figures if self.rides else (), *[()] * (len(self.ladders) - 1)]
         results = map(exchange, self.ladders, fed[:-1], local.encodings, riding)
         exchanged, encodings = zip(*results, strict=True)
         return exchanged, encodings

@@ -90,7 +90,7 @@ def _check(components: Components, params: Any, at: Any, rung: int | None) -> No
     if at is None and components.needs_own_params and "own" not in components.asked:
         warnings.warn(
             "gradients are not taken at gravac.own_params(tx, params, opt_state), which"
-            ' costs much here: take them there, or pass at="shared" to update.',
+            ' costs much here: take them there, or if you cannot, pass at="shared".',
             stacklevel=2,
         )
     if rung is not None:
