@@ -85,7 +85,8 @@ def _sgd(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
 def _muon(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     del after
     scale = optax.scale_by_learning_rate(rate)
-    steps = gravac.OwnOptimizer(optax.chain(OPTIMIZERS["muon"], scale), by_leaf=True)
+    tx = optax.chain(OPTIMIZERS["muon"], scale)
+    steps = gravac.OwnOptimizer(tx, by_leaf=True, keeps_norm=True)
     return gravac.transform(axis_name, send=send, memory=steps, **how)
 
 
