@@ -141,10 +141,11 @@ def two_axes(axis_name: Any, fast_axis_name: Any) -> None:
 def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
     """Refuse what is neither a mesh with the axes nor a number of replicas."""
     if not isinstance(mesh, jax.sharding.Mesh):
-        if fast_axis_name is not None:
+        if fast_axis_name is not None or isinstance(axis_name, tuple):
             raise TypeError(
                 f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}:"
-                f" simulated replicas have no fast axis, leave `fast_axis_name` out."
+                f" simulated replicas lie along one axis, such as 'data', got"
+                f" {axis_name!r} and fast_axis_name={fast_axis_name!r}."
             )
         return count(mesh, "mesh", "replicas to simulate, where it is no mesh")
     axis(axis_name)

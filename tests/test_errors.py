@@ -332,7 +332,10 @@ TYPES = {
     "params hold a MaskedNode…compress=": (optax.masked(ALONE, COMPRESS).init, PARAMS),
     "gradients hold a MaskedNode…['b']": partial(update, b=optax.MaskedNode()),
     "argument 0…uint32…['x']…float params": (GRADS, {"x": INTEGERS}),
-    "Mesh, got 4…`fast_axis_name` out": partial(MAPPED, 4, fast_axis_name="x"),
+    "Mesh, got 4…along one axis…'data' and fast_axis_name='x'": partial(
+        MAPPED, 4, fast_axis_name="x"
+    ),
+    "Mesh, got 4…along one axis…('data',) and": partial(MAPPED, 4, ("data",)),
     "0 arguments…batch": PAIR,
     "params…uint32…['x']…float params": (init, INTEGERS),
     "params…str…['x']…float params": (init, "ones"),
