@@ -15,6 +15,7 @@ from common.journal import Journal, Line
 from common.training import held_out, train_step
 from tasks import Task, load, pipeline
 from training.methods import MAX_NORM, OPTIMIZERS, Method, method
+from training.replicas import Replicas
 
 import gravac_jax as gravac
 
@@ -111,16 +112,9 @@ class Bench:
         clip = gravac.ClipByGlobalNorm(self.setting.max_norm)
         return method_of(name).optimizer(after, learning_rate, clip=clip)
 
-    def replicas(self, name: str) -> int:
-        """Return how many replicas a method has."""
-        return 1 if name == ALONE else self.setting.replicas
-
-    def where(self, name: str) -> Any:
-        """Return a mesh for a method's replicas, or how many one device simulates."""
-        replicas = self.replicas(name)
-        devices = jax.devices()[:replicas]
-        is_mesh = len(devices) == replicas
-        return gravac.make_mesh(devices=devices) if is_mesh else replicas
+    def replicas(self, name: str) -> Replicas:
+        """Return the replicas of a method."""
+        return Replicas(1 if name == ALONE else self.setting.replicas)
 
     def _compile(self, name: str) -> Any:
         # The learning rate is an argument, so that a method compiles once for all runs.
@@ -132,7 +126,7 @@ class Bench:
             params, opt_state, loss = step(params, opt_state, batch)
             return params, opt_state, (loss, optax.tree.get(opt_state, "StepInfo"))
 
-        return gravac.data_parallel(step_of_one, self.where(name))
+        return self.replicas(name).parallel(step_of_one)
 
     def _held_out(self, phase: str) -> Callable[[Any], dict[str, float]]:
         source = {"tune": self.task.validation, "test": self.task.test}[phase]
@@ -155,12 +149,13 @@ class Bench:
         params = self.init(jax.random.key(trial.seed))
         if trial.method == NUDGED:
             params = jax.tree.map(lambda x: x * (1 + 1e-6), params)
-        return gravac.place((params, tx.init(params)), self.where(trial.method))
+        where = self.replicas(trial.method).where
+        return gravac.place((params, tx.init(params)), where)
 
     def batches(self, trial: Trial) -> Iterator[Any]:
         """Return the batches of all replicas, which depend on the seed alone."""
         replicas, rows = self.setting.replicas, self.setting.rows or self.task.rows
-        train, own = self.task.train, rows * self.replicas(trial.method)
+        train, own = self.task.train, rows * self.replicas(trial.method).count
         found = pipeline.batches(train, rows=rows, replicas=replicas, seed=trial.seed)
         return (jax.tree.map(lambda x: x[:own], batch) for batch in found)
 
