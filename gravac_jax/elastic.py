@@ -64,7 +64,7 @@ from gravac_jax._step import states
 __all__ = ["Elastic", "own_rows", "put_rows", "supervise"]
 
 FOLDER = "GRAVAC_JAX_ELASTIC"  # where the launcher and the processes leave word
-# Versions of JAX, and systems, with which this works: 600 steps with six faults.
+# Versions of JAX, and systems, with which runs with faults end as they should.
 TRIED = ("0.10.2", "linux"), ("0.12.0.1", "linux")
 
 _TIMES = {"heartbeat_timeout": 10**6, "shutdown_timeout": 2}  # the launcher judges
@@ -312,10 +312,9 @@ class Elastic:
     def _watch(self) -> None:
         """Show that this process lives; break its connections when it must leave."""
         while True:
-            steps, own = max(self._copies, default=-1), str(os.getpid())
-            ended, now = self._has_ended, time.monotonic()
-            sign = _Sign(self._left, steps, self._energy, ended, now)
-            _write(self._folder / own, json.dumps(sign))
+            steps, now = max(self._copies, default=-1), time.monotonic()
+            sign = _Sign(self._left, steps, self._energy, self._has_ended, now)
+            _write(self._folder / str(os.getpid()), json.dumps(sign))
             # Again and again, since an exchange may only begin.
             is_over = self._port and not self._has_ended and self._newest()["is_over"]
             if is_over:
@@ -482,7 +481,7 @@ class _Supervisor:
         self._dead: set[str] = set()
         self._missing: list[int] = []  # indices of the dead that will be replaced
         self._record: Any = {"number": 0, "members": {}, "is_over": True, "lost": []}
-        self._services: list[Any] = []
+        self._written, self._services = "", []
 
     def goes_on(self) -> bool:
         """Do what is due; return whether the job goes on."""
@@ -504,7 +503,9 @@ class _Supervisor:
         # While the others compile, one that starts would take their processors.
         while self._missing and (has_stepped or len(ready) < self._least):
             self._job.start(self._missing.pop())
-        _write(self._folder / "generation", json.dumps(record))
+        if (text := json.dumps(record)) != self._written:
+            _write(self._folder / "generation", text)
+            self._written = text
         return True
 
     def _look(self, statuses: Sequence[int | None], has_ended: bool) -> None:
@@ -548,13 +549,13 @@ class _Supervisor:
         """Count what was lost, and begin a generation with a service of its own."""
         record, signs, ready = self._record, self._signs, self._ready
         gone = {pid: i for pid, i in record["members"].items() if pid not in ready}
-        record["lost"] += [[i, *signs[pid][1:3]] for pid, i in gone.items()]
+        lost = [[i, signs[x].steps, signs[x].energy] for x, i in gone.items()]
+        lost, indices = record["lost"] + lost, [*ready.values()]
         steps = {i: n for pid, i in ready.items() if (n := signs[pid].steps) >= 0}
         known, port = steps or {-1: -1}, int(local_coordinator().rpartition(":")[2])
         record |= {"number": record["number"] + 1, "is_over": False, "port": port}
         record |= {"members": ready, "joined": sorted({*ready.values()} - known.keys())}
-        record |= {"source": min(known), "start": min(known.values())}
-        indices, lost = [*ready.values()], record["lost"]
+        record |= {"source": min(known), "start": min(known.values()), "lost": lost}
         say(f"generation {record['number']}: {indices}, lost {lost}")
         how = {"recoverable": True, **_TIMES}
         service = self._make_service(f"127.0.0.1:{port}", len(ready), **how)
