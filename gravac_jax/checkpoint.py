@@ -169,7 +169,7 @@ class Checkpointer:
         )
         with self._errors("checkpoints cannot be kept in"):
             self._orbax = self._open()
-            if self.directory == path and path.is_file():
+            if path.is_file():
                 raise NotADirectoryError("it is a file")
 
     @property

@@ -3,7 +3,6 @@
 import functools
 import warnings
 from contextlib import nullcontext
-from functools import partial
 
 import _harness
 import _oracles
@@ -127,15 +126,15 @@ def test_a_step_that_never_asked_for_own_params_where_they_matter_warns(
     params = {"w": jnp.ones((N, 8, 8)), "b": jnp.ones((N, 8))}
     state = tx.init(at(params, 0))
     update = lambda x, **how: tx.update(x, state, x, **how)[0]
-    step = lambda **how: jax.vmap(partial(update, **how), axis_name="data")(params)
+    each = functools.partial(jax.vmap, axis_name="data")
+    step = lambda **how: each(lambda x: update(x, **how))(params)
     said = pytest.warns(UserWarning, match=r"not taken at gravac\.own_params")
     with said if warns else nullcontext():
         step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(at="shared")
-        own = lambda x: gravac.own_params(tx, x, state)
-        jax.vmap(own, axis_name="data")(params)
+        each(lambda x: gravac.own_params(tx, x, state))(params)
         step()
 
 

@@ -220,9 +220,8 @@ class Fastest(Controller):
             return "It has predicted nothing yet: it decides after each step."
         width = max(len(repr(x)) for x in self.ladder)
         line = f"{{:{width}}}  {{:>9}}  {{:>8}}  {{:>30}}".format
-        lines = [
-            line("sends", "ms a step", "progress", "ms for a dense step's progress")
-        ]
+        titles = "sends", "ms a step", "progress", "ms for a dense step's progress"
+        lines = [line(*titles)]
         for i, encoding in enumerate(self.ladder):
             ms, progress = 1e3 * float(state.seconds[i]), float(state.progress[i])
             cost = f"{ms / progress:.1f}" if progress > 0 else "never"
@@ -235,8 +234,10 @@ class Fastest(Controller):
 
     def _verdict(self, state: FastestState, rung: int) -> str:
         """Return what was done with a rung."""
-        if rung in (state.home, state.current):
-            return "taken" if rung == state.home else "visited, to measure it"
+        if rung == state.home:
+            return "taken"
+        if rung == state.current:
+            return "visited, to measure it"
         if not state.progress[rung] and rung not in self.reach(False):
             return "only at own params"
         is_allowed = self._is_allowed(state.progress, state.home)[rung]
