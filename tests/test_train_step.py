@@ -327,8 +327,10 @@ def test_a_program_for_each_rung_takes_the_same_steps(name):
 
 def test_no_program_takes_a_rung_that_is_for_own_params_only_at_shared_ones():
     send = gravac.Fastest((gravac.Dense(), ONE_BIT["send"]))
-    for branches in (True, False):
-        step = new_step(two_stages(send, *ADAM), branches=branches)
+    memory = gravac.OwnOptimizer(optax.chain(*ADAM))
+    own = two_stages(send, optax.identity(), memory=memory)
+    for tx, branches in ((two_stages(send, *ADAM), True), (own, True), (own, False)):
+        step = new_step(tx, branches=branches, at="shared")
         _, rungs, _ = run(step, BATCHES[:4])
         assert rungs == [0] * 4
 

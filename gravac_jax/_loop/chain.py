@@ -66,16 +66,17 @@ def checked(
 def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
     """Return `tx.update(*given)` of a delivery; refuse what would take a step.
 
-    The transform adds what it is made of to `asked`, a list of how to deliver.
+    The transform adds what it is made of to `asked`: a list of how to deliver, and of
+    the share that "own" delivers.
     """
-    found, why = None, None
+    found, why, before = None, None, len(asked)
     try:
         found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
     except Exception as error:
-        if len(asked) > 1:
+        if len(asked) > before:
             raise
         why = error
-    if len(asked) == 1:
+    if len(asked) == before:
         raise ValueError(
             f"a wrapper drops arguments of `update`, got {type(given[1]).__name__}, so"
             f" that gravac.transform would take a step in place of a delivery: put it"

@@ -143,11 +143,11 @@ def own_params(
         )
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange.
-    params, opt_state = jax.tree.map(_xla.once, (params, opt_state))
+    params, opt_state = _xla.once((params, opt_state))
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    look = lambda how: chain.ask(tx, [how], zeros, opt_state, params, **extra)[0]
-    # The difference is the part of what is held back: decay and momentum act even on
-    # an update of zeros.
-    own = jax.tree.map(lambda x, y: x - y, look("own"), look("identity"))
+    asked = zeros, opt_state, params
+    look = lambda share: chain.ask(tx, ["own", share], *asked, **extra)[0]
+    # A derivative, since decay and momentum act even on an update of zeros.
+    _, own = jax.jvp(look, (jnp.float32(0),), (jnp.float32(1),))
     return optax.apply_updates(params, own)

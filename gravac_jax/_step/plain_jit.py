@@ -5,7 +5,7 @@ The gradient of a loss at params that were cast by
 part of a sum that no collective has made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -43,26 +43,30 @@ def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
     return unsummed
 
 
-def on_devices(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `update(updates, state, params, **times)` of one device, run on all.
+def on_devices(
+    update: Callable[..., Any], unsummed: Collection[str]
+) -> Callable[..., Any]:
+    """Return `update(updates, state, params, times)` of one device, run on all.
 
     Args:
       update: takes the gradient of the rows of one device; where JAX has summed a
         leaf's already, that of all rows.
+      unsummed: from `unsummed_axes`. If there are none, this is a device already.
     """
+    if not unsummed:
+        return update
 
-    def on_mesh(updates: Any, state: Any, params: Any, **times: Any) -> Any:
-        given = updates, state, params, times
+    def on_mesh(*given: Any) -> Any:
         specs = jax.tree.map(_spec, given)
 
         def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
             # The mean over the rows of one device, and not over all rows.
             own = lambda x, spec: x * jax.lax.axis_size((*spec.unreduced,))
             updates = jax.tree.map(own, updates, specs[0])
-            return update(updates, state, params, **times)
+            return update(updates, state, params, times)
 
         summed = jax.tree.map(lambda x: jax.P(*x.partitions), specs[0])
-        mesh = jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh
+        mesh = jax.typeof(jax.tree.leaves(given[0])[0]).sharding.mesh
         how = {"in_specs": specs, "out_specs": (summed, specs[1])}
         # JAX casts nothing from unreduced to varying (0.12.0).
         return jax.shard_map(on_device, mesh=mesh, **how, check_vma=False)(*given)

@@ -112,7 +112,7 @@ class Slices:
         """Call `update` on every device, with what it owns.
 
         Args:
-          update: `(updates, state, params, **numbers)` of one device; it returns
+          update: `(updates, state, params, numbers)` of one device; it returns
             updates and the new state.
           deliver: what it is asked for, in place of a step.
           given: gradients, or anything of the shapes of the params; the transform's
@@ -146,7 +146,7 @@ class Slices:
         def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
             mine = lambda x, cut, _: Comm(cut.copies).owned(x)
             own = each(mine, updates), state, each(mine, params)
-            updates, state = update(*own, **numbers)
+            updates, state = update(*own, numbers)
             return each(lambda x, cut, _: Comm(cut.copies).share(x), updates), state
 
         def as_model(x: jax.Array, _: Cut, spec: jax.P) -> jax.Array:

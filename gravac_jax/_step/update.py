@@ -1,5 +1,6 @@
 """`update` of the transform: check what came, then take a step or deliver."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -32,7 +33,7 @@ def update(
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    how = deliver[0] if deliver else None
+    how, *share = deliver or [None]
     (deliver or []).append(components)
     components.asked.add(how)
     if how == "identity":  # for `_loop/`, which looks around the transform
@@ -49,7 +50,7 @@ def update(
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
 
-    def run(updates: Any, state: Any, params: Any, **times: Any) -> Any:
+    def run(updates: Any, state: Any, params: Any, times: Any) -> Any:
         """Work with what a device owns: check what came, before anything is changed."""
         _refuse.bound_axis(axes.both.axis_name, "update")
         if not how:
@@ -64,7 +65,7 @@ def update(
             parts, local = _held(how, components, buckets, slow, local)
             after = state._replace(local=states.leave(local, state.local))
             return buckets.unpack(parts, state.steps), _delivered(after)
-        is_own = at == "own" or components.memory.is_at_own_params
+        is_own = at == "own" or (at is None and components.memory.is_at_own_params)
         reach = components.controller.reach(is_own)
         known = reach, is_own, is_due, _times(components, state, **times)
         taken = _rung(rung, reach, state, axes.both)
@@ -79,9 +80,12 @@ def update(
 
     times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
     if components.slices is not None:
-        return components.slices.run(run, how, updates, state, params, times)
-    run = plain_jit.on_devices(run) if unsummed else run
-    return run(updates, state, params, **times)
+        whole = functools.partial(components.slices.run, run, how)
+    else:
+        whole = plain_jit.on_devices(run, unsummed)
+    found, after = whole(updates, state, params, times)
+    # `own_params` takes the derivative by the share.
+    return optax.tree.scale(share[0], found) if share else found, after
 
 
 def _check(components: Components, params: Any, at: Any, rung: int | None) -> None:
