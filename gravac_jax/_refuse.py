@@ -140,6 +140,7 @@ def two_axes(axis_name: Any, fast_axis_name: Any) -> None:
 
 def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
     """Refuse what is neither a mesh with the axes nor a number of replicas."""
+    two_axes(axis_name, fast_axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
         if fast_axis_name is not None or isinstance(axis_name, tuple):
             raise TypeError(
@@ -148,8 +149,6 @@ def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
                 f" {axis_name!r} and fast_axis_name={fast_axis_name!r}."
             )
         return count(mesh, "mesh", "replicas to simulate, where it is no mesh")
-    axis(axis_name)
-    axis(fast_axis_name)
     for name in (*axis_names(axis_name), *axis_names(fast_axis_name)) or (None,):
         if name not in mesh.axis_names:
             raise ValueError(
@@ -503,3 +502,16 @@ def reached(jaxpr: Any, marks: Sequence[bool]) -> list[bool]:
             made = reached(eqn.params["jaxpr"].jaxpr, given)
         seen.update(x for x, is_made in zip(eqn.outvars, made, strict=True) if is_made)
     return list(map(is_seen, jaxpr.outvars))
+
+
+def sums_up(jaxpr: Any, entries: int) -> bool:
+    """Return whether some equation makes less of an array with an axis of `entries`."""
+    has_axis = lambda xs: any(entries in jnp.shape(x.aval) for x in xs)
+    for eqn in jaxpr.eqns:
+        is_jaxpr = lambda x: hasattr(x, "jaxpr")
+        params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        if any(sums_up(x.jaxpr, entries) for x in filter(is_jaxpr, params)):
+            return True
+        if has_axis(eqn.invars) and not has_axis(eqn.outvars):
+            return True
+    return False

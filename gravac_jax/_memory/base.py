@@ -24,7 +24,7 @@ class Memory(abc.ABC):
       is_at_own_params: whether it is only used with gradients that are taken at own
         params.
       masking: whether it needs to know which entries were sent.
-      needs_params: whether `compensate` takes the params of the bucket, too: `[n]`
+      needs_params: whether `compensate` takes this replica's own params, too: `[n]`
         float32.
       by_leaf: whether it must see whole leaves, in place of a flat vector.
       keeps_norm: whether what it adds is scaled, so that the mean over replicas is as

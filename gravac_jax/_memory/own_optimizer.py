@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import optax
 
 from gravac_jax import _arrays, _refuse
 from gravac_jax._memory.base import Leaves, Memory
+
+ENTRIES = 7  # of the vector on which an optimizer is tried: a number that no state has
 
 
 class OwnOptimizerState(NamedTuple):
@@ -41,8 +44,8 @@ class OwnOptimizer(Memory):
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
-    Adafactor and LAMB look at whole leaves, and need `by_leaf`; of these three, Muon
-    alone is refused without it. Those that remember the params that they began with, as
+    Adafactor and LAMB look at whole leaves, and are refused without `by_leaf`, as are
+    clips by a norm. Those that remember the params that they began with, as
     schedule-free ones and Prodigy do, are refused: other replicas' steps move them.
 
     Give it the whole optimizer, such as `optax.adamw(1e-3)`, after which nothing may
@@ -112,28 +115,31 @@ class OwnOptimizer(Memory):
         _refuse.instance(self.optimizer, kind, "optimizer", "optax.sgd(0.1)")
         _refuse.instance(self.by_leaf, bool, "by_leaf", "False")
         _refuse.instance(self.keeps_norm, bool, "keeps_norm", "False")
-        if not self.by_leaf:
-            _refuse_masks(self.optimizer)
-            try:
-                self._try(needs_params=False)
-            except (ValueError, TypeError):  # as one with weight decay raises
-                self._try(needs_params=True)
-            else:
-                object.__setattr__(self, "needs_params", False)
         _refuse_start(self.optimizer, self.by_leaf)
-
-    def _try(self, needs_params: bool) -> None:
-        one = jax.ShapeDtypeStruct((1,), jnp.float32)
-        params = (one,) if needs_params else ()
-        try:
-            state = jax.eval_shape(lambda: self.init(1))
-            jax.eval_shape(self.compensate, one, state, *params)
-        except ValueError as error:
+        if not self.by_leaf and (why := self._looks_at_leaves()):
             raise ValueError(
-                f"gravac.OwnOptimizer cannot run this optimizer on a flat vector: take"
-                f" one that works entry by entry, such as optax.adamw(1e-3), or"
-                f" gravac.OwnOptimizer(..., by_leaf=True). It said: {error}"
-            ) from error
+                f"gravac.OwnOptimizer runs an optimizer on flat vectors of many leaves,"
+                f" got one that {why}: give a clip to the transform,"
+                f" clip=gravac.ClipByGlobalNorm(1.0), and put what is masked after it."
+                f" For Muon, LAMB and others that look at a leaf write"
+                f" gravac.OwnOptimizer(..., by_leaf=True)."
+            )
+
+    def _looks_at_leaves(self) -> str:
+        """Return why the optimizer cannot run on a vector, or set `needs_params`."""
+        if _has_masks(self.optimizer):
+            return "looks at the tree of the params"
+        vector = jax.ShapeDtypeStruct((ENTRIES,), jnp.float32)
+        state = jax.eval_shape(lambda: self.init(ENTRIES))
+        trace = functools.partial(jax.make_jaxpr(self.compensate), vector, state)
+        try:
+            traced = trace()
+        except (ValueError, TypeError):  # as one with weight decay raises
+            traced = trace(vector)
+        else:
+            object.__setattr__(self, "needs_params", False)
+        is_sum = _refuse.sums_up(traced.jaxpr, ENTRIES)
+        return "sums up entries, as for a norm" if is_sum else ""
 
     def of_leaves(self, leaves: Leaves) -> "OwnOptimizer":
         """Return the memory of a bucket that holds these leaves, in this order."""
@@ -152,14 +158,12 @@ class OwnOptimizer(Memory):
         return OwnOptimizerState(optimizer, jnp.zeros(n, jnp.float32))
 
     def compensate(
-        self, gradient: jax.Array, state: Any, params: jax.Array | None = None
+        self, gradient: jax.Array, state: Any, own_params: jax.Array | None = None
     ) -> tuple[jax.Array, OwnOptimizerState]:
         """Return the residual plus this replica's own step."""
         if self._leaves == ():
             return state.residual, state
-        own = params
-        if params is not None:
-            own = self._cut(params + state.residual)
+        own = own_params if own_params is None else self._cut(own_params)
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
             given = self._cut(gradient), state.optimizer, own
@@ -179,21 +183,14 @@ class OwnOptimizer(Memory):
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
 
 
-def _refuse_masks(optimizer: optax.GradientTransformation) -> None:
-    """Refuse an optimizer that treats leaves differently: it would see none."""
+def _has_masks(optimizer: optax.GradientTransformation) -> bool:
+    """Return whether an optimizer treats leaves differently: it would see none."""
     is_mask = lambda x: isinstance(x, optax.MaskedState)
     try:
         state = jax.eval_shape(lambda: optimizer.init(jnp.zeros(1, jnp.float32)))
-        has_mask = any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
     except (ValueError, TypeError):  # a mask that has the form of the params
-        has_mask = True
-    if has_mask:
-        raise ValueError(
-            "gravac.OwnOptimizer runs its optimizer on flat vectors of many leaves, got"
-            " one that looks at the tree of the params: For Muon and others of its kind"
-            " write gravac.OwnOptimizer(..., by_leaf=True), or put what is masked after"
-            " the transform."
-        )
+        return True
+    return any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
 
 
 def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None:

@@ -157,15 +157,15 @@ class Step:
           parts: what arrived, the same on all replicas; zeros in a local step.
           state: the state after the step, which is not counted in it yet.
         """
+        own = self._own_params(local)
         if not self.components.waits:
-            return self.send(*self.feed(parts, bad, local), local)
+            return self.send(*self.feed(parts, bad, local, own), local)
         times = jnp.where(self.times[1] > 0, self.times, local.told.times)
         local = local._replace(told=local.told._replace(times=times))
         if not self.components.delay:
-            return self._take_held(self.hold_back(parts, bad, local))
-        own_params = self._own_params(local)
+            return self._take_held(self.hold_back(parts, bad, local, own))
         arrived, after = self._take_held(local)
-        local = self.hold_back(parts, bad, after.local, own_params)
+        local = self.hold_back(parts, bad, after.local, own)
         return arrived, after._replace(local=local)
 
     def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
@@ -198,7 +198,7 @@ class Step:
         return self.state.info.local_steps + 1 >= self.state.round.length
 
     def feed(
-        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts | None = None
+        self, parts: Parts, bad: jax.Array, local: LocalState, own: tuple[Parts, ...]
     ) -> tuple[Parts, tuple[Any, ...], Told]:
         """Add the gradient to what the memory holds back, unless the gradient is bad.
 
@@ -206,8 +206,7 @@ class Step:
           parts: the gradient.
           bad: whether it is bad, `[]` float32.
           local: this replica's own state.
-          own: its own params, if an exchange came before this; else they are the shared
-            ones and what the memory holds.
+          own: from `_own_params`.
 
         Returns:
           parts: the gradient and what was held back.
@@ -216,16 +215,10 @@ class Step:
         """
         components = self.components
         unfed = held_by(components.memory, local, self.buckets)
-        given = parts, local.memory
-        if components.memory.needs_params:
-            if own is None:
-                beside = self.buckets.pack(self.params)
-            else:  # they lack what an exchange has just taken out of the memory
-                beside = tuple(map(jnp.subtract, own, unfed))
-            given = (*given, beside)
         memories = components.memories(self.buckets)
         compensate = lambda memory, *given: memory.compensate(*given)
-        fed, memory = zip(*map(compensate, memories, *given), strict=True)
+        compensated = map(compensate, memories, parts, local.memory, *own)
+        fed, memory = zip(*compensated, strict=True)
         told = untold = tuple(map(jnp.zeros_like, local.norms))
         replicas = self.axes.slow.replicas
         if local.norms and replicas > 1:  # one replica's mean is its own step
@@ -240,23 +233,15 @@ class Step:
         fed, memory, told = _arrays.where(is_bad, before, (fed, memory, told))
         return fed, memory, self.told_of(parts, bad, local, told)
 
-    def _own_params(self, local: LocalState) -> Parts | None:
-        """Return this replica's own params, if the memory asks for params.
-
-        They are rounded to the dtypes of the params, as those are at which a gradient
-        is taken.
-        """
+    def _own_params(self, local: LocalState) -> tuple[Parts, ...]:
+        """Return this replica's own params, at which it took the gradient, if asked."""
         if not self.components.memory.needs_params:
-            return None
-        params = self.buckets.pack(self.params)
+            return ()
         held = held_by(self.components.memory, local, self.buckets)
-        own = jax.tree.map(jnp.add, params, held)
-        if any(x.dtype != jnp.float32 for x in self.buckets.leaves):
-            own = self.buckets.pack(self.buckets.unpack(own, self.state.steps))
-        return own
+        return (tuple(map(jnp.add, self.buckets.pack(self.params), held)),)
 
     def hold_back(
-        self, parts: Parts, bad: jax.Array, local: LocalState, own: Parts | None = None
+        self, parts: Parts, bad: jax.Array, local: LocalState, own: tuple[Parts, ...]
     ) -> LocalState:
         """Add the gradient to the memory, for a later exchange to send."""
         before, hold = local.told, self.components.memory.hold
