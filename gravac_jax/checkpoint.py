@@ -224,8 +224,16 @@ class Checkpointer:
         """
         step = operator.index(step) if hasattr(step, "__index__") else step
         _refuse.number(step, "step", "save(step, tree, params)", is_whole=True, low=0)
-        # JAX sees to it that all processes learn of the signal at the same step.
-        if jax.process_count() > 1 and reached_preemption_sync_point(step):
+        try:
+            # JAX sees to it that all processes learn of the signal at the same step.
+            is_over = jax.process_count() > 1 and reached_preemption_sync_point(step)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"processes save together only where JAX tells all of them of a signal,"
+                f" got {error} In a job with --elastic save elastic.own_rows(run.state)"
+                f" of one process yourself."
+            ) from error
+        if is_over:
             self._must_stop = True
             _stop_all()
         self._last_saves = max(self._last_saves, 0) + self._must_stop

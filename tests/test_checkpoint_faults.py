@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ import pytest
 from _harness import assert_same, choices
 
 import gravac_jax as gravac
-from gravac_jax import metrics
+from gravac_jax import checkpoint, metrics
 from gravac_jax.checkpoint import Checkpointer, CheckpointError
 
 RNG = np.random.default_rng(0)
@@ -213,6 +214,18 @@ def test_a_damaged_file_is_noticed_or_does_no_harm(tmp_path, damage):
 
 
 # Signals.
+
+
+def test_processes_that_jax_tells_of_no_signal_are_refused(tmp_path, monkeypatch):
+    """Those of an elastic job: while one saves, its members may change."""
+    fails = unittest.mock.Mock(side_effect=RuntimeError)
+    monkeypatch.setattr(checkpoint, "reached_preemption_sync_point", fails)
+    with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(CheckpointError, match=r"elastic.own_rows\(run.state\)"):
+            checkpointer.save(1, {"x": np.arange(3)}, {})
+        monkeypatch.undo()
+        assert not checkpointer.steps
 
 
 @pytest.mark.parametrize("at", [(3, 0), (3, 1), (1, 1)])
