@@ -127,9 +127,9 @@ def leaves(n, *sizes):
     ("sizes", "turns", "kilo"),
     [
         ((), 4, 0),
-        ((100,), 4, 1),
-        ((100, 4000), 4, 5),  # in quarters of rows of 4,096 entries
-        ((100, 16_384), 4, 1),  # the second is not small
+        ((100,), 4, 4),
+        ((100, 4000), 4, 8),  # in rows of 4,096 entries
+        ((100, 16_384), 4, 4),  # the second is not small
         ((8000, 8000, 16_000), 4, 32),
         ((8000, 8000, 16_000), 10, 16),  # all of them would add more than a third
         ((100,), 1, 0),  # takes no turns

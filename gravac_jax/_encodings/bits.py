@@ -1,9 +1,8 @@
 """Send every entry in a few bits, or a part of the entries in turn.
 
 A bucket is cut into rows that share scales (`levels.py`). What goes in one step is a
-message of sections: the part whose turn it is, or all entries; and small leaves that
-are spared from waiting. They are the first of the bucket. If the first section is all
-entries, it has them, too, and what the second one says of them counts.
+message of sections: small leaves that are spared, which are the first of the bucket;
+and of the others the part whose turn it is, or all.
 """
 
 import bisect
@@ -75,19 +74,14 @@ class Message(NamedTuple):
     sections: tuple[Section, ...]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this part is all entries."""
-        return self.part == self.n
-
-    @property
     def turns(self) -> int:
         """How many parts take turns. The last may overlap the one before."""
         return -(-(self.n - self.spared) // self.part) if self.n else 1
 
     def starts(self, step: jax.Array | int) -> list[jax.Array | int]:
-        """Return the first entry of each section: 0, if the part is all entries."""
+        """Return the first entry of each section."""
         turn = self.spared + step % self.turns * self.part
-        due = jnp.minimum(turn, self.n - self.part)
+        due = 0 if self.part == self.n else jnp.minimum(turn, self.n - self.part)
         return [due, 0][: len(self.sections)]
 
     def traffic(self, replicas: int) -> Traffic:
@@ -237,36 +231,25 @@ class Bits(Encoding):
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def message(self, bucket: Bucket, replicas: int) -> Message:
         """Return what goes in one step: all entries, or those of some whole rows."""
-        n = bucket.n
-        plain, row = self._with_spared(n, 0, replicas), self._row(n)
-        if plain.is_whole and self.bits > 1:
+        n, row = bucket.n, self._row(bucket.n)
+        plain = self._with_spared(n, 0, replicas)
+        if plain.part == n and self.bits > 1:
             return plain
-        # If the part is all entries, spared leaves end where one of its rows does.
-        is_fine = not plain.is_whole and row % (4 * WORD_BITS) == 0
-        unit = row // 4 if is_fine else row
-        sizes = map(math.prod, bucket.shapes)
-        small = itertools.takewhile(lambda size: size < SMALL_LEAF, sizes)
+        small = itertools.takewhile(SMALL_LEAF.__gt__, map(math.prod, bucket.shapes))
+        unit = row if n >= MANY_ROWS * row else WORD_BITS
         ends = {-(-end // unit) * unit for end in itertools.accumulate(small)}
         spared = sorted(end for end in ends if end < n)
         sent = lambda end: self._with_spared(n, end, replicas)
         most = (1 + SPARED_BYTES) * plain.traffic(replicas).payload_bytes
         size = lambda end: sent(end).traffic(replicas).payload_bytes
         fitting = bisect.bisect_right(spared, most, key=size)
-        chosen = sent(spared[fitting - 1]) if fitting else plain
-        # Else a few leaves would make the step a dense one.
-        dense = _network.mean_traffic(n, replicas).wire_bytes
-        return chosen if chosen.traffic(replicas).wire_bytes <= dense else plain
+        return sent(spared[fitting - 1]) if fitting else plain
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""
-        row = self._row(n)
-        least = _owners(replicas)
-
-        def part_of(entries: int) -> int:
-            rows = -(-entries // row)
-            return min(entries, max(-(-rows // self.turns), least) * row)
-
-        part = n if part_of(n) == n else part_of(n - spared)
+        row, least = self._row(n), _owners(replicas)
+        rows = -(-(n - spared) // row)
+        part = min(n - spared, max(-(-rows // self.turns), least) * row)
         sections = [Section(part, self._row(part), self.bits)]
         if spared:
             rows = -(-SMALL_BUCKET_ROWS // least) * least
@@ -293,7 +276,7 @@ class Bits(Encoding):
         """Send all entries, or those whose turn it is."""
         message = self.message(bucket, comm.replicas)
         starts, sections = message.starts(step), message.sections
-        if message.spared or not message.is_whole:
+        if message.part < message.n:
             # The bucket is made once, for all sections and for what is not due.
             x = _xla.once(x)
         cut = lambda section, at: jax.lax.dynamic_slice(x, (at,), (section.entries,))
@@ -303,7 +286,7 @@ class Bits(Encoding):
         owners = _owners(comm.replicas)
         round_ = lambda s, x: levels.round_rows(*_in_rows(x, s.length), s.bits, owners)
         rounded = list(map(round_, sections, parts))
-        energy = _sent_energy(rounded, message)
+        energy = _arrays.total(jnp.sum(x.sent) for x in rounded)
         comm.tell(energy)
         averaged = self._average(rounded, sections, comm)
         mean, residual = jnp.zeros_like(averaged[0][0], shape=x.shape), x
@@ -372,8 +355,7 @@ class Bits(Encoding):
         """
         message = self.message(bucket, replicas)
         kept, spared, sent = self._shares(looked, message)
-        # A part of all entries has spared ones, too.
-        due = min(1, message.part / max(message.n - message.spared, 1))
+        due = message.part / max(message.n - message.spared, 1)
         return spared * sent + (1 - spared) * kept * due
 
     def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
@@ -423,16 +405,6 @@ def _in_rows(part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
 def _flat(rows: jax.Array, section: Section) -> jax.Array:
     """Return the entries of a section from its rows."""
     return rows.reshape(-1)[: section.entries]
-
-
-def _sent_energy(rounded: Sequence[Rounded], message: Message) -> jax.Array:
-    """Return the energy of what is sent, spared leaves once."""
-    # Rows that spared leaves have, too, up to a row's end.
-    first = message.sections[0].length
-    overridden = message.spared // first if message.is_whole else 0
-    counted = [x.sent for x in rounded]
-    counted[0] = counted[0][overridden:]
-    return _arrays.total(map(jnp.sum, counted))
 
 
 def _round_mean(messages: jax.Array, section: Section, comm: Comm) -> Rounded:
