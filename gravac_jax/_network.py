@@ -156,7 +156,7 @@ class Comm:
 
     def mean(self, tree: Any) -> Any:
         """Return the mean of `tree` over replicas, in float32, by one collective."""
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         if self.axis_name is None or not leaves:
             return tree
         mean = jax.lax.pmean(self.cast(_arrays.ravel(leaves)), self.axis_name)
@@ -174,14 +174,14 @@ class Comm:
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.
 
-        Floats are added up in float32. Sums of integers are exact: integers travel as
-        float32, too, in parts so small that float32 adds them up exactly on up to 8,192
-        replicas. XLA can then send these sums and other means in one message. An
-        all-reduce of integers beside one in a conditional crashes jaxlib 0.10.2 on CPUs
-        if the program comes from JAX's cache.
+        Floats are added up in float32. Sums of integers are exact, and wrap around in
+        their dtype: integers travel as float32, too, in parts so small that float32
+        adds them up exactly on up to 8,192 replicas. XLA can then send these sums and
+        other means in one message. An all-reduce of integers beside one in a
+        conditional crashes jaxlib 0.10.2 on CPUs if the program comes from JAX's cache.
         """
         whole = lambda x: x.astype(jnp.int32) if x.dtype == bool else x
-        tree = jax.tree.map(whole, tree)
+        tree = jax.tree.map(lambda x: whole(jnp.asarray(x)), tree)
         if self.axis_name is None:
             return tree
         flat, split = jax.tree.flatten(jax.tree.map(_arrays.exact_parts, tree))

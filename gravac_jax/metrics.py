@@ -449,7 +449,7 @@ _ALARMS = {
 }
 
 
-class LiveView:
+class LiveView(contextlib.AbstractContextManager["LiveView"]):
     """Shows progress, loss, encoding, factor, gain, bytes and the time left.
 
     In a terminal a progress bar changes in place, with the figures below it. Elsewhere,
@@ -530,6 +530,9 @@ class LiveView:
     def close(self) -> None:
         """Leave the last view in the terminal, or remove it if `transient`."""
         self._progress.live.stop()
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def _shown(self, step: int, scalars: Mapping[str, float]) -> tuple[list[str], ...]:
         """Return a step's figures, the bytes so far, and what went wrong so far."""

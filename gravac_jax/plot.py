@@ -111,9 +111,10 @@ def draw(runs: Sequence[Run]) -> Figure:
 def _draw_medians(axis: Axes, runs: Sequence[Run], name: str = "") -> None:
     """Draw a loss, or the seconds of a step."""
     for run in runs:
+        steps = run.figures("step")
         y = run.figures(name) if name else run.seconds_per_step()
         parts = np.array_split(np.flatnonzero(np.isfinite(y)), _POINTS)
-        points = [(run.figures("step")[x], y[x]) for x in parts if len(x)]
+        points = [(steps[x], y[x]) for x in parts if len(x)]
         axis.plot(*np.reshape([np.median(x, axis=1) for x in points], (-1, 2)).T)
     axis.set_ylabel(re.sub("[_/]", " ", name) or "seconds per step")
 

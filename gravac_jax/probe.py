@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes = tuple(axes.values())
     if math.prod(sizes) != jax.device_count() or sizes[0] < 2:
         parser.error(
-            f"the mesh {axes} must have all {jax.device_count()} devices, at least two"
-            " on its first axis: try python -m gravac_jax.launch -n 2 -m gravac_jax ..."
+            f"the mesh {axes} must have all {jax.device_count()} devices, two on"
+            " its first axis: try python -m gravac_jax.launch -n 2 -m gravac_jax.probe"
         )
     mesh = Mesh(gravac.make_mesh().devices.reshape(sizes), tuple(axes))
     model = options.loss() if options.loss else stand_in(options.params)
@@ -259,7 +259,8 @@ def train_steps(mesh: Mesh, model: Model, send: Sequence[Encoding]) -> dict[str,
         tx = optax.chain(tx, optax.scale(-1e-8))
 
         def train_step(params: Any, state: Any, batch: Any) -> Any:
-            updates, state = tx.update(gradient(params, batch)[1], state)
+            grads = gradient(params, batch)[1]
+            updates, state = tx.update(grads, state, at="shared")
             return optax.apply_updates(params, updates), state
 
         def run() -> Any:

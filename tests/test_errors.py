@@ -95,6 +95,9 @@ ARGUMENTS = [
     (T, partial(train_step, abs, TX, MESH), {"branches": 1}, "must be a bool"),
     *((V, RUNG, {"rung": x}, "must be a whole number") for x in (-1, 8, 1.0, True)),
     (V, PLACE, {"axis_name": "batch"}, "('data',): give both"),
+    (V, partial(MAPPED, MESH), {"fast_axis_name": "data"}, "another axis"),
+    (T, partial(place, PARAMS, 2), {"axis_name": ["data"]}, "None"),
+    (T, partial(gravac.nnx_data_parallel, mesh=2), {"train_step": 3}, "train_step, m"),
 ]
 
 

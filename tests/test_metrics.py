@@ -278,10 +278,9 @@ def view_of(is_terminal, figures, **options):
     """Return the lines that a view of 80 columns leaves after some steps."""
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=is_terminal)
-    view = metrics.LiveView(console=console, every_seconds=0, **options)
-    for i, x in enumerate(figures):
-        view.write(i, x)
-    view.close()
+    with metrics.LiveView(console=console, every_seconds=0, **options) as view:
+        for i, x in enumerate(figures):
+            view.write(i, x)
     lines = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", text.getvalue()).splitlines()
     return [line for line in lines if line]
 

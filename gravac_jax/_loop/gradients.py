@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gravac_jax import _refuse
 from gravac_jax._network import AxisName, Comm
@@ -73,7 +74,7 @@ def value_and_grad(
     _refuse.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
     _refuse.axis(axis_name)
     _refuse.count(micro_batches, "micro_batches", "parts of the batch")
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    chosen = tuple(np.ravel(argnums).tolist())
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
