@@ -507,11 +507,10 @@ def reached(jaxpr: Any, marks: Sequence[bool]) -> list[bool]:
 def sums_up(jaxpr: Any, entries: int) -> bool:
     """Return whether some equation makes less of an array with an axis of `entries`."""
     has_axis = lambda xs: any(entries in jnp.shape(x.aval) for x in xs)
+    is_jaxpr = lambda x: hasattr(x, "jaxpr")
     for eqn in jaxpr.eqns:
-        is_jaxpr = lambda x: hasattr(x, "jaxpr")
         params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-        if any(sums_up(x.jaxpr, entries) for x in filter(is_jaxpr, params)):
-            return True
-        if has_axis(eqn.invars) and not has_axis(eqn.outvars):
+        is_less = has_axis(eqn.invars) and not has_axis(eqn.outvars)
+        if is_less or any(sums_up(x.jaxpr, entries) for x in filter(is_jaxpr, params)):
             return True
     return False

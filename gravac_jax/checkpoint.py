@@ -224,15 +224,9 @@ class Checkpointer:
         """
         step = operator.index(step) if hasattr(step, "__index__") else step
         _refuse.number(step, "step", "save(step, tree, params)", is_whole=True, low=0)
-        try:
-            # JAX sees to it that all processes learn of the signal at the same step.
+        # JAX sees to it that all processes learn of the signal at the same step.
+        with self._errors(f"step {step} cannot be saved with --elastic to"):
             is_over = jax.process_count() > 1 and reached_preemption_sync_point(step)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"processes save together only where JAX tells all of them of a signal,"
-                f" got {error} In a job with --elastic save elastic.own_rows(run.state)"
-                f" of one process yourself."
-            ) from error
         if is_over:
             self._must_stop = True
             _stop_all()

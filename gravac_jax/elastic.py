@@ -59,6 +59,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend import backend
 
+from gravac_jax._job import Job, local_coordinator, poll, say
 from gravac_jax._step import states
 
 __all__ = ["Elastic", "own_rows", "put_rows", "supervise"]
@@ -388,45 +389,10 @@ def _write(path: Path, text: str) -> None:
     new.replace(path)  # at once: somebody may read it now
 
 
-# The launcher, of every kind of job. --------------------------------------------------
+# The launcher. ------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
-    """Say on stderr what happens to a job."""
-    sys.stderr.write(f"gravac_jax.launch: {text}\n")
-
-
-def poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; return whether it holds within so many seconds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def delay(lived_seconds: float, pause: int) -> int:
-    """Return seconds until what died starts again: more if it never lives for long.
-
-    Args:
-      lived_seconds: how long it lived.
-      pause: the seconds until it started; 0 of a first start.
-    """
-    return 1 if lived_seconds > 10 or not pause else min(2 * pause, 60)
-
-
-def local_coordinator() -> str:
-    """Find a free port of this machine for process 0 of a job.
-
-    Returns:
-      HOST:PORT on the loopback interface; free at the time of the call.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def supervise(job: Any, folder: str, options: Any) -> None:
+def supervise(job: Job, folder: str, options: Any) -> None:
     """Begin a generation whenever the members of a job change, until it ends.
 
     Args:
@@ -472,7 +438,7 @@ class _Sign(NamedTuple):
 class _Supervisor:
     """The launcher's part of an elastic job: who lives, and who trains with whom."""
 
-    def __init__(self, job: Any, folder: Path, options: Any) -> None:
+    def __init__(self, job: Job, folder: Path, options: Any) -> None:
         self._make_service = _private_names()[1].get_distributed_runtime_service
         self._job, self._folder, self._options = job, folder, options
         self._least = options.min_processes or 1  # members of a generation

@@ -259,8 +259,7 @@ def train_steps(mesh: Mesh, model: Model, send: Sequence[Encoding]) -> dict[str,
         tx = optax.chain(tx, optax.scale(-1e-8))
 
         def train_step(params: Any, state: Any, batch: Any) -> Any:
-            grads = gradient(params, batch)[1]
-            updates, state = tx.update(grads, state, at="shared")
+            updates, state = tx.update(gradient(params, batch)[1], state, at="shared")
             return optax.apply_updates(params, updates), state
 
         def run() -> Any:

@@ -159,14 +159,6 @@ def test_small_leaves_add_a_third_at_most(n, replicas):
 # In a transform. -------------------------------------------------------------------
 
 
-def test_a_leaf_is_not_spared_where_nothing_would_be_left():
-    params = {"a": np.ones(1, np.float32), "b": np.ones(31, np.float32)}
-    for turns in (1, 2):
-        tx = gravac.transform(None, compress=True, send=Bits(1, turns))
-        updates, _ = jax.jit(tx.update)(params, tx.init(params))
-        assert_same(updates, params)
-
-
 def halves_of_ones(steps, **recipe):
     """Return what arrives in a run of ones: a bias, and the first entry of halves."""
     params = {"b": np.zeros(32, np.float32), "w": np.zeros((31, 64), np.float32)}

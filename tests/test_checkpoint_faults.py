@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import unittest.mock
 from pathlib import Path
 
 import jax
@@ -218,14 +217,16 @@ def test_a_damaged_file_is_noticed_or_does_no_harm(tmp_path, damage):
 
 def test_processes_that_jax_tells_of_no_signal_are_refused(tmp_path, monkeypatch):
     """Those of an elastic job: while one saves, its members may change."""
-    fails = unittest.mock.Mock(side_effect=RuntimeError)
-    monkeypatch.setattr(checkpoint, "reached_preemption_sync_point", fails)
+
+    def is_not_watched(step):
+        raise RuntimeError
+
     with Checkpointer(tmp_path, save_every=1) as checkpointer:
+        monkeypatch.setattr(checkpoint, "reached_preemption_sync_point", is_not_watched)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(CheckpointError, match=r"elastic.own_rows\(run.state\)"):
+        with pytest.raises(CheckpointError, match="cannot be saved with --elastic"):
             checkpointer.save(1, {"x": np.arange(3)}, {})
         monkeypatch.undo()
-        assert not checkpointer.steps
 
 
 @pytest.mark.parametrize("at", [(3, 0), (3, 1), (1, 1)])

@@ -219,8 +219,7 @@ def nnx_data_parallel(
     """
     from flax import nnx
 
-    call = "gravac.nnx_data_parallel(train_step, mesh)"
-    _refuse.function(train_step, "train_step", call)
+    _refuse.function(train_step, "train_step", "gravac.nnx_data_parallel(step, mesh)")
     comm = Comm(_network.join(axis_name, fast_axis_name))
 
     def on_one_replica(objects: dict[int, Any], batch: Any, **shared: Any) -> Any:

@@ -127,10 +127,14 @@ class OwnOptimizer(Memory):
 
     def _looks_at_leaves(self) -> str:
         """Return why the optimizer cannot run on a vector, or set `needs_params`."""
-        if _has_masks(self.optimizer):
-            return "looks at the tree of the params"
         vector = jax.ShapeDtypeStruct((ENTRIES,), jnp.float32)
-        state = jax.eval_shape(lambda: self.init(ENTRIES))
+        is_mask = lambda x: isinstance(x, optax.MaskedState)
+        try:
+            state: Any = jax.eval_shape(lambda: self.init(ENTRIES))
+        except (ValueError, TypeError):  # a mask that has the form of the params
+            state = optax.MaskedState(())
+        if any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
+            return "looks at the tree of the params"
         trace = functools.partial(jax.make_jaxpr(self.compensate), vector, state)
         try:
             traced = trace()
@@ -181,16 +185,6 @@ class OwnOptimizer(Memory):
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self._leaves]
         arrays = _arrays.unravel(vector, like)
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
-
-
-def _has_masks(optimizer: optax.GradientTransformation) -> bool:
-    """Return whether an optimizer treats leaves differently: it would see none."""
-    is_mask = lambda x: isinstance(x, optax.MaskedState)
-    try:
-        state = jax.eval_shape(lambda: optimizer.init(jnp.zeros(1, jnp.float32)))
-    except (ValueError, TypeError):  # a mask that has the form of the params
-        return True
-    return any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask)))
 
 
 def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None:
