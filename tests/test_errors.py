@@ -97,12 +97,7 @@ ARGUMENTS = [
     (V, PLACE, {"axis_name": "batch"}, "('data',): give both"),
     (V, partial(MAPPED, MESH), {"fast_axis_name": "data"}, "another axis"),
     (T, partial(place, PARAMS, 2), {"axis_name": ["data"]}, "None"),
-    (
-        T,
-        partial(gravac.nnx_data_parallel, mesh=2),
-        {"train_step": 3},
-        "parallel(step, m",
-    ),
+    (T, partial(gravac.nnx_data_parallel, mesh=2), {"train_step": 3}, "(step, m"),
 ]
 
 
