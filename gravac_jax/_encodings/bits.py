@@ -334,29 +334,21 @@ class Bits(Encoding):
         of_first = lambda entries: _arrays.energy(x[:entries]) / whole(x)
         return functools.cache(kept), functools.cache(of_first)
 
-    def _shares(self, looked: Any, message: Message) -> tuple[Any, Any, Any]:
-        """Return three shares, `[]` float32 or floats.
-
-        They are the share of a row's energy that rounding keeps; the share of all
-        energy that spared leaves have; and the share of that which is sent of them.
-        Rows of spared leaves are taken for like others.
-        """
-        (kept, of_first), row = looked, self._row(message.n)
-        if not message.spared:
-            return kept(row, self.bits), 0.0, 1.0
-        sent = kept(row, message.sections[-1].bits)
-        return kept(row, self.bits), of_first(message.spared), sent
+    def _shares(self, looked: Any, message: Message) -> tuple[Any, Any]:
+        """Return what rounding keeps of a row's energy, and what spared leaves have."""
+        kept, of_first = looked
+        spared = of_first(message.spared) if message.spared else 0.0
+        return kept(self._row(message.n), self.bits), spared
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the share of the energy that a step sends.
 
-        It is exact for fewer than 512 whole rows without turns. A part that is due is
-        taken for as large as all others.
+        It is exact for fewer than 512 whole rows, if none are spared or take turns. A
+        part that is due is taken for as large as all others, and spared leaves as sent.
         """
         message = self.message(bucket, replicas)
-        kept, spared, sent = self._shares(looked, message)
-        due = message.part / max(message.n - message.spared, 1)
-        return spared * sent + (1 - spared) * kept * due
+        kept, spared = self._shares(looked, message)
+        return spared + (1 - spared) * kept * message.part / (bucket.n - message.spared)
 
     def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the steps that an entry waits: half of the turns, and for rounding.
@@ -364,9 +356,10 @@ class Bits(Encoding):
         What rounding leaves to the next exchange counts a tenth.
         """
         message = self.message(bucket, replicas)
-        kept, spared, sent = self._shares(looked, message)
-        in_turns = lambda t, a: (t - 1) / 2 + t * ROUNDING_WAITS * (1 - a) / a
-        return spared * in_turns(1, sent) + (1 - spared) * in_turns(message.turns, kept)
+        kept, spared = self._shares(looked, message)
+        again = ROUNDING_WAITS * (1 - kept) / kept
+        turns = message.turns
+        return (1 - spared) * ((turns - 1) / 2 + turns * again)
 
 
 def _owners(replicas: int) -> int:
