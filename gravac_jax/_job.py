@@ -12,6 +12,8 @@ from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread
 from typing import IO, Any
 
+FOLDER = "GRAVAC_JAX_ELASTIC"  # where those of an elastic job leave word
+
 
 def say(text: str) -> None:
     """Say on stderr what happens to a job."""

@@ -9,7 +9,7 @@ import contextlib
 import math
 import numbers
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -487,30 +487,25 @@ def explained() -> Iterator[None]:
 # What a function does. --------------------------------------------------------------
 
 
-def reached(jaxpr: Any, marks: Sequence[bool]) -> list[bool]:
-    """Return which outputs of a jaxpr may depend on the inputs that are marked.
+def reached(
+    jaxpr: Any, marks: Sequence[bool], begins: Callable[[Any], bool] = lambda _: False
+) -> list[bool]:
+    """Return which outputs of a jaxpr may depend on what is marked.
 
     It looks into functions under `jit`. Of loops and branches, whose choice may depend
     on data, each output counts as made of all inputs.
+
+    Args:
+      jaxpr: a traced function.
+      marks: whether each of its inputs is marked.
+      begins: returns whether what an equation makes is marked, too.
     """
     seen = {x for x, is_marked in zip(jaxpr.invars, marks, strict=True) if is_marked}
     is_seen = lambda x: not isinstance(x, Literal) and x in seen
     for eqn in jaxpr.eqns:
         given = list(map(is_seen, eqn.invars))
-        made = [any(given)] * len(eqn.outvars)
+        made = [any(given) or begins(eqn)] * len(eqn.outvars)
         if eqn.primitive.name in ("jit", "pjit"):
-            made = reached(eqn.params["jaxpr"].jaxpr, given)
+            made = reached(eqn.params["jaxpr"].jaxpr, given, begins)
         seen.update(x for x, is_made in zip(eqn.outvars, made, strict=True) if is_made)
     return list(map(is_seen, jaxpr.outvars))
-
-
-def sums_up(jaxpr: Any, entries: int) -> bool:
-    """Return whether some equation makes less of an array with an axis of `entries`."""
-    has_axis = lambda xs: any(entries in jnp.shape(x.aval) for x in xs)
-    is_jaxpr = lambda x: hasattr(x, "jaxpr")
-    for eqn in jaxpr.eqns:
-        params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-        is_less = has_axis(eqn.invars) and not has_axis(eqn.outvars)
-        if is_less or any(sums_up(x.jaxpr, entries) for x in filter(is_jaxpr, params)):
-            return True
-    return False

@@ -61,8 +61,8 @@ def transform(
     `[]` int32, says which one: 1, the default, is the step before this one. `at`,
     static, says where gradients were taken: at the "shared" params, or at "own" ones,
     `gravac.own_params`, so that `gravac.Fastest` may let entries wait for some steps.
-    By default they count as taken at the shared ones, with a warning where these cost
-    much and own params were never asked for.
+    By default they count as taken at the shared ones, or with `gravac.OwnOptimizer` at
+    own ones, with a warning where that matters and own params were never asked for.
     `is_due`, static, is for who knows whether this step exchanges (`every`) and
     compiles two programs without a branch. `rung`, static, is the rung of this step,
     for callers who compile one program for each; all replicas must pass the same.

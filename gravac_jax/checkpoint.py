@@ -62,6 +62,7 @@ from jax.tree_util import keystr
 from orbax.checkpoint import v1 as ocp
 
 from gravac_jax import _arrays, _refuse
+from gravac_jax._job import FOLDER
 from gravac_jax._loop import placement
 from gravac_jax._network import Comm
 from gravac_jax._step import consistency, slicing, states
@@ -216,18 +217,20 @@ class Checkpointer:
           ValueError: if the state was made for other params, `step` is not a whole
             number of at least 0, or `tree` and `params` are swapped.
           CheckpointError: if this checkpoint, or the one before, cannot be written, as
-            on a full disk; if the directory has this step, or later ones, of another
-            run.
+            on a full disk, or the job is `--elastic`; if the directory has this step,
+            or later ones, of another run.
 
         Cost:
           Waits for the step, computes a checksum of everything, copies it to the host.
         """
         step = operator.index(step) if hasattr(step, "__index__") else step
         _refuse.number(step, "step", "save(step, tree, params)", is_whole=True, low=0)
+        if os.environ.get(FOLDER):  # others may take the place of those that save
+            raise CheckpointError(
+                "a job with --elastic cannot save: let one process write its params."
+            )
         # JAX sees to it that all processes learn of the signal at the same step.
-        with self._errors(f"step {step} cannot be saved with --elastic to"):
-            is_over = jax.process_count() > 1 and reached_preemption_sync_point(step)
-        if is_over:
+        if jax.process_count() > 1 and reached_preemption_sync_point(step):
             self._must_stop = True
             _stop_all()
         self._last_saves = max(self._last_saves, 0) + self._must_stop

@@ -59,12 +59,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend import backend
 
-from gravac_jax._job import Job, local_coordinator, poll, say
+from gravac_jax._job import FOLDER, Job, local_coordinator, poll, say
 from gravac_jax._step import states
 
 __all__ = ["Elastic", "own_rows", "put_rows", "supervise"]
 
-FOLDER = "GRAVAC_JAX_ELASTIC"  # where the launcher and the processes leave word
 # Versions of JAX, and systems, with which runs with faults end as they should.
 TRIED = ("0.10.2", "linux"), ("0.12.0.1", "linux")
 

@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes = tuple(axes.values())
     if math.prod(sizes) != jax.device_count() or sizes[0] < 2:
         parser.error(
-            f"the mesh {axes} must have all {jax.device_count()} devices, two on"
-            " its first axis: try python -m gravac_jax.launch -n 2 -m gravac_jax.probe"
+            f"the mesh {axes} must have all {jax.device_count()} devices, two or"
+            " more on its first: python -m gravac_jax.launch -n 2 -m gravac_jax.probe"
         )
     mesh = Mesh(gravac.make_mesh().devices.reshape(sizes), tuple(axes))
     model = options.loss() if options.loss else stand_in(options.params)

@@ -132,9 +132,11 @@ def test_leaves_that_are_cut_or_lie_in_slices_are_refused(monkeypatch):
 def test_an_optimizer_of_leaves_is_named_where_it_is_not_asked_for():
     masks = {"w": True}, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(RATE))
-    of_leaves = MUON, optax.lamb(RATE), optax.adafactor(RATE), clipped
+    of_leaves = MUON, optax.lamb(RATE), optax.centralize(), optax.sm3(RATE), clipped
     for optimizer in (*of_leaves, *(optax.adamw(RATE, mask=mask) for mask in masks)):
         with pytest.raises(ValueError, match=r"For Muon,.*\(..., by_leaf="):
             gravac.OwnOptimizer(optimizer)
+    for of_entries in (optax.zero_nans(), optax.apply_if_finite(optax.adam(RATE), 9)):
+        gravac.OwnOptimizer(of_entries)
     with pytest.raises(TypeError, match="`by_leaf`"):
         gravac.OwnOptimizer(MUON, by_leaf="yes")  # type: ignore[arg-type]

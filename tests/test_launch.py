@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from _harness import is_alive, wait_until
 
-from gravac_jax import launch
+from gravac_jax import _job, launch
 from gravac_jax.launch import Job, ProcessDiedError, local_coordinator
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
@@ -289,7 +289,7 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
 def test_what_dies_early_waits_twice_as_long_up_to_a_minute():
     pauses = [0]
     for lived_seconds in (*[1] * 8, 11, 1):
-        pauses.append(launch.delay(lived_seconds, pauses[-1]))
+        pauses.append(_job.delay(lived_seconds, pauses[-1]))
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
 
 

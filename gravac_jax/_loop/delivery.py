@@ -87,7 +87,8 @@ def own_params(
 
     Args:
       tx: the optimizer, with exactly one `gravac.transform` in it. The chain after it
-        must be linear in the updates, as learning rates, decay and momentum are. A clip
+        must be linear in the updates, as learning rates, decay and momentum are, with
+        the derivative that `jax.jvp` finds. A clip
         is not linear: give it to the transform, `clip=...`. Adam is not linear: use
         `gravac.adamw`.
       params: the params that all replicas share.

@@ -74,7 +74,7 @@ def value_and_grad(
     _refuse.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
     _refuse.axis(axis_name)
     _refuse.count(micro_batches, "micro_batches", "parts of the batch")
-    chosen = tuple(np.ravel(argnums).tolist())
+    chosen = tuple(argnums) if np.iterable(argnums) else (argnums,)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

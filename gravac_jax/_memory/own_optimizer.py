@@ -12,7 +12,7 @@ import optax
 from gravac_jax import _arrays, _refuse
 from gravac_jax._memory.base import Leaves, Memory
 
-ENTRIES = 7  # of the vector on which an optimizer is tried: a number that no state has
+SIDE = 8191  # of the matrix on which an optimizer is traced; arbitrary
 
 
 class OwnOptimizerState(NamedTuple):
@@ -127,23 +127,24 @@ class OwnOptimizer(Memory):
 
     def _looks_at_leaves(self) -> str:
         """Return why the optimizer cannot run on a vector, or set `needs_params`."""
-        vector = jax.ShapeDtypeStruct((ENTRIES,), jnp.float32)
+        leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
         is_mask = lambda x: isinstance(x, optax.MaskedState)
         try:
-            state: Any = jax.eval_shape(lambda: self.init(ENTRIES))
+            state: Any = jax.eval_shape(self.optimizer.init, leaf)
         except (ValueError, TypeError):  # a mask that has the form of the params
             state = optax.MaskedState(())
         if any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
             return "looks at the tree of the params"
-        trace = functools.partial(jax.make_jaxpr(self.compensate), vector, state)
-        try:
-            traced = trace()
-        except (ValueError, TypeError):  # as one with weight decay raises
-            traced = trace(vector)
-        else:
-            object.__setattr__(self, "needs_params", False)
-        is_sum = _refuse.sums_up(traced.jaxpr, ENTRIES)
-        return "sums up entries, as for a norm" if is_sum else ""
+        trace = functools.partial(jax.make_jaxpr(self.optimizer.update), leaf, state)
+        with jax.numpy_dtype_promotion("standard"):
+            try:
+                jaxpr = trace().jaxpr
+            except (ValueError, TypeError):  # as one with weight decay raises
+                jaxpr = trace(leaf).jaxpr
+            else:
+                object.__setattr__(self, "needs_params", False)
+        is_one = any(_refuse.reached(jaxpr, [False] * len(jaxpr.invars), _adds_up))
+        return "adds up entries, as for a norm" if is_one else ""
 
     def of_leaves(self, leaves: Leaves) -> "OwnOptimizer":
         """Return the memory of a bucket that holds these leaves, in this order."""
@@ -185,6 +186,13 @@ class OwnOptimizer(Memory):
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self._leaves]
         arrays = _arrays.unravel(vector, like)
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
+
+
+def _adds_up(eqn: Any) -> bool:
+    """Return whether an equation makes less of a matrix, but whether all is finite."""
+    sides = lambda xs: max((jnp.shape(x.aval).count(SIDE) for x in xs), default=0)
+    is_figure = any(_arrays.is_float(x.aval) for x in eqn.outvars)
+    return is_figure and sides(eqn.outvars) < sides(eqn.invars)
 
 
 def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> None:

@@ -234,7 +234,7 @@ class Step:
         return fed, memory, self.told_of(parts, bad, local, told)
 
     def _own_params(self, local: LocalState) -> tuple[Parts, ...]:
-        """Return this replica's own params, at which it took the gradient, if asked."""
+        """Return this replica's own params if asked, not rounded to narrow dtypes."""
         if not self.components.memory.needs_params:
             return ()
         held = held_by(self.components.memory, local, self.buckets)

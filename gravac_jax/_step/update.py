@@ -33,7 +33,7 @@ def update(
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    how, *share = deliver or [None]
+    how, *share = (deliver or [None])[:2]
     (deliver or []).append(components)
     components.asked.add(how)
     if how == "identity":  # for `_loop/`, which looks around the transform
