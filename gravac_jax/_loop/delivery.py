@@ -143,8 +143,8 @@ def own_params(
             " gravac.transform(clip=...), or gradients at the shared params."
         )
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
-    # the loss would then wait for the exchange.
-    params, opt_state = _xla.once((params, opt_state))
+    # the loss would then wait for the exchange. What is not used stays so.
+    params, opt_state = _xla.once(params), jax.tree.map(_xla.once, opt_state)
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     asked = zeros, opt_state, params
