@@ -94,9 +94,8 @@ def test_entries_wait_for_their_turns_and_a_tenth_as_long_for_rounding(bits, tur
 
 def test_spared_leaves_are_taken_as_sent():
     encoding, shapes = Bits(2, 4, row_entries=32), ((64,), (2**13 - 64,))
-    bucket = np.zeros(2**13, np.float32)
-    bucket[:64] = RNG.standard_normal(64)  # all energy is in what goes in every step
-    assert share_and_waits(encoding, bucket, shapes=shapes) == (1, 0)
+    first = np.eye(1, 2**13, dtype=np.float32)[0]  # which goes in every step
+    assert share_and_waits(encoding, first, shapes=shapes) == (1, 0)
 
 
 # Bytes. ----------------------------------------------------------------------------
@@ -155,6 +154,13 @@ def test_small_leaves_add_a_third_at_most(n, replicas):
 
 
 # In a transform. -------------------------------------------------------------------
+
+
+def test_a_leaf_is_not_spared_where_nothing_would_be_left():
+    params = {"a": np.ones(1, np.float32), "b": np.ones(31, np.float32)}
+    for turns in (1, 2):
+        tx = gravac.transform(None, compress=True, send=Bits(1, turns))
+        assert_same(jax.jit(tx.update)(params, tx.init(params))[0], params)
 
 
 def halves_of_ones(steps, **recipe):

@@ -358,8 +358,7 @@ class Bits(Encoding):
         message = self.message(bucket, replicas)
         kept, spared = self._shares(looked, message)
         again = ROUNDING_WAITS * (1 - kept) / kept
-        turns = message.turns
-        return (1 - spared) * ((turns - 1) / 2 + turns * again)
+        return (1 - spared) * ((message.turns - 1) / 2 + message.turns * again)
 
 
 def _owners(replicas: int) -> int:

@@ -67,16 +67,16 @@ def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
     """Return `tx.update(*given)` of a delivery; refuse what would take a step.
 
     The transform adds what it is made of to `asked`: a list of how to deliver, and of
-    the share that "own" delivers.
+    the share that "own" delivers, or None.
     """
-    found, why, before = None, None, len(asked)
+    found, why = None, None
     try:
         found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
     except Exception as error:
-        if len(asked) > before:
+        if asked[2:]:
             raise
         why = error
-    if len(asked) == before:
+    if not asked[2:]:
         raise ValueError(
             f"a wrapper drops arguments of `update`, got {type(given[1]).__name__}, so"
             f" that gravac.transform would take a step in place of a delivery: put it"
@@ -94,7 +94,7 @@ def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
     """
 
     def jvp(x: Any, dx: Any, state: Any, params: Any) -> Any:
-        around = lambda x: ask(tx, ["identity"], x, state, params, **extra)[0]
+        around = lambda x: ask(tx, ["identity", None], x, state, params, **extra)[0]
         return jax.jvp(around, (x,), (dx,))
 
     like = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -119,9 +119,9 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     local = the_transform(opt_state, "gravac.train_step").local
     if local.told or is_linear(tx, params, opt_state):
         return "own"
-    asked: list[Any] = ["identity"]
+    asked: list[Any] = ["identity", None]
     jax.eval_shape(lambda *x: ask(tx, asked, *x), params, opt_state, params)
-    ours, many = asked[1], Bucket(2**24)
+    ours, many = asked[2], Bucket(2**24)
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     is_coarse = coarsest.traffic(many, 2).bits < 3 * many.n
     if is_coarse and not ours.memory.is_at_own_params:

@@ -65,7 +65,8 @@ def flush(
     """
     _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.flush")
-    updates, opt_state = chain.ask(tx, ["mean"], params, opt_state, params, **extra)
+    given = params, opt_state, params
+    updates, opt_state = chain.ask(tx, ["mean", None], *given, **extra)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -88,9 +89,8 @@ def own_params(
     Args:
       tx: the optimizer, with exactly one `gravac.transform` in it. The chain after it
         must be linear in the updates, as learning rates, decay and momentum are, with
-        the derivative that `jax.jvp` finds. A clip
-        is not linear: give it to the transform, `clip=...`. Adam is not linear: use
-        `gravac.adamw`.
+        the derivative that `jax.jvp` finds. A clip is not linear: give it to the
+        transform, `clip=...`. Adam is not linear: use `gravac.adamw`.
       params: the params that all replicas share.
       opt_state: the optimizer's state, which stays as it is.
       extra: further arguments of `tx.update`: zeros for what a rule compares, since it

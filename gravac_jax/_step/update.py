@@ -33,7 +33,7 @@ def update(
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    how, *share = (deliver or [None])[:2]
+    how, share = deliver[:2] if deliver else (None, 1)
     (deliver or []).append(components)
     components.asked.add(how)
     if how == "identity":  # for `_loop/`, which looks around the transform
@@ -85,7 +85,7 @@ def update(
         whole = plain_jit.on_devices(run, unsummed)
     found, after = whole(updates, state, params, times)
     # `own_params` takes the derivative by the share.
-    return optax.tree.scale(share[0], found) if share else found, after
+    return optax.tree.scale(share, found) if how == "own" else found, after
 
 
 def _check(components: Components, params: Any, at: Any, rung: int | None) -> None:
