@@ -313,6 +313,9 @@ def leaves_zeros_alone(encoding: Any, situation: np.ndarray) -> None:
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(step))
     for step in each_alone(encoding, np.zeros_like(situation[:1])):
         assert not any(x.any() for x in step.sent)
+    bucket, key = bucket_of(situation), jax.random.key(KEY_SEED)
+    of_zeros = key, jnp.zeros(bucket.n), encoding.init(bucket)
+    assert not any(map(np.isnan, _jitted_estimates(encoding, bucket, 1, *of_zeros)))
 
 
 def commutes_with_scaling(encoding: Any, situation: np.ndarray) -> None:
@@ -627,12 +630,13 @@ def decides_alike(controller: Any, evidence: Evidence) -> None:
 
 
 def survives_overflow(controller: Any, evidence: Evidence) -> None:
-    """Infinite or NaN energies in one step change no later decision."""
+    """Infinite or NaN energies in one step, or shares, change no later decision."""
     calm = steady(evidence)
     rungs, _ = decided(controller, calm)
     for energy in (np.inf, np.nan):
         bad = each(np.copy, calm)
         bad.energies[BAD_STEP] = bad.energy[BAD_STEP] = energy
+        bad.gradient_energies[BAD_STEP] = energy
         bad_rungs, states = decided(controller, bad)
         assert_same(np.delete(bad_rungs, BAD_STEP), np.delete(rungs, BAD_STEP))
         assert not any(np.isinf(x).any() for x in jax.tree.leaves(states))

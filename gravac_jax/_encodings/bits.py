@@ -324,12 +324,13 @@ class Bits(Encoding):
         They return the share that rounding keeps, of rows of a length in some bits; and
         the share that so many entries at the front have.
         """
-        whole = lambda x: jnp.maximum(_arrays.energy(x), _arrays.SMALLEST_NORMAL)
+        least = _arrays.SMALLEST_NORMAL  # of nothing, such as padded rows, all is sent
+        whole = lambda x: _arrays.energy(x) + least
         few_rows = functools.cache(lambda length: _few_rows(x, length, key))
 
         def kept(length: int, bits: int) -> jax.Array:
             rows, entries = few_rows(length)
-            return levels.energy(rows, entries, bits) / whole(rows)
+            return (levels.energy(rows, entries, bits) + least) / whole(rows)
 
         of_first = lambda entries: _arrays.energy(x[:entries]) / whole(x)
         return functools.cache(kept), functools.cache(of_first)

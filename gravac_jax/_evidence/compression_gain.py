@@ -73,7 +73,7 @@ def smooth(
     cancels. Energies beyond float32 are left out; otherwise they would stay in the
     averages for ever.
     """
-    used = jnp.where(jnp.isfinite(total), jnp.float32(weight), 0.0)
+    used = jnp.where(jnp.isfinite(total + jnp.sum(sent)), jnp.float32(weight), 0.0)
     moved = lambda old, new: old + used * (jnp.where(used > 0, new, 0.0) - old)
     return Averages(moved(averages.sent, sent), moved(averages.total, total))
 
