@@ -155,7 +155,7 @@ class Comm:
         """
 
     def mean(self, tree: Any) -> Any:
-        """Return the mean of `tree` over replicas, in float32, by one collective."""
+        """Return the mean of floats over replicas, in float32, by one collective."""
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
         if self.axis_name is None or not leaves:
             return tree

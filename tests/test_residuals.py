@@ -68,6 +68,13 @@ def test_a_flush_delivers_the_mean_of_the_residuals(around):
         assert_same(getattr(has, name), getattr(had, name))
 
 
+def test_a_flush_delivers_what_a_run_in_rounds_has_left_of_dense_leaves():
+    x, alone = jnp.ones(8), functools.partial(gravac.transform, None, compress=False)
+    (_, left), after = alone(every=2).update(x, alone(every=2).init(x)), alone().init(x)
+    after = after._replace(local=after.local._replace(memory=left.local.memory))
+    assert_same(gravac.flush(alone(), 0 * x, after)[0], x)
+
+
 def test_a_flush_leaves_momentum_alone():
     tx = exchange(memory=gravac.Momentum(0.9, masking=False))
     (_, before), (_, after) = flushed(optax.chain(tx, optax.sgd(0.1)))
@@ -198,7 +205,7 @@ def test_own_params_keep_dtypes_are_rounded_once_and_know_which_leaves_wait():
     grads = jax.tree.map(lambda x: jnp.linspace(0, 1, x.size, dtype=x.dtype), params)
     with jax.numpy_dtype_promotion("standard"):  # what is held back is float32
         _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        own = jax.jit(gravac.own_params, static_argnums=0)(tx, params, state)
+    own = jax.jit(gravac.own_params, static_argnums=0)(tx, params, state)
     residual = _harness.residual(state)[:256]
     assert residual.any()
     assert_same(own, {"w": (1 - residual).astype(jnp.bfloat16), "n": params["n"]})

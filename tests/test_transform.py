@@ -17,7 +17,7 @@ from gravac_jax._step import bucketing
 
 STEPS = 24
 SIZE, DENSE_SIZE = PARAMS["w"].size, PARAMS["b"].size
-LADDER = gravac.TopK.geometric(4, 16, 4, values="float32", indices="int32")
+LADDER = gravac.TopK.geometric(4, 16, 4, values="float32")
 ENTRIES = (64, 16, 4)  # at each rung
 FEW_BITS = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2))
 
@@ -71,7 +71,7 @@ def sending(send, axis_name="data"):
     return gravac.transform(axis_name, compress=COMPRESS, send=send)
 
 
-GRAVAC = gravac.GraVAC(LADDER, epsilon=0.9, window=1000, gain="norm", smoothing=1.0)
+GRAVAC = gravac.GraVAC(LADDER, epsilon=0.9, window=1000, gain="norm")
 SENDS = {
     "scripted": Scripted(LADDER),
     "gravac": GRAVAC,
@@ -242,9 +242,9 @@ def test_each_rung_runs_its_own_network(recipe, of_bucket, of_gradient):
         [
             ("all-reduce", "f32", 4 * SIZE + energies + figures, (0,)),
             # A gather would send so many figures N - 1 times.
-            ("all-gather", "u16", 8 * ENTRIES[1] + energies, (1,)),
+            ("all-gather", "u16", 6 * ENTRIES[1] + 4 + energies, (1,)),
             ("all-reduce", "f32", figures, (1,)),
-            ("all-gather", "u16", 8 * ENTRIES[2] + energies, (2,)),
+            ("all-gather", "u16", 6 * ENTRIES[2] + 4 + energies, (2,)),
             ("all-reduce", "f32", figures, (2,)),
         ]
     )
@@ -442,8 +442,11 @@ def test_float16_saturates_where_the_exchange_outgrows_it():
 )
 def test_it_works_with_64_bit_types_enabled(send, dtype, recwarn):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        tx = gravac.transform(send=send)
-        step = lambda state, x, **told: tx.update(x.sum(0), state, **told)[::-1]
+        rate = np.float64(0.1)  # as np.linspace makes it
+        memory = gravac.OwnOptimizer(optax.sgd(rate, 0.9))
+        clip = gravac.ClipByGlobalNorm(rate)
+        tx = gravac.transform(send=send, memory=memory, clip=clip, weight_decay=rate)
+        step = lambda state, x, **told: tx.update(x[0], state, x[0], **told)[::-1]
         before, told = tx.init(jnp.ones(8, dtype)), {"step_seconds": jnp.float32(1)}
         warned = ["1 of 1 leaves of the params are float64" in str(x) for x in recwarn]
         before = gravac.place(before, 2)

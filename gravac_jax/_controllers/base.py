@@ -29,8 +29,8 @@ class Evidence(NamedTuple):
         (`looks_at`), or the step does not (`looks`), only that of the rung taken is
         right.
       energy: `[]` float32, the mean energy of the error-fed gradient.
-      gradient_energy: `[]` float32, the mean energy of the gradient after clip and
-        decay, without residual and momentum.
+      gradient_energy: `[]` float32, the mean energy of the gradient after the clip,
+        without decay, residual and momentum.
       gradient_energies: `[rungs]` float32, the energy that an exchange by chance would
         have sent of that gradient, in which entries wait as long as at each rung
         (`Encoding.waits`), plus that of the leaves that go dense; with a delay, of the

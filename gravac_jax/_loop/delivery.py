@@ -149,6 +149,7 @@ def own_params(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     asked = zeros, opt_state, params
     look = lambda share: chain.ask(tx, ["own", share], *asked, **extra)[0]
-    # A derivative, since decay and momentum act even on an update of zeros.
-    _, own = jax.jvp(look, (jnp.float32(0),), (jnp.float32(1),))
-    return optax.apply_updates(params, own)
+    with jax.numpy_dtype_promotion("standard"):  # momentum may be narrower
+        # A derivative, since decay and momentum act even on an update of zeros.
+        _, own = jax.jvp(look, (jnp.float32(0),), (jnp.float32(1),))
+        return optax.apply_updates(params, own)

@@ -87,10 +87,10 @@ class Momentum(Memory):
     ) -> tuple[jax.Array, MomentumState]:
         """Return the residual plus the gradient with its momentum."""
         if self.nesterov:
-            velocity = self.decay * (state.velocity + gradient)
+            velocity = float(self.decay) * (state.velocity + gradient)
             added = velocity + gradient
         else:
-            velocity = added = self.decay * state.velocity + gradient
+            velocity = added = float(self.decay) * state.velocity + gradient
         return state.residual + added, state._replace(velocity=velocity)
 
     def hold(

@@ -174,9 +174,8 @@ class OwnOptimizer(Memory):
             given = self._cut(gradient), state.optimizer, own
             made: Any = self.optimizer.update(*given)
         step, optimizer = made
-        if self._leaves is not None:
-            leaves = [step[path] for path, _ in self._leaves]
-            step = _arrays.ravel(leaves, gradient.size)
+        steps = [step] if self._leaves is None else [step[x] for x, _ in self._leaves]
+        step = _arrays.ravel(steps, gradient.size)
         return state.residual + step, state._replace(optimizer=optimizer)
 
     def _cut(self, vector: jax.Array) -> Any:

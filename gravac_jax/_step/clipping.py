@@ -93,7 +93,7 @@ class ClipByGlobalNorm(Clip):
         self, parts: tuple[jax.Array, ...], norm: Callable[[], jax.Array], replicas: int
     ) -> tuple[jax.Array, ...]:
         """Scale the gradient to the bound if its norm is larger."""
-        bound = self.max_norm * math.sqrt(replicas)
+        bound = float(self.max_norm) * math.sqrt(replicas)
         length = norm()
         is_long = length > bound
         scale = bound / jnp.where(is_long, length, 1)

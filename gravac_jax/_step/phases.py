@@ -1,7 +1,8 @@
 """The phases of a step, from local gradients to the update and a decision.
 
-1. `prepare` the gradient: fuse it into buckets, clip it, add weight decay.
-2. `feed` it to the memory, which adds what was held back. A bad gradient is left out.
+1. `prepare` the gradient: fuse it into buckets, and clip it.
+2. `feed` it, with weight decay, to the memory, which adds what was held back. A bad
+   gradient is left out.
 3. Note as `own_figures` what all replicas must know: is a gradient bad, the rung.
 4. `exchange` both: the buckets at the rung, and these figures.
 5. Show the controller the `evidence`, by which it decides the rung of a coming step.
@@ -130,7 +131,7 @@ class Step:
         return jax.random.fold_in(jax.random.key(0), self.state.steps)
 
     def prepare(self, updates: Any) -> tuple[Parts, jax.Array]:
-        """Fuse, average over the fast axis, clip, and add weight decay.
+        """Fuse, average over the fast axis, and clip.
 
         Returns:
           parts: this replica's own gradient.
@@ -143,9 +144,6 @@ class Step:
         if components.clip is not None:
             norm = functools.partial(global_norm, parts, axes.slice_holders)
             parts = components.clip.clip(parts, norm, axes.slow.replicas)
-        if components.weight_decay:
-            decay = lambda x, p: x + components.weight_decay * p
-            parts = jax.tree.map(decay, parts, self.buckets.pack(self.params))
         return parts, bad
 
     def take(
@@ -200,7 +198,7 @@ class Step:
     def feed(
         self, parts: Parts, bad: jax.Array, local: LocalState, own: tuple[Parts, ...]
     ) -> tuple[Parts, tuple[Any, ...], Told]:
-        """Add the gradient to what the memory holds back, unless the gradient is bad.
+        """Add gradient and decay to what the memory holds back, unless one is bad.
 
         Args:
           parts: the gradient.
@@ -217,7 +215,11 @@ class Step:
         unfed = held_by(components.memory, local, self.buckets)
         memories = components.memories(self.buckets)
         compensate = lambda memory, *given: memory.compensate(*given)
-        compensated = map(compensate, memories, parts, local.memory, *own)
+        decayed = parts
+        if weight_decay := float(components.weight_decay):
+            decay = lambda x, p: x + weight_decay * p
+            decayed = tuple(map(decay, parts, self.buckets.pack(self.params)))
+        compensated = map(compensate, memories, decayed, local.memory, *own)
         fed, memory = zip(*compensated, strict=True)
         told = untold = tuple(map(jnp.zeros_like, local.norms))
         replicas = self.axes.slow.replicas
@@ -308,7 +310,7 @@ class Step:
         return parts, state._replace(
             local=local._replace(memory=tuple(after), encodings=encodings, norms=known),
             # More would mean a local step.
-            decided=jnp.clip(decided, 0, len(components.controller.ladder) - 1),
+            decided=jnp.int32(jnp.clip(decided, 0, len(self.state.ladder) - 1)),
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
             round=following,

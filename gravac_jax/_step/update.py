@@ -120,15 +120,13 @@ def _held(
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
     this replica's part, and leaves the state as it is.
     """
-    *flat, dense = parts = held_by(components.memory, local, buckets)
-    # Without a delay or rounds, leaves that go dense were sent whole.
-    dense = dense if jax.tree.leaves(local.told) else jnp.zeros(dense.shape)
+    parts = held_by(components.memory, local, buckets)
     if how == "mean":
         empty = jax.tree.map(jnp.zeros_like, parts)
         emptied = tuple(map(components.memory.hold, empty, parts, local.memory))
         local = local._replace(memory=emptied)
-        flat, dense = comm.mean(flat), comm.mean(dense)
-    return (*flat, dense), local
+        parts = comm.mean(parts)
+    return parts, local
 
 
 def _times(
