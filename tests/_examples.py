@@ -15,7 +15,7 @@ TO_ONE_BIT = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2), gravac.Bits(1))
 UNLIKE = (gravac.Dense(), gravac.Bits(2), gravac.Bits(1), gravac.TopK(100))
 
 # Of entries that are sent as they are.
-WIDE = {"values": "float32", "indices": "int32"}
+WIDE = {"values": "float32"}
 
 # For classes that need arguments, or are worth trying with several.
 ARGUMENTS: dict[type, list[dict[str, Any]]] = {
@@ -52,8 +52,8 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.GraVAC: [
         {"epsilon": 0.7, "window": 10, "ladder": FOUR},
-        {"epsilon": 0.9, "window": 7, "omega": 0.05, "smoothing": 0.5, "gain": "norm"},
-        {"epsilon": 0.9, "window": 4, "ladder": FOUR[:2], "smoothing": 1.0},
+        {"epsilon": 0.9, "window": 7, "omega": 0.05, "gain": "norm"},
+        {"epsilon": 0.9, "window": 4, "ladder": FOUR[:2]},
     ],
 }
 

@@ -367,7 +367,7 @@ def gravac_algorithm_1(
     measured: dict[int, float] = {}
 
     for e in evidence:
-        weight = controller.smoothing or min(1.0, e.replicas / 100)
+        weight = min(1.0, e.replicas / 100)
         sent = sent + weight * (e.energies[kept] - sent)
         total = total + weight * (e.energy - total)
         gains = (sent / total) ** (0.5 if controller.gain == "norm" else 1)

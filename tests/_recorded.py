@@ -25,7 +25,7 @@ def buckets() -> list[np.ndarray]:
     text, _ = quickstart.read_text(None)
     graph, params = nnx.split(quickstart.ByteModel(nnx.Rngs(0)), nnx.Param)
     plan = bucketing.plan(params, bucketing.matrices())
-    send = gravac.TopK(FACTOR, select="exact", values="float32", indices="int32")
+    send = gravac.TopK(FACTOR, select="exact", values="float32")
     tx = optax.chain(gravac.transform(None, send=send), optax.sgd(0.1, momentum=0.9))
     loss_of = quickstart.loss_of_model(graph)
 

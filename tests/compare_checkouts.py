@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
 SENDS = (  # as text, which each package makes what it means
     *("Bits(8)", "Bits(4)", "Bits(2)", "Bits(1)", "Bits(2, turns=3)"),
     *("Bits(1, turns=4)", "TopK(10)", "TopK(100)", "TopK(1000)"),
-    'TopK(50, select="exact", values="float32", indices="int32")',
+    'TopK(50, select="exact", values="float32")',
     *('TopK(50, select="sampled")', "LowRank(4)"),
     *("Dense()", 'Dense("bfloat16")', "Fastest((Dense(), TopK(10), TopK(100)))"),
     "GraVAC(TopK.geometric(10, 100), epsilon=0.3, window=5)",

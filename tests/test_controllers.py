@@ -12,7 +12,7 @@ import pytest
 import gravac_jax as gravac
 from gravac_jax._controllers import CONTROLLERS
 
-UNTIL_THE_TOP = {"window": 5, "smoothing": 0.3, "ladder": _examples.FOUR}
+UNTIL_THE_TOP = {"window": 5, "ladder": _examples.FOUR}
 
 EXAMPLES = _examples.members(CONTROLLERS)
 GRAVACS = [x for x in EXAMPLES if isinstance(x, gravac.GraVAC)]
@@ -70,7 +70,7 @@ def test_it_decides_like_its_oracle_over_many_runs(controller, seed):
 @pytest.mark.parametrize("controller", GRAVACS, ids=repr)
 def test_rungs_that_are_dense_by_another_name_are_left_out(controller, first_sparse):
     rungs = len(controller.ladder)
-    evidence = _examples.evidence(rungs, 2, 300, 90, first_sparse)
+    evidence = _examples.evidence(rungs, 5, 300, 90, first_sparse)
     _laws.decides_like_its_oracle(controller, evidence)
     taken, _ = _laws.decided(controller, evidence)
     assert not ((taken > 0) & (taken < min(first_sparse, rungs - 1))).any()

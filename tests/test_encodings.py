@@ -143,6 +143,9 @@ def test_a_ladder_whose_bytes_rise_is_refused_with_its_table():
 def test_encodings_of_equal_bytes_are_no_rise_and_one_replica_sends_none():
     traced(gravac.Scheduled((gravac.Bits(2), gravac.Bits(2, row_entries=2048)), (1,)))
     traced(gravac.Scheduled((gravac.Bits(2), gravac.Dense()), (1,)), replicas=1)
+    # Both TopK would send more than what comes before them.
+    few = gravac.Dense(), gravac.Dense("bfloat16"), gravac.TopK(10), gravac.TopK(12)
+    traced(gravac.Scheduled(few, (1, 2, 3)), replicas=24)
 
 
 def test_an_empty_bucket_is_no_trouble():

@@ -114,7 +114,7 @@ def test_over_two_axes_a_delayed_run_is_the_other_one_step_later():
 
 def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
     ladder = DENSE, gravac.Bits(8, row_entries=32), FEW
-    controller = gravac.GraVAC(ladder, epsilon=0.5, window=2, smoothing=1.0)
+    controller = gravac.GraVAC(ladder, epsilon=0.5, window=2)
     _, states = run(transform(controller, compress=COMPRESS))
     for state in states:
         agreed(state.decided)

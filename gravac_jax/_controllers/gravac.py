@@ -77,8 +77,6 @@ class GraVAC(Controller):
       window: steps between two moves; 500 or 2,000 in the paper.
       gain: "energy" for squared norms, as StepInfo reports them, or "norm" for their
         square roots. An epsilon of 0.2 for norms means 0.04 for energies.
-      smoothing: weight of the newest step in the averages, in (0, 1]; None for the
-        paper's replicas / 100, at most 1.
 
     Raises:
       TypeError: if `ladder` is not a tuple of encodings.
@@ -102,7 +100,6 @@ class GraVAC(Controller):
     omega: float = 0.01
     window: int = 100
     gain: str = "energy"
-    smoothing: float | None = None
 
     def __post_init__(self) -> None:
         check_ladder(self.ladder, "GraVAC", least=2)
@@ -115,9 +112,6 @@ class GraVAC(Controller):
         _refuse.number(self.omega, "omega", low=0, high=1)
         _refuse.count(self.window, "window", "steps")
         _refuse.one_of(self.gain, "gain", compression_gain.GAINS)
-        if self.smoothing is not None:
-            hint = "None means replicas / 100"
-            _refuse.number(self.smoothing, "smoothing", hint, low=1e-6, high=1)
 
     def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the first encoding after dense, with the next one as candidate."""
@@ -140,7 +134,7 @@ class GraVAC(Controller):
         state = self._started_at(lowest, state)
         # The paper's smoothing factor N / 100 exceeds 1 beyond 100 workers, which would
         # make an average swing, so it is capped.
-        weight = self.smoothing or min(1.0, evidence.replicas / 100)
+        weight = min(1.0, evidence.replicas / 100)
         seen = evidence.energies, evidence.energy
         averages = compression_gain.smooth(state.averages, *seen, weight)
         gains = compression_gain.gain(averages.sent, averages.total, self.gain)

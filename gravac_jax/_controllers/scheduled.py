@@ -47,7 +47,7 @@ class Scheduled(Controller):
     def __post_init__(self) -> None:
         check_ladder(self.ladder, "Scheduled")
         starts, others = self.starts, len(self.ladder) - 1
-        is_step = lambda x: _refuse.is_number(x, is_whole=True) and x >= 0
+        is_step = lambda x: _refuse.is_number(x, is_whole=True) and 0 <= x < 2**31
         is_fine = isinstance(starts, tuple) and all(map(is_step, starts))
         if not is_fine or len(starts) != others or list(starts) != sorted(starts):
             raise ValueError(

@@ -75,9 +75,8 @@ class Ladder:
         taken: list[Encoding] = []
         cost = lambda x: x.traffic(self.bucket, replicas).wire_bytes
         for encoding in self.encodings if self.bucket.n else ():
-            same = [x for x in taken[-1:] if type(x) is type(encoding)]
-            same = [x for x in same if _of_many(encoding) < _of_many(x)]
-            taken.append(min([encoding, *same, Dense()], key=cost))
+            before = [x for x in taken[-1:] if _of_many(encoding) < _of_many(x)]
+            taken.append(min([encoding, *before, Dense()], key=cost))
         return tuple(taken) or (Dense(),) * len(self.encodings)
 
     def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:

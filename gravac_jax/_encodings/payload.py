@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gravac_jax import _arrays
 from gravac_jax._encodings.selection import PAD, Marks, clear
 
-INDICES = ("uint16", "int32")
 WORD_BYTES = 2
 BLOCK_BITS = 16  # of an index: its place within a block of 65,536 entries
 BLOCK = 2**BLOCK_BITS
@@ -43,7 +42,6 @@ class WireFormat:
 
     Attributes:
       values: one of `VALUES`.
-      indices: one of `INDICES`.
       n: entries of the bucket.
 
     Law:
@@ -53,7 +51,6 @@ class WireFormat:
     """
 
     values: str
-    indices: str
     n: int
 
     def rounded(self, x: jax.Array) -> jax.Array:
@@ -71,8 +68,6 @@ class WireFormat:
     def _words(self, k: int) -> tuple[int, int, int]:
         """Return the words of the values, places and ends of blocks of `k` slots."""
         values = k if self.values == "bfloat16" else 2 * k
-        if self.indices == "int32":
-            return values, 2 * k, 0
         return values, k, 2 * -(-self.n // BLOCK)
 
     def payload_bytes(self, k: int) -> int:
@@ -81,11 +76,9 @@ class WireFormat:
 
     def encode(self, payload: Payload) -> jax.Array:
         """Return a payload as one buffer, `[words]` uint16."""
-        values, parts = payload.values, (payload.indices,)
+        values, parts = payload.values, _in_blocks(payload.indices, self.n)
         if self.values == "bfloat16":
             values = _arrays.bfloat16_to_bits(values)
-        if self.indices == "uint16":
-            parts = _in_blocks(payload.indices, self.n)
         words = [_arrays.to_words(x, jnp.uint16) for x in (values, *parts)]
         return jnp.concatenate(words)
 
@@ -95,8 +88,6 @@ class WireFormat:
         values, places, ends = jnp.split(buffer, borders)
         is_short = self.values == "bfloat16"
         read = _arrays.bfloat16_from_bits if is_short else _arrays.from_words
-        if self.indices == "int32":
-            return Payload(read(values), _arrays.from_words(places, jnp.int32))
         ends = _arrays.from_words(ends, jnp.int32)
         return Payload(read(values), _from_blocks(places, ends))
 
@@ -161,9 +152,8 @@ def mean_of_payloads(
 
     looped = lambda zeros: jax.lax.fori_loop(0, replicas, add, zeros)
     # A GPU would copy the total into a loop.
-    each = lambda zeros: functools.reduce(
-        lambda x, i: add(i, x), range(replicas), zeros
-    )
+    added = lambda total, replica: add(replica, total)
+    each = lambda zeros: functools.reduce(added, range(replicas), zeros)
     if replicas > MAX_UNROLLED:
         return looped(zeros)
     return jax.lax.platform_dependent(zeros, cpu=looped, default=each)

@@ -104,11 +104,8 @@ def k_largest(bits: jax.Array, k: int) -> jax.Array:
     bound = jnp.maximum(kth(bits, jnp.full(1, k, jnp.int32))[0], SMALLEST)
     room = k - count(bits > bound)
     ties = mark(bits == bound)
-
-    def place_of_last_tie(_: jax.Array) -> jax.Array:
-        return places_of_ranks(ties, room[None] - 1)[0]
-
-    last = _xla.only_if(ties.total > room, place_of_last_tie, 0 * room + bits.size)
+    place = lambda _: places_of_ranks(ties, room[None] - 1)[0]
+    last = _xla.only_if(ties.total > room, place, 0 * room + bits.size)
     at = jnp.arange(bits.size, dtype=jnp.int32)
     return (bits > bound) | ((bits == bound) & (at <= last))
 

@@ -70,16 +70,14 @@ class TopK(Encoding):
       and at least the average energy: |residual|^2 <= (1 - entries / n) |x|^2.
 
     Cost:
-      (N - 1) alpha + (N - 1) b k beta with b bytes an entry: 4 by default, 8 with
-      values and indices of 32 bits. A dense ring costs 2 (N - 1) / N 4 n beta.
+      (N - 1) alpha + (N - 1) b k beta with b bytes an entry: 4 by default, 6 with
+      values of 32 bits. A dense ring costs 2 (N - 1) / N 4 n beta.
 
     Args:
       factor: n / k; 100 sends one entry in a hundred.
       select: "threshold", "sampled" or "exact".
       values: how values travel: "bfloat16" (2 bytes; what rounding drops stays in the
         residual) or "float32" (4 bytes).
-      indices: how places travel: "uint16" (2 bytes: places within 65,536 entries) or
-        "int32" (4 bytes).
 
     Raises:
       ValueError: if `factor` is below 1, or a name is none of these.
@@ -98,13 +96,11 @@ class TopK(Encoding):
     factor: float
     select: str = dataclasses.field(default="threshold", kw_only=True)
     values: str = dataclasses.field(default="bfloat16", kw_only=True)
-    indices: str = dataclasses.field(default="uint16", kw_only=True)
 
     def __post_init__(self) -> None:
         _refuse_density(self.factor, "factor")
         _refuse.one_of(self.select, "select", SELECT)
         _refuse.one_of(self.values, "values", dense.VALUES)
-        _refuse.one_of(self.indices, "indices", payload.INDICES)
 
     @classmethod
     def geometric(
@@ -116,7 +112,7 @@ class TopK(Encoding):
           minimum: the first factor after a dense step, the paper's theta_min.
           maximum: the last factor, the paper's theta_max.
           multiplier: each factor divided by the one before it.
-          options: `select`, `values` and `indices` of all.
+          options: `select` and `values` of all.
 
         Raises:
           ValueError: if a factor is below 1, `minimum` is not below `maximum`, or
@@ -141,7 +137,7 @@ class TopK(Encoding):
         Args:
           minimum: the first factor after a dense step, the paper's theta_min.
           maximum: the last factor, the paper's theta_max.
-          options: `select`, `values` and `indices` of all.
+          options: `select` and `values` of all.
 
         Raises:
           ValueError: if a factor is below 1, or `minimum` is not below `maximum`.
@@ -158,7 +154,7 @@ class TopK(Encoding):
         return min(n, max(1, math.floor(n / self.factor)))
 
     def _wire(self, n: int) -> payload.WireFormat:
-        return payload.WireFormat(self.values, self.indices, n)
+        return payload.WireFormat(self.values, n)
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of gathering all payloads."""
