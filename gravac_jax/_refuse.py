@@ -9,6 +9,7 @@ import contextlib
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -219,6 +220,17 @@ def cut(path: str, sharding: Any, axis_name: Any) -> None:
     )
 
 
+def ties(tree: Any) -> None:
+    """Refuse nnx objects that share a variable, as each would be changed by itself."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    only = lambda _, x: isinstance(x, nnx.Pytree | nnx.Variable) and jax.tree.leaves(x)
+    if twice := nnx and nnx.find_duplicates(tree, only=only):
+        raise ValueError(
+            f"nnx objects share variables, got one at each of {twice[0]}: keep one, and"
+            f" hand it over where the other is used."
+        )
+
+
 def members(states: Sequence[Any]) -> None:
     """Refuse the states of an ensemble, whose axis would count as that of replicas."""
     for shape in filter(None, (jnp.shape(x.steps) for x in states)):
@@ -367,9 +379,9 @@ def divided(
     reused(leaves)
     if is_donated:
         _passed_twice(leaves, given, (batch, shared))
-    _divides(own, replicas, "what is carried")
+    divides(own, replicas, "what is carried")
     what = "the batch, the last argument or the one that is no nnx object,"
-    _divides(batch, replicas, what)
+    divides(batch, replicas, what)
     return state, own, batch
 
 
@@ -402,14 +414,15 @@ def _passed_twice(
             )
 
 
-def _divides(tree: Any, replicas: int, what: str) -> None:
+def divides(tree: Any, parts: int, what: str, of: str = "replicas") -> None:
+    """Refuse arrays whose rows do not divide into so many parts."""
     for path, leaf in _arrays.named_leaves(tree):
         shape = jnp.shape(leaf)
-        if not shape or not shape[0] or shape[0] % replicas:
+        if not shape or not shape[0] or shape[0] % parts:
             raise ValueError(
-                f"{what} cannot be split over {replicas} replicas, got shape {shape} at"
-                f" {path}: give rows first, a multiple of {replicas} above 0, and the"
-                f" rest by keyword (nnx objects to gravac.nnx_data_parallel)."
+                f"{what} cannot be split over {parts} {of}, got shape {shape} at"
+                f" {path}: give rows first, a multiple of {parts} above 0, and the rest"
+                f" to the step by keyword (nnx objects to gravac.nnx_data_parallel)."
             )
 
 

@@ -100,6 +100,8 @@ def test_micro_batches_are_given_by_name_too_and_keep_the_params_dtype():
     value, received = grad(W.astype(jnp.bfloat16), x=ROWS[0].astype(jnp.bfloat16))
     assert value.dtype == received.dtype == jnp.bfloat16
     np.testing.assert_allclose(received.astype(jnp.float32), ROWS[0].mean(0), rtol=0.01)
+    with pytest.raises(ValueError, match=r"split over 3 micro-batches.*\['x'\]"):
+        grad(W, x=ROWS[0][:4])
 
 
 def test_micro_batches_exchange_nothing():

@@ -223,6 +223,8 @@ for i in range(steps):
     rungs.append(int(rung.addressable_data(0)))
     if i == 10:
         print("in the middle", flush=True)
+key_of = gravac.data_parallel(lambda x, _, key: (x, key), gravac.make_mesh())
+assert key_of(jnp.zeros(()), batch, key=jax.random.key(7))[1] == jax.random.key(7)
 params = step.flush(*state)[0].addressable_data(0)
 print(json.dumps(["__main__", rungs, digest(params), digest(batch)]))
 """

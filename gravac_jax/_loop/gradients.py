@@ -128,6 +128,7 @@ def _mean_over_parts(
     Returns:
       What `of_part` returns; the aux of all parts is stacked along a new first axis.
     """
+    _refuse.divides(batch, parts, "a replica's batch", "micro-batches")
     split = lambda x: jnp.reshape(x, (parts, -1, *jnp.shape(x)[1:]))
     batches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], batches)

@@ -128,7 +128,11 @@ def nnx_value_and_grad(
             is_new = lambda path, x: any(
                 map(operator.is_not, jax.tree.leaves(x), before[path])
             )
-            return loss, (aux, nnx.state(objects, is_new))
+            # nnx.remat and nnx.jit write back all that they are given.
+            first = len(_objects_in(own[0]))
+            is_own = lambda path, x: path[0] < first and is_trained(path[1:], x)
+            changes = nnx.All(is_new, nnx.Not(nnx.Any(is_own, nnx.RngKey)))
+            return loss, (aux, nnx.state(objects, changes))
 
         value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
         (loss, (aux, changed)), grads = value_and_grad(params)
@@ -240,12 +244,7 @@ def nnx_data_parallel(
     def step(*args: Any, **shared: Any) -> Any:
         objects = dict(enumerate(args))
         batch = objects.pop(_batch_among(args))
-        has_variables = lambda path, x: bool(jax.tree.leaves(x))
-        if twice := nnx.find_duplicates(objects, only=has_variables):
-            raise ValueError(
-                f"the step's arguments share variables, got one at each of {twice[0]}:"
-                f" keep one, and hand it over where the other is used."
-            )
+        _refuse.ties(objects)
         after, metrics = run(objects, batch, **shared)
         nnx.update(objects, nnx.state(after))
         return metrics

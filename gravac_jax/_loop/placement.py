@@ -64,7 +64,7 @@ def make_mesh(
             f" ('data',) or ('dcn', 'ici'), got {axis_names!r}. For more axes reshape"
             f" the `devices` of the mesh, and hand them to jax.sharding.Mesh."
         )
-    chosen = list(jax.devices() if devices is None else devices)
+    chosen = list(jax.devices() if devices is None else np.ravel(devices))
     if not chosen:
         raise ValueError("a mesh needs a device, got devices=[]: leave it out for all.")
     if hosts is None:
@@ -133,6 +133,7 @@ def place(
       (2, 65536)
     """
     _refuse.mesh(mesh, axis_name)
+    _refuse.ties(tree)
     chain.check_chains(tree)
     _refuse.members(states.transform_states(tree))
     inner = _network.inner_axes(mesh, axis_name)
