@@ -202,8 +202,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
             if deaf := [i for i, x in enumerate(self.statuses) if x is None]:
                 say(f"SIGKILL must end processes {deaf}")
             self._signal(signal.SIGKILL)  # ends the guardian too
-            for relay in self._relays:
-                relay.join(self._grace_seconds)
+            for relay in self._relays:  # what left the group may hold its pipe
+                relay.join(min(2, self._grace_seconds))
             # Until the guardian is waited for, no other group can take its number.
             self._guardian.communicate()
 

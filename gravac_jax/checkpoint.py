@@ -801,7 +801,7 @@ def _require_placed(steps: Any, replica: Any) -> None:
         raise ValueError(
             f"the state must be as gravac.place makes it and gravac.data_parallel"
             f" returns it, got {len(found)} replicas, `steps` of shape {steps.shape}:"
-            f" give axis 0 in and out of jax.pmap, gravac.state_specs under shard_map."
+            f" take gravac.state_specs under shard_map; save that of jax.pmap yourself."
         )
 
 

@@ -127,7 +127,9 @@ def _copy(tree: Any, others: Mapping[str, Any], named: Any = ()) -> Fetch:
     names = [*figures, *(f"{GAINS}{rung}" for rung in rungs)]
     # JAX would wrap integers of the host around.
     narrow = lambda x: np.float32(x) if isinstance(x, np.ndarray) else x
-    table = _table([*(narrow(_local(x)) for x in figures.values()), gains])
+    # These copies lie on one device, whatever mesh jax.set_mesh was given.
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        table = _table([*(narrow(_local(x)) for x in figures.values()), gains])
     return lambda: dict(zip(names, np.asarray(table, float).tolist(), strict=True))
 
 
@@ -437,6 +439,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             line = None
         yield text + b"\n", line
     if rest:
+        if not (whole or rest.startswith(b'{"step": '[: len(rest)])):
+            raise ValueError(f"{path}: line 1 is not one of metrics.JsonlWriter.")
         why = "the last line was cut off and is left out"
         warnings.warn(f"{path}: {why}", stacklevel=3)
 

@@ -362,7 +362,7 @@ def verdict(results: dict[str, Any]) -> str:
     most = f"without an exchange a step is {headroom} times as fast as a dense one"
     if headroom and headroom.high < PAYS_FROM:
         return f"compression will not pay here: even {most}"
-    best = max(others, key=lambda x: x["speed_up"].middle)
+    best = max(others, key=lambda x: (x["pays"] == "yes", x["speed_up"].middle))
     said = {"yes": "compression pays here", "no": "compression will not pay here"}
     answer = said.get(best["pays"], "too close to call")
     if best["pays"] == "yes" and not headroom:
@@ -371,7 +371,7 @@ def verdict(results: dict[str, Any]) -> str:
         limit = (seconds - PAYS_FROM * best_seconds) / (PAYS_FROM - 1)
         answer += f" if computing a gradient takes less than {limit:.2g} s"
     thing = "a step" if headroom else "an exchange"
-    answer += f": with {best['encoding']}, the fastest, {thing} is {best['speed_up']}"
+    answer += f": with {best['encoding']} {thing} is {best['speed_up']}"
     return f"{answer} times as fast as a dense one"
 
 

@@ -481,7 +481,7 @@ def refused():
         ((1, (state, state), PARAMS), "one state of gravac.transform"),
         ((1, nnx.split(optimizer)[1], PARAMS), "the nnx.Optimizer itself"),
         ((1, of_pmap, PARAMS), "gravac.data_parallel"),
-        ((1, mixed, PARAMS), "axis 0 in and out of jax.pmap"),
+        ((1, mixed, PARAMS), "of jax.pmap"),
         ((1, jax.device_get(state), PARAMS), "gravac.place makes it"),
         ((1, unplaced, PARAMS), "gravac.place makes it"),
         ((1, state, PARAMS, {1, 2}), "JSON serializable"),

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -272,6 +273,13 @@ def test_a_run_that_begins_beyond_its_last_step_ends(monkeypatch):
     run = object.__new__(elastic.Elastic)
     run._port, run.steps = 1, 5
     assert list(run.train(lambda i: None, steps=3)) == []
+
+
+def test_connections_outside_of_tcp_stay():
+    one, other = socket.socketpair()
+    with one, other:
+        elastic._break_connections(port=1)
+        assert one.send(b"x") == 1
 
 
 def test_what_cannot_work_is_refused_before_anything_changes(monkeypatch):

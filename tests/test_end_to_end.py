@@ -5,9 +5,7 @@ import pytest
 from common import journal
 from end_to_end import report
 from end_to_end import run as end_to_end
-from pytorch import run as pytorch
 from step_seconds.timed import Timed
-from step_seconds.worker import Link
 
 COMPUTE = 0.02
 HALF, TEN, HUNDRED = 'Dense("bfloat16")', "TopK(10)", "TopK(100)"
@@ -145,11 +143,3 @@ def test_runs_are_made_once(tmp_path, capsys, monkeypatch):
     end_to_end.main(args)
     assert args.out.read_text() == before
     assert f"| {TEN} |" in capsys.readouterr().out
-
-
-def test_pytorch_is_timed_on_the_networks_of_the_record():
-    lines = [*record(), line(70.0, "dense", 0.1, hosts=4, ratio=0.1)]
-    assert pytorch.networks(lines) == {
-        2: {Link(100.0): 100.0, Link(1000.0): 1000.0},
-        4: {Link(ratio=0.1): 70.0},
-    }

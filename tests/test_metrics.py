@@ -67,7 +67,9 @@ HELD = {
 @pytest.mark.parametrize("held", HELD)
 def test_scalars_are_the_fields_of_the_step_info_wherever_it_is(held):
     state = TX.init(PARAMS) if "nnx" in held else states()[2]
-    found = metrics.scalars(HELD[held](state), loss=jnp.float32(0.5))
+    held = HELD[held](state)
+    with jax.set_mesh(MESH):
+        found = metrics.scalars(held, loss=jnp.float32(0.5))
     assert all(type(x) is float for x in found.values())
     assert found == expected_of(FIND(state)) | {"loss": 0.5}
 
@@ -248,9 +250,9 @@ def test_a_last_line_that_is_cut_off_anywhere_is_left_out_and_replaced(tmp_path)
 
 def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path):
     path = tmp_path / "notes"
-    for text in (b"# notes\n", b"{}\n", b"[1]\n", b"\xff\xfe\n"):
+    for text in (b"# notes\n", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"lr": 0.1}'):
         path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"line 1 is not a line of metrics\.Json"):
+        with pytest.raises(ValueError, match=r"line 1 is not .* metrics\.Json"):
             metrics.JsonlWriter(path)
         assert path.read_bytes() == text
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 from _harness import is_alive, wait_until
 from common import network
 from common.network import Links, Network, NetworkError
-
-from gravac_jax.launch import ProcessDiedError
 
 pytestmark = pytest.mark.xdist_group("processes")  # one test of them at a time
 
@@ -155,23 +152,6 @@ def test_nothing_is_left_when_who_made_the_network_is_killed(net_of, script, tmp
         creator.kill()
         creator.wait()
     wait_until(lambda: not any(map(is_alive, [*hosts, switch, *job])))
-    wait_until(lambda: users(namespaces) == [])
-    assert machine() == before
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_job_and_is_named(net_of, script, tmp_path):
-    before = machine()
-    with net_of(hosts=2, bandwidth_mbit=100) as net:
-        namespaces = namespaces_of(net.links)
-        job = net.launch([script(ENDLESS), str(tmp_path)])
-        wait_until(lambda: is_training(tmp_path))
-        pids = [*net.links.hosts, net.links.switch, *job.pids]
-        os.kill(job.pids[1], signal.SIGKILL)
-        with pytest.raises(ProcessDiedError, match=r"process 1 .* SIGKILL"):
-            job.wait(timeout_seconds=30)
-        assert not any(map(is_alive, job.pids))
-    assert not any(map(is_alive, pids))
     wait_until(lambda: users(namespaces) == [])
     assert machine() == before
 

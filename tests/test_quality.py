@@ -55,15 +55,6 @@ def test_the_table_has_the_gaps_of_paired_seeds_and_what_was_saved(tmp_path):
     assert table["a"] == ["0.5", "5.0", "3.5000", "+15.0% (+10.0, +20.0)", "46.6%"]
 
 
-def test_the_table_of_trials_marks_the_rate_that_is_taken_and_one_at_the_edge(tmp_path):
-    losses = [("a", 0.1, 3.0), ("a", 0.2, 1.0), ("a", 0.4, 2.0)]
-    losses += [("b", 0.1, 1.0), ("b", 0.2, 2.0), ("b", 0.4, 3.0)]
-    lines = [line(name, 9, 10, loss, "tune", rate) for name, rate, loss in losses]
-    table = rows(report.text([record(tmp_path, lines)]))
-    assert table["a"] == ["3.0000", "1.0000 (taken)", "2.0000"]
-    assert table["b"] == ["1.0000 (edge)", "2.0000", "3.0000"]
-
-
 def test_runs_are_compared_after_the_same_step_and_others_left_out(tmp_path):
     lines = [line("dense", 0, 10, 2.0), line("dense", 1, 5, 9.0)]
     lines += [line("whole", 0, 10, 3.0), line("cut", 0, 5, 2.0)]
