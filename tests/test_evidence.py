@@ -140,6 +140,9 @@ def test_one_outlier_counts_for_little_and_four_are_a_surprise():
     assert predicted(first)[0][1] < 1.2 * predicted(timing)[0][1]
     assert np.flatnonzero(alarms)[0] in (3, 4)
     assert predicted(last)[0][1] == pytest.approx(slow[0], rel=0.25)
+    for seconds in (10 * slow, slow / 10):  # a pause, and then as before
+        last = observed(np.ones(8), seconds, last)[1]
+    np.testing.assert_allclose(predicted(last)[0], TRUE_SECONDS, rtol=0.5)
 
 
 def test_a_surprise_is_doubt_about_the_network_first():

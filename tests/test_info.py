@@ -194,8 +194,6 @@ def test_a_search_begins_at_the_top_where_so_many_replicas_make_every_rung_dense
 
 # Gradients that are alike on all replicas
 
-DECAYED = np.ones((8, 8), np.float32)
-
 
 @pytest.mark.parametrize(
     ("mapped", "replicas", "how"),
@@ -210,7 +208,7 @@ def test_steps_with_averaged_gradients_are_counted(mapped, replicas, how):
 
     def steps(own, is_averaged):
         gradient = jnp.where(is_averaged, jax.lax.pmean(own, "data"), own)
-        step = lambda state, _: (tx.update(gradient, state, DECAYED)[1], None)
+        step = lambda state, _: (tx.update(gradient, state, jnp.ones((8, 8)))[1], None)
         return jax.lax.scan(step, tx.init(own), length=5)[0].info.alike_steps
 
     run = {"vmap": lambda f, **how: jax.jit(jax.vmap(f, **how)), "pmap": jax.pmap}

@@ -36,8 +36,7 @@ class GraVACState(NamedTuple):
 
     def moved(self, fresh: "GraVACState") -> "GraVACState":
         """Forget the table and search again: on other devices both are different."""
-        forgotten = ("is_settled", "is_measured", "throughputs")
-        return self._replace(**{name: getattr(fresh, name) for name in forgotten})
+        return fresh._replace(averages=self.averages)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,7 +57,7 @@ class GraVAC(Controller):
             if the two best throughputs differ by at most omega:
                 candidate = the lower rung of the two; settled
             else:
-                candidate = the next rung up
+                candidate = the next rung up, at last the top one
 
     The scaling policy is the ladder: `gravac.TopK.exponential` or `TopK.geometric`. The
     paper multiplies a factor at the end of a window; here the controller climbs to the

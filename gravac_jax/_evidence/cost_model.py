@@ -26,7 +26,6 @@ IS_COMPUTE = np.arange(PARTS) == 0
 # All of these are arbitrary. Networks drift more than chips.
 DRIFT = np.array([0.002, 0.002, 0.03, 0.03], "f")  # of a part in a step
 LEAST_PART = 0.3  # of a step; a smaller part wanders as if it were this large
-JUMP = np.array([0.3, 0.3, 1.0, 1.0], "f")  # of a step: what a part may be after one
 
 NOISE = 0.2  # relative standard deviation of a time, before any is measured
 LEAST_NOISE = 0.01
@@ -174,8 +173,9 @@ def observe(
     """Learn from the time of a step.
 
     The first time sets the scale of all parts. An outlier counts for at most three
-    standard deviations. Several outliers in a row mean that the network has changed,
-    and what was known about it counts less.
+    standard deviations. Several outliers in a row mean that the network has changed, or
+    that others have paused: all parts then follow the newest time, and are as unknown
+    as after the first one. What a pause has left would be believed for ever otherwise.
 
     Args:
       timing: the state.
@@ -205,14 +205,13 @@ def observe(
     deviation = jnp.sqrt(_dot(with_time, share) + timing.noise)
     error = (seconds / expected - _dot(share, scale)) / deviation
     error = jnp.clip(error, -OUTLIER, OUTLIER)
-    moved = with_time / deviation
-    scale += moved * error
-    covariance -= jnp.outer(moved, moved)
-    scale, covariance = _positive_scale(scale, covariance)
-
     surprise = (1 - SURPRISE_WEIGHT) * timing.surprise + SURPRISE_WEIGHT * error
     is_alarm = jnp.abs(surprise) > ALARM
-    covariance += jnp.diag(jnp.square(jnp.where(is_alarm, JUMP * whole, 0.0)))
+    moved = with_time / deviation
+    scale = jnp.where(is_alarm, scale * seconds / expected, scale + moved * error)
+    covariance -= jnp.outer(moved, moved)
+    covariance = jnp.where(is_alarm, jnp.diag(jnp.square(whole)), covariance)
+    scale, covariance = _positive_scale(scale, covariance)
     learned = Timing(
         scale=scale,
         covariance=covariance,

@@ -52,14 +52,15 @@ class StepInfo(NamedTuple):
         such a step.
       disagreements: `[]` int32, exchanges so far in which replicas held different
         params, if `update` was given any. Each exchange compares a sample of a few
-        leaves; `gravac.checksum` compares all, and `gravac.resync` mends them. A step
-        that skips updates, or scales them, by its own gradient alone makes replicas
-        part for good.
+        leaves, but for slices over a number of devices that is no power of two.
+        `gravac.checksum` compares all, and `gravac.resync` mends them. A step that
+        skips updates, or scales them, by its own gradient alone makes replicas part for
+        good.
       alike_steps: `[]` int32, steps so far in which a sample of the gradient had the
         same norm on all replicas. They had been averaged before the exchange, which
         nothing else can tell under `pmap`, or all replicas had the same batch.
-      local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` or
-        `gravac.Fastest` makes some steps local.
+      local_steps: `[]` int32, steps since the last exchange; 0 unless `every=`
+        makes some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
         rounds those of the last step.
 
