@@ -223,8 +223,12 @@ def cut(path: str, sharding: Any, axis_name: Any) -> None:
 def ties(tree: Any) -> None:
     """Refuse nnx objects that share a variable, as each would be changed by itself."""
     nnx: Any = sys.modules.get("flax.nnx")
-    only = lambda _, x: isinstance(x, nnx.Pytree | nnx.Variable) and jax.tree.leaves(x)
-    if twice := nnx and nnx.find_duplicates(tree, only=only):
+    is_object = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
+    # States are values: Optax may hold the same ones as the params.
+    is_leaf = lambda x: is_object(x) or isinstance(x, nnx.State)
+    leaves = jax.tree.leaves(tree, is_leaf=is_leaf) if nnx else ()
+    only = lambda _, x: bool(jax.tree.leaves(x))
+    if twice := nnx and nnx.find_duplicates([*filter(is_object, leaves)], only=only):
         raise ValueError(
             f"nnx objects share variables, got one at each of {twice[0]}: keep one, and"
             f" hand it over where the other is used."
@@ -421,8 +425,8 @@ def divides(tree: Any, parts: int, what: str, of: str = "replicas") -> None:
         if not shape or not shape[0] or shape[0] % parts:
             raise ValueError(
                 f"{what} cannot be split over {parts} {of}, got shape {shape} at"
-                f" {path}: give rows first, a multiple of {parts} above 0, and the rest"
-                f" to the step by keyword (nnx objects to gravac.nnx_data_parallel)."
+                f" {path}: give rows first, a multiple of {parts} above 0; close over"
+                f" others, or give them to the step by keyword (nnx_data_parallel)."
             )
 
 

@@ -353,8 +353,8 @@ def _break_connections(port: int) -> None:
     for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         # Some are not connected, or have just been closed.
         with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as found:
-            own, other = found.getsockname(), found.getpeername()  # "" if not of TCP
-            # The host's own name may lead to 127.0.1.1.
+            own, other = found.getsockname(), found.getpeername()
+            # The host's own name may lead to 127.0.1.1. Other sockets have no tuples.
             is_here = own[:1] == other[:1] or str(*other[:1]).startswith("127.")
             if isinstance(own, tuple) and is_here and port not in (own[1], other[1]):
                 found.shutdown(socket.SHUT_RDWR)

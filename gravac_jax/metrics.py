@@ -427,6 +427,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
     """Yield every whole line, as bytes and parsed; None if it is damaged."""
     *whole, rest = path.read_bytes().split(b"\n")
+    if not whole and not rest.startswith(b'{"step": '[: len(rest)]):
+        whole, rest = [rest], b""
     for number, text in enumerate(whole, 1):
         try:
             line = {name: float(x) for name, x in json.loads(text).items()}
@@ -439,8 +441,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             line = None
         yield text + b"\n", line
     if rest:
-        if not (whole or rest.startswith(b'{"step": '[: len(rest)])):
-            raise ValueError(f"{path}: line 1 is not one of metrics.JsonlWriter.")
         why = "the last line was cut off and is left out"
         warnings.warn(f"{path}: {why}", stacklevel=3)
 

@@ -443,9 +443,9 @@ def test_float16_saturates_where_the_exchange_outgrows_it():
 def test_it_works_with_64_bit_types_enabled(send, dtype, recwarn):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         rate = np.float64(0.1)  # as np.linspace makes it
-        memory = gravac.OwnOptimizer(optax.sgd(rate, 0.9))
-        clip = gravac.ClipByGlobalNorm(rate)
-        tx = gravac.transform(send=send, memory=memory, clip=clip, weight_decay=rate)
+        both = gravac.Momentum(rate), gravac.OwnOptimizer(optax.sgd(rate, 0.9))
+        how = {"memory": both[dtype == np.float64], "weight_decay": rate}
+        tx = gravac.transform(send=send, clip=gravac.ClipByGlobalNorm(rate), **how)
         step = lambda state, x, **told: tx.update(x[0], state, x[0], **told)[::-1]
         before, told = tx.init(jnp.ones(8, dtype)), {"step_seconds": jnp.float32(1)}
         warned = ["1 of 1 leaves of the params are float64" in str(x) for x in recwarn]

@@ -57,7 +57,7 @@ class GraVAC(Controller):
             if the two best throughputs differ by at most omega:
                 candidate = the lower rung of the two; settled
             else:
-                candidate = the next rung up, at last the top one
+                candidate = the next rung up, if there is one
 
     The scaling policy is the ladder: `gravac.TopK.exponential` or `TopK.geometric`. The
     paper multiplies a factor at the end of a window; here the controller climbs to the

@@ -346,6 +346,7 @@ class Bits(Encoding):
 
         It is exact for fewer than 512 whole rows, if none are spared or take turns. A
         part that is due is taken for as large as all others, and spared leaves as sent.
+        Where all rows that are looked at are zeros, it is 1.
         """
         message = self.message(bucket, replicas)
         kept, spared = self._shares(looked, message)

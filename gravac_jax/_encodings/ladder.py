@@ -75,7 +75,8 @@ class Ladder:
         taken: list[Encoding] = []
         cost = lambda x: x.traffic(self.bucket, replicas).wire_bytes
         for encoding in self.encodings if self.bucket.n else ():
-            before = [x for x in taken[-1:] if _of_many(encoding) < _of_many(x)]
+            before = [x for x in taken[-1:] if isinstance(x, (Dense, type(encoding)))]
+            before = [x for x in before if _of_many(encoding) < _of_many(x)]
             taken.append(min([encoding, *before, Dense()], key=cost))
         return tuple(taken) or (Dense(),) * len(self.encodings)
 

@@ -174,8 +174,8 @@ def observe(
 
     The first time sets the scale of all parts. An outlier counts for at most three
     standard deviations. Several outliers in a row mean that the network has changed, or
-    that others have paused: all parts then follow the newest time, and are as unknown
-    as after the first one. What a pause has left would be believed for ever otherwise.
+    that others have paused: all parts then follow the newest time, and are less known
+    than after the first one. Otherwise what a pause has left is believed for ever.
 
     Args:
       timing: the state.

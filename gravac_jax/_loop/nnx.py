@@ -38,11 +38,14 @@ def nnx_value_and_grad(
       loss sees them, so dropout masks differ between replicas. The keys in the objects
       stay as they are, and their counts go on: both are the same on all replicas. Keys
       that the step draws outside of the loss are the same on all replicas, too.
+    - Variables that are trained stay as they are, whatever the loss writes to them, as
+      `nnx.SpectralNorm`, `nnx.WeightNorm` and `nnx.remat` do.
     - Other variables are written back as they are. They must not differ between
       replicas: `gravac.nnx_data_parallel` refuses a step that returns them different;
       under `check_vma=False` and `pmap` nobody knows whether they do.
 
-    With `axis_name=None` it is `flax.nnx.value_and_grad`.
+    With `axis_name=None` it is `flax.nnx.value_and_grad`, but for what the loss writes
+    to variables that are trained and to keys.
 
     Args:
       loss_fn: `(model, *others) -> loss`, where the others are nnx objects or arrays in
@@ -125,14 +128,13 @@ def nnx_value_and_grad(
             with _only_values_change(objects, "the loss"):
                 out = loss_fn(*own[:-1], **own[-1])
             loss, aux = out if has_aux else (out, None)
-            is_new = lambda path, x: any(
-                map(operator.is_not, jax.tree.leaves(x), before[path])
-            )
             # nnx.remat and nnx.jit write back all that they are given.
-            first = len(_objects_in(own[0]))
-            is_own = lambda path, x: path[0] < first and is_trained(path[1:], x)
-            changes = nnx.All(is_new, nnx.Not(nnx.Any(is_own, nnx.RngKey)))
-            return loss, (aux, nnx.state(objects, changes))
+            kept = {*map(id, jax.tree.leaves((params, keys)))}
+            is_new = lambda path, x: (
+                kept.isdisjoint(map(id, before[path]))
+                and any(map(operator.is_not, jax.tree.leaves(x), before[path]))
+            )
+            return loss, (aux, nnx.state(objects, is_new))
 
         value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
         (loss, (aux, changed)), grads = value_and_grad(params)

@@ -64,7 +64,7 @@ def make_mesh(
             f" ('data',) or ('dcn', 'ici'), got {axis_names!r}. For more axes reshape"
             f" the `devices` of the mesh, and hand them to jax.sharding.Mesh."
         )
-    chosen = list(jax.devices() if devices is None else np.ravel(devices))
+    chosen = list(jax.devices() if devices is None else np.ravel(list(devices)))
     if not chosen:
         raise ValueError("a mesh needs a device, got devices=[]: leave it out for all.")
     if hosts is None:
@@ -116,11 +116,12 @@ def place(
       ValueError: if the mesh does not have the axis, the state is placed on another
         number of replicas, or `mesh` is neither a mesh nor a positive number. If a leaf
         is sharded over the axis of the replicas, or over one that the mesh does not
-        have; if a `vmap` made a state for each member of an ensemble. If the
-        optimizer has a momentum that the transform's memory has already. If something
-        keeps gradients before the transform sees them, or moves the params by them: a
-        momentum before it in the chain, or `optax.MultiSteps`, `optax.apply_if_finite`
-        or `optax.contrib.sam` around it.
+        have; if a `vmap` made a state for each member of an ensemble; if nnx objects,
+        or modules of one, share a variable. If the optimizer has a momentum that the
+        transform's memory has already. If something keeps gradients before the
+        transform sees them, or moves the params by them: a momentum before it in the
+        chain, or `optax.MultiSteps`, `optax.apply_if_finite` or `optax.contrib.sam`
+        around it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

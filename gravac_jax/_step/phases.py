@@ -198,7 +198,7 @@ class Step:
     def feed(
         self, parts: Parts, bad: jax.Array, local: LocalState, own: tuple[Parts, ...]
     ) -> tuple[Parts, tuple[Any, ...], Told]:
-        """Add gradient and decay to what the memory holds back, unless one is bad.
+        """Add gradient and decay to what is held back, unless the gradient is bad.
 
         Args:
           parts: the gradient.
@@ -215,10 +215,9 @@ class Step:
         unfed = held_by(components.memory, local, self.buckets)
         memories = components.memories(self.buckets)
         compensate = lambda memory, *given: memory.compensate(*given)
-        decayed = parts
-        if weight_decay := float(components.weight_decay):
-            decay = lambda x, p: x + weight_decay * p
-            decayed = tuple(map(decay, parts, self.buckets.pack(self.params)))
+        decay = float(components.weight_decay)
+        add = lambda x, p: x + decay * p
+        decayed = map(add, parts, self.buckets.pack(self.params)) if decay else parts
         compensated = map(compensate, memories, decayed, local.memory, *own)
         fed, memory = zip(*compensated, strict=True)
         told = untold = tuple(map(jnp.zeros_like, local.norms))

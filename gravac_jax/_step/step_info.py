@@ -52,7 +52,7 @@ class StepInfo(NamedTuple):
         such a step.
       disagreements: `[]` int32, exchanges so far in which replicas held different
         params, if `update` was given any. Each exchange compares a sample of a few
-        leaves, but for slices over a number of devices that is no power of two.
+        leaves. Not compared: slices over a number of devices that is no power of two.
         `gravac.checksum` compares all, and `gravac.resync` mends them. A step that
         skips updates, or scales them, by its own gradient alone makes replicas part for
         good.
