@@ -88,7 +88,8 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
 
     Raises:
       ValueError: If `opt_state` holds no `StepInfo`, more than one, or the `StepInfo`
-        of several steps, or if one of `others` has more than one entry.
+        of several steps, if one of `others` has more than one entry, or inside a
+        transformation of JAX, such as `jax.vmap`.
       RuntimeError: If the state was donated to a later step.
 
     Example:

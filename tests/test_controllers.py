@@ -93,7 +93,9 @@ CLIMBS, IS_DENSE = [2] * 5 + [3] * 55, [0] * 60
 )
 def test_gravac_climbs_a_rung_a_window_while_the_gain_allows_it(gain, options, rungs):
     controller = gravac.GraVAC(**UNTIL_THE_TOP, **options)
-    assert _laws.decided(controller, steady(gain))[0].tolist() == rungs
+    taken, state = _laws.decided(controller, steady(gain))
+    assert taken.tolist() == rungs
+    assert state.moved(controller.init()[1]).candidate == 2  # it searches anew
 
 
 # What float32 cannot hold

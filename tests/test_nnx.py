@@ -167,9 +167,8 @@ class Masks(nnx.Module):
 
 
 def test_objects_that_share_a_variable_are_not_placed():
-    model = Odd()
     with pytest.raises(ValueError, match=r"share variables, .* \[\(0,\), \(1,\)\]"):
-        gravac.place((model, model), N)
+        gravac.place([Odd()] * 2, N)
 
 
 @everywhere
@@ -246,8 +245,8 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
         grad_fn = gravac.nnx_value_and_grad(square, optimizer=optimizer)
         optimizer.update(model, grad_fn(model, x)[1])
 
-    call = nnx.remat(Adapted.__call__)  # writes back all that it is given
-    square = lambda model, x: jnp.mean(call(model, x) ** 2)
+    # remat writes back all that it is given.
+    square = lambda model, x: jnp.mean(nnx.remat(Adapted.__call__)(model, x) ** 2)
     plain_square = lambda params, x: jnp.mean((x @ (FROZEN + params["kernel"])) ** 2)
     tx = gravac.guard(tx)
     plain = gravac.train_step(plain_square, tx, mesh)
