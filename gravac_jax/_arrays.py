@@ -9,7 +9,7 @@ import itertools
 import json
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -146,6 +146,17 @@ def places(shape: tuple[int, ...]) -> jax.Array:
 def is_float(x: Any) -> bool:
     """Return whether an array or a number is of real floating-point numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` holds typed random keys."""
+    return jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
+
+
+def by_bits(put: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+    """Return keys whose bits are `put` of those of `key`, for what takes no keys."""
+    impl = jax.random.key_impl(key)
+    return jax.random.wrap_key_data(put(jax.random.key_data(key)), impl=impl)
 
 
 def energy(x: jax.Array) -> jax.Array:

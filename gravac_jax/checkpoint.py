@@ -597,7 +597,7 @@ def _type_and_shape(x: Any) -> tuple[Any, tuple[int, ...]]:
 
     A random key is stored as its bits. `x` may be Orbax's metadata.
     """
-    if jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key):
+    if _arrays.is_key(x):
         x = jax.eval_shape(jax.random.key_data, x)
     return getattr(x, "dtype", type(x).__name__), tuple(getattr(x, "shape", ()))
 

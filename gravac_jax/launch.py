@@ -52,8 +52,7 @@ from typing import Any
 
 import jax
 
-from gravac_jax import _job
-from gravac_jax._job import Job, ProcessDiedError, local_coordinator, say
+from gravac_jax._job import FOLDER, Job, ProcessDiedError, delay, local_coordinator, say
 from gravac_jax.elastic import supervise
 
 __all__ = ["Job", "ProcessDiedError", "local_coordinator", "local_environment", "main"]
@@ -126,7 +125,7 @@ def _run_job(options: argparse.Namespace) -> None:
         if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
             said += f", and device {last} is left out, which leaves {len(members)}"
-        pause = _job.delay(time.monotonic() - begun, pause)
+        pause = delay(time.monotonic() - begun, pause)
         say(f"{said}; restart {restart + 1} of {options.restarts} in {pause} s")
         time.sleep(pause)
 
@@ -144,7 +143,7 @@ def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
     # In memory: on a full disk members of an elastic job would show no sign of life.
     memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
     with tempfile.TemporaryDirectory(dir=memory) as path:
-        env = local_environment(coordinator) | {_job.FOLDER: path * options.elastic}
+        env = local_environment(coordinator) | {FOLDER: path * options.elastic}
         job = Job(commands, options.grace, env=env)
         try:
             supervise(job, path, options) if options.elastic else job.wait()

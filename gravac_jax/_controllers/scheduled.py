@@ -26,8 +26,8 @@ class Scheduled(Controller):
       ladder: the encodings, one after the other.
       starts: the step, counted from 0, at which each but the first begins; none before
         the one before it. What would begin at step 1 or 2 begins at step 3, because a
-        decision takes effect three exchanges later. With rounds of
-        changing length it may begin an exchange or two early or late.
+        decision takes effect three exchanges later. With rounds of changing length it
+        may begin an exchange or two early or late.
 
     Raises:
       TypeError: if `ladder` is not a tuple of encodings.

@@ -143,17 +143,16 @@ def mean_of_payloads(
     """
     replicas = buffers.shape[0]
 
-    def add(replica: jax.Array | int, total: jax.Array) -> jax.Array:
+    def add(total: jax.Array, replica: jax.Array | int) -> jax.Array:
         buffer = jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False)
         payload = decode(buffer)
         at = total.at[payload.indices]
         share = payload.values / replicas
         return at.add(share, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    looped = lambda zeros: jax.lax.fori_loop(0, replicas, add, zeros)
+    looped = lambda zeros: jax.lax.fori_loop(0, replicas, lambda i, x: add(x, i), zeros)
     # A GPU would copy the total into a loop.
-    added = lambda total, replica: add(replica, total)
-    each = lambda zeros: functools.reduce(added, range(replicas), zeros)
+    each = lambda zeros: functools.reduce(add, range(replicas), zeros)
     if replicas > MAX_UNROLLED:
         return looped(zeros)
     return jax.lax.platform_dependent(zeros, cpu=looped, default=each)

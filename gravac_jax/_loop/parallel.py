@@ -172,10 +172,8 @@ def _put(sharding: Any, stays: bool, x: Any) -> Any:
     lies = None if is_traced else getattr(x, "sharding", None)
     if stays and (is_traced or getattr(lies, "mesh", None) == sharding.mesh):
         return x
-    is_key = jnp.issubdtype(getattr(x, "dtype", float), jax.dtypes.prng_key)
-    if is_key and not sharding.is_fully_addressable:  # processes send no keys
-        bits = _put(sharding, stays, jax.random.key_data(x))
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+    if not sharding.is_fully_addressable and _arrays.is_key(x):
+        return _arrays.by_bits(functools.partial(_put, sharding, stays), x)
     # Each of several processes brings its own part of a batch, in NumPy or JAX, and may
     # bring its own values of what is shared, such as its step times, in NumPy.
     is_host = isinstance(x, (np.ndarray, np.generic))

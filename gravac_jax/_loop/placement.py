@@ -194,10 +194,8 @@ def _put(x: Any, sharding: Any, *lead: int) -> Any:
         # which a step that donates its state would delete.
         copy = jnp.broadcast_to(jnp.array(x, copy=True), shape)
         return jax.device_put(copy, sharding)
-    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        # NumPy, which makes the shards, has no keys.
-        data = _put(jax.random.key_data(x), sharding, *lead)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if _arrays.is_key(x):  # NumPy, which makes the shards, has none
+        return _arrays.by_bits(lambda bits: _put(bits, sharding, *lead), x)
     # Each process makes only the shards of its own devices, each in memory of its own.
     rows = np.broadcast_to(np.asarray(x, jnp.result_type(x)), shape)
     return jax.make_array_from_callback(shape, sharding, lambda i: np.array(rows[i]))

@@ -115,9 +115,9 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
 
     def shared(x: Any) -> jax.Array:
         x = jnp.asarray(x)
+        if _arrays.is_key(x):
+            return _arrays.by_bits(shared, x)
         words = _words(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(shared(words), impl=jax.random.key_impl(x))
         sent = comm.share(words.astype(jnp.uint32))
         if x.dtype == bool:
             return sent.astype(bool)
@@ -162,7 +162,7 @@ def _spread(leaf: Any) -> jax.Array:
 def _words(x: Any) -> jax.Array:
     """Return the bits of `x` as unsigned integers; 64 bits become two of 32."""
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _arrays.is_key(x):
         return jax.random.key_data(x)
     if x.dtype == bool:
         return x.astype(jnp.uint8)

@@ -309,7 +309,7 @@ class Step:
         return parts, state._replace(
             local=local._replace(memory=tuple(after), encodings=encodings, norms=known),
             # More would mean a local step.
-            decided=jnp.int32(jnp.clip(decided, 0, len(self.state.ladder) - 1)),
+            decided=jnp.int32(jnp.clip(decided, 0, len(state.ladder) - 1)),
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
             round=following,

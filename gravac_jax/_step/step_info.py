@@ -59,8 +59,8 @@ class StepInfo(NamedTuple):
       alike_steps: `[]` int32, steps so far in which a sample of the gradient had the
         same norm on all replicas. They had been averaged before the exchange, which
         nothing else can tell under `pmap`, or all replicas had the same batch.
-      local_steps: `[]` int32, steps since the last exchange; 0 unless `every=`
-        makes some steps local.
+      local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` makes
+        some steps local.
       mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
         rounds those of the last step.
 
