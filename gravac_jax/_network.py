@@ -460,9 +460,3 @@ def mean_traffic(entries: int, replicas: int) -> Traffic:
     carries = "mean" if entries <= COPIED_ENTRIES else "nothing"
     bits, messages = BYTE_BITS * payload_bytes, 2 * (replicas - 1)
     return Traffic(bits, payload_bytes, wire_bytes, messages, carries)
-
-
-def bfloat16_mean_traffic(entries: int, replicas: int) -> Traffic:
-    """Return the cost of `Comm.bfloat16_mean` of `entries`."""
-    shard_bytes = BFLOAT16_BYTES * -(-entries // replicas)
-    return two_stage_traffic(shard_bytes, replicas)

@@ -25,11 +25,6 @@ def once(x: Any) -> Any:
     return jax.lax.optimization_barrier(x)
 
 
-def once_on_cpus(x: jax.Array) -> jax.Array:
-    """Return `x`, which CPUs then compute once."""
-    return jax.lax.platform_dependent(x, cpu=once, default=lambda x: x)
-
-
 def in_its_shape(x: jax.Array) -> jax.Array:
     """Return `x`, which TPUs keep in memory in the shape that it has here.
 
@@ -101,6 +96,21 @@ def own_kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
     return jax.lax.cond(never, nothing, make)
 
 
+def in_bytes(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
+    """Return `make()`, uint32 below 256, which CPUs keep in memory as bytes.
+
+    CPUs. What reads entries far apart, such as all that share a word, waits for memory
+    at each of them. Bytes are made in the order of the entries, and lie in the cache.
+
+    Args:
+      make: the computation.
+      like: as for `own_kernel`.
+    """
+    through = lambda: own_kernel(lambda: make().astype(jnp.uint8), like)
+    cpu = lambda _: through().astype(jnp.uint32)
+    return jax.lax.platform_dependent(like, cpu=cpu, default=lambda _: make())
+
+
 def unknown(numbers: Sequence[int], count: jax.Array) -> Sequence[jax.Array]:
     """Return `numbers`, `[]` uint32 each, which XLA does not know when it compiles.
 
@@ -130,8 +140,8 @@ def row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
 
     def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        quarters = [x.reshape(len(x), 4, -1) for x in arrays]
-        parts = jax.lax.reduce(quarters, zeros, add, (1,))
+        folds = [x.reshape(len(x), 4, -1) for x in arrays]
+        parts = jax.lax.reduce(folds, zeros, add, (1,))
         return tuple(jnp.sum(part, axis=1) for part in parts)
 
     def plain(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -188,8 +188,7 @@ def put_in(jaxpr: Any, rung: int, rungs: int, replicas: int) -> tuple[int, int]:
     taken = list(collectives(jaxpr, rung, rungs))
     size = sum(x.aval.size * x.aval.dtype.itemsize for e in taken for x in e.invars)
     rounds = {"psum": 2, "psum_invariant": 2}  # a ring goes round once to add up
-    times = sum(rounds.get(e.primitive.name, 1) for e in taken)
-    return size, times * (replicas - 1)
+    return size, sum(rounds.get(e.primitive.name, 1) for e in taken) * (replicas - 1)
 
 
 def collectives(jaxpr: Any, rung: int, rungs: int) -> Iterator[Any]:

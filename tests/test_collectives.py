@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _harness import N, make_mesh, on_each
 
-from gravac_jax import Comm, _arrays, _network
+from gravac_jax import Bucket, Comm, Dense, _arrays, _network
 from gravac_jax._network import Carrier
 
 COMM, SPLIT = Comm("data"), jax.P("data")
@@ -110,7 +110,7 @@ def test_a_ring_passes_the_buffer_twice_and_a_gather_serves_each_of_the_others(n
     assert reduced == (8000, 1000, wire_bytes, messages, "mean")
     gathered = _network.all_gather_traffic(1000, n)
     assert gathered == (8000, 1000, others * 1000, others, "gather")
-    short = _network.bfloat16_mean_traffic(1001, n)
+    short = Dense("bfloat16").traffic(Bucket(1001), n)
     assert short.wire_bytes == 2 * others * 2 * -(-1001 // n)
 
 
@@ -137,8 +137,7 @@ def carrying(send, words, figures):
     """Return what a message brings, and the means of an energy and of figures."""
     carrier = Carrier("data", figures["a"].reshape(-1))
     carrier.tell(figures["b"])
-    received = send(carrier, words)
-    return carrier.cast(received), carrier.mean_of_figures(figures["b"])
+    return carrier.cast(send(carrier, words)), carrier.mean_of_figures(figures["b"])
 
 
 def apart(send, words, figures):
@@ -195,8 +194,7 @@ def test_words_lead_back_to_what_they_were_made_of(word, dtype, m):
     words = _arrays.to_words(x, word)
     assert words.dtype == word
     assert words.shape == (2, -(-m * x.dtype.itemsize // np.dtype(word).itemsize))
-    again = _arrays.from_words(words, dtype)
-    np.testing.assert_array_equal(again[:, :m], x)
+    np.testing.assert_array_equal(_arrays.from_words(words, dtype)[:, :m], x)
 
 
 def test_what_is_gathered_is_a_row_between_barriers():

@@ -12,6 +12,7 @@ import pytest
 from _harness import ROWS, N, assert_same, choices, in_both_ways, make_mesh
 
 import gravac_jax as gravac
+from gravac_jax import _arrays
 from gravac_jax._step.states import is_transform_state, transform_states
 
 MESH = make_mesh()
@@ -60,8 +61,7 @@ def test_changes_that_could_cancel_show():
 def test_random_keys_are_compared_and_shared():
     keys = jax.random.split(jax.random.key(0), N)
     assert len(set(checksums(keys))) == N
-    shared = everywhere(gravac.resync, "vmap")(keys)
-    assert (shared == keys[0]).all()
+    assert (everywhere(gravac.resync, "vmap")(keys) == keys[0]).all()
 
 
 @in_both_ways
@@ -150,6 +150,15 @@ in_every_guard = pytest.mark.parametrize("name", choices(GUARDED, QUICK.__contai
 GOOD = None
 # The replicas that are hit, and the value of one entry of their gradients.
 BAD = (([2], np.nan), ([0, 1, 2, 3], np.inf), ([0], -np.inf))
+
+
+@pytest.mark.parametrize("n", [7, 2**17])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -(2.0**50), 2.0**49])
+def test_what_is_not_finite_is_seen_beside_large_entries(value, n):
+    x = np.full(n, 2.0**48, np.float32)
+    x[n // 2] = value
+    found = jax.jit(lambda x: _arrays.is_bad((x,), 2.0**50))(x)
+    assert bool(found) == (not abs(value) < 2.0**50)
 
 
 @functools.cache

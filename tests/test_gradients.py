@@ -142,8 +142,7 @@ def test_under_pmap_a_dynamic_scale_of_flax_follows_the_gradients_of_all_replica
         updates, state = tx.update(grads, tx.init(w))
         return updates, state.info.is_finite, state.info.bad_steps
 
-    overflowing = X.at[1, 2].set(jnp.inf)
-    updates, is_finite, bad_steps = everywhere(step, "pmap", x=overflowing)
+    updates, is_finite, bad_steps = everywhere(step, "pmap", x=X.at[1, 2].set(jnp.inf))
     others = [jax.grad(LOSS)(W, x) for i, x in enumerate(X) if i != 1]
     np.testing.assert_array_equal(updates, [sum(others) / N] * N)
     assert (is_finite.tolist(), bad_steps.tolist()) == ([False] * N, [1] * N)

@@ -85,8 +85,7 @@ def test_few_bits_are_those_of_data_parallel_and_nothing_else_crosses():
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(params, state[0], rtol=1e-5, atol=1e-7)
 
-    found = collectives(text)
-    crossing = sum(x.payload_bytes for x in found)
+    crossing = sum(x.payload_bytes for x in collectives(text))
     dense_bytes = 4 * sum(x.size for x in PARAMS.values())
     assert 1 / 16 < crossing / dense_bytes < 1 / 6
     text = run(mesh, optax.sgd(0.5))[2]

@@ -100,8 +100,7 @@ def test_every_program_trains_and_a_killed_run_goes_on_to_the_same_bits(
     asked = {"send": send, "bfloat16": name == "resnet_cifar"}
     run = functools.partial(train, name, data_dir, monkeypatch=monkeypatch, **asked)
     tested, state, lines = run(out=tmp_path / "whole")
-    kinds = {x.dtype for x in jax.tree.leaves(state[0])}
-    assert kinds == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state[0])} == {jnp.dtype("float32")}
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert all(math.isfinite(line["loss"]) for line in lines)
     evaluated = [line["step"] for line in lines if "held_out/loss" in line]

@@ -14,12 +14,11 @@ from _harness import AS_USERS
 from gravac_jax import _xla
 
 N = 2**16
-X = jax.ShapeDtypeStruct((N,), jnp.float32)
 
 
 def text(function, **options):
     """Return the compiled program of a function of `[N]` float32."""
-    return jax.jit(function, **options).lower(X).compile(AS_USERS).as_text()
+    return jax.jit(function, **options).lower(jnp.zeros(N)).compile(AS_USERS).as_text()
 
 
 def kernels(program):
@@ -34,9 +33,8 @@ def test_slices_at_known_places_have_a_kernel_each():
     def cut(x, starts):
         return [jnp.sin(jax.lax.dynamic_slice(x, (i,), (100,))) for i in starts]
 
-    plain = text(lambda x: cut(x, starts))
     ours = text(lambda x: cut(x, _xla.unknown(starts, jnp.int32(x[0]))))
-    assert len(kernels(plain)) == len(starts)
+    assert len(kernels(text(lambda x: cut(x, starts)))) == len(starts)
     assert len(kernels(ours)) < 4
 
 
@@ -52,22 +50,31 @@ def test_a_vector_that_others_read_is_copied_before_it_is_overwritten():
     assert copies(_xla.after_reads) == 0
 
 
+plain = lambda make, like: make()
+
+
+def is_fused(both, codes, words):
+    """Return whether one kernel computes two operations of a program that packs."""
+
+    def of(x):
+        rows = x.reshape(16, 32, -1)
+        scale = jnp.mean(jnp.abs(rows), axis=(1, 2))
+        is_above = lambda: (rows > scale[:, None, None]).astype(jnp.uint32)
+        places = jnp.arange(32, dtype=jnp.uint32)[None, :, None]
+        make = lambda: jnp.sum(codes(is_above, scale) << places, 1, dtype=jnp.uint32)
+        return jnp.concatenate([words(make, scale).ravel(), scale.astype(jnp.uint32)])
+
+    return any(all(x in kernel for x in both) for kernel in kernels(text(of)))
+
+
 def test_what_joins_an_array_is_fused_into_the_kernel_that_computes_it():
-    def is_fused(compute):
-        def of(x):
-            rows = x.reshape(16, 32, -1)
-            scale = jnp.mean(jnp.abs(rows), axis=(1, 2))
-            is_above = (rows > scale[:, None, None]).astype(jnp.uint32)
-            places = jnp.arange(32, dtype=jnp.uint32)[None, :, None]
-            make = lambda: jnp.sum(is_above << places, axis=1, dtype=jnp.uint32)
-            words = compute(make, scale)
-            return jnp.concatenate([words.reshape(-1), scale.astype(jnp.uint32)])
+    assert is_fused(["concatenate(", "shift-left("], plain, plain)
+    assert not is_fused(["concatenate(", "shift-left("], plain, _xla.own_kernel)
 
-        both = "concatenate(", "shift-left("
-        return any(all(x in kernel for x in both) for kernel in kernels(text(of)))
 
-    assert is_fused(lambda make, like: make())
-    assert not is_fused(_xla.own_kernel)
+def test_what_reads_entries_far_apart_is_fused_with_what_they_are_made_of():
+    assert is_fused(["compare(", "shift-left("], plain, _xla.own_kernel)
+    assert not is_fused(["compare(", "shift-left("], _xla.in_bytes, _xla.own_kernel)
 
 
 def test_sums_of_several_arrays_need_these_in_memory():

@@ -390,8 +390,6 @@ def _in_rows(part: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return entries in rows, padded by zeros, and the entries of each row."""
     n, rows = part.size, -(-part.size // length)
     padded = jnp.pad(part, (0, rows * length - n)).reshape(rows, length)
-    # XLA would move the reshape into a sum, which its CPU backend then does slowly.
-    padded = _xla.once_on_cpus(padded)
     entries = np.minimum(n - length * np.arange(rows), length)
     return padded, jnp.asarray(entries, jnp.float32)
 

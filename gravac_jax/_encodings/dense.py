@@ -59,7 +59,8 @@ class Dense(Encoding):
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry, or 2."""
         if self.values == "bfloat16":
-            return _network.bfloat16_mean_traffic(bucket.n, replicas)
+            shard_bytes = _network.BFLOAT16_BYTES * -(-bucket.n // replicas)
+            return _network.two_stage_traffic(shard_bytes, replicas)
         return _network.mean_traffic(bucket.n, replicas)
 
     def exchange(

@@ -32,6 +32,7 @@ SCALES = 2  # of a row; widths that need one leave the other at 0
 BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
 TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
 MAX_UNROLLED = 32  # replicas whose words one kernel adds up
+CACHED = 2**20  # entries that CPUs read in any order as fast
 
 
 class Levels(NamedTuple):
@@ -217,13 +218,15 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
     vectors on every device.
     """
     shape = (len(x), bits, WORD_BITS // bits, x[0].size // WORD_BITS)
+    coded = lambda: encode(x.reshape(shape), levels.units, bits)
 
     def add_up() -> jax.Array:
-        planes = encode(x.reshape(shape), levels.units, bits) << _shifts(bits)
+        codes = coded() if x.size < CACHED else _xla.in_bytes(coded, levels.scales)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
         # A GPU would sum over 32 codes in two kernels, with all of them in memory.
         each = lambda x: jnp.split(x, x.shape[2], axis=2)
         one_by_one = lambda x: sum(each(x), jnp.uint32(0))[:, :, 0]
+        planes = codes << _shifts(bits)
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
     return _xla.own_kernel(add_up, levels.scales)
