@@ -25,7 +25,6 @@ from gravac_jax._network import Comm, Traffic
 
 SMALL_BUCKET_ROWS = 16  # rows of a bucket that is too small for rows of full length
 MANY_ROWS = 256  # of which the last may be padded: a full one is 0.4% of the bytes
-QUICK_ROW = 1024  # entries; CPUs took a third longer over rows of 4,000 than of 4,096
 SMALL_LEAF = 16_384  # entries of a leaf that is not spared
 SPARED_BITS = 4  # of an entry of a spared leaf, at least
 SPARED_BYTES = 1 / 3  # the most that spared leaves add to a message
@@ -88,9 +87,8 @@ class Message(NamedTuple):
         """Return the cost of words and scales, in two stages or in one."""
         owners = _owners(replicas)
         part_bytes = sum(x.size(owners) for x in self.sections)
-        if owners == 1:
-            return _network.all_gather_traffic(part_bytes, replicas)
-        return _network.two_stage_traffic(part_bytes, replicas)
+        one_stage, two = _network.all_gather_traffic, _network.two_stage_traffic
+        return (one_stage if owners == 1 else two)(part_bytes, replicas)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -219,13 +217,10 @@ class Bits(Encoding):
         TPUs: rows of 2,048 took twice the passes over a bucket.
         """
         cost = lambda row: -(-n // row) * (row + WORD_BITS)
-        lengths = self._lengths(n)
-        row = lengths[0]
+        row, lengths = self.row_entries, self._lengths(n)
         if n < MANY_ROWS * row:
-            if n % self._row(n) == 0:
-                return n
-            quick = [row for row in lengths if row % QUICK_ROW == 0]
-            row = min(quick or lengths, key=cost)
+            whole = [x for x in lengths if n % x == 0]
+            row = min(whole or lengths, key=cost)
         return -(-n // row) * row
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
