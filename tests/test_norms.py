@@ -53,10 +53,8 @@ def test_signs_are_as_good_as_random():
     assert set(np.unique(signs)) == {-1, 1}
     chance = 5 / np.sqrt(10_000)  # five standard deviations
     assert abs(signs.mean(1)).max() < chance
-    together = np.corrcoef(signs) - np.eye(20)
-    assert abs(together).max() < chance
-    after = (signs[:, 1:] * signs[:, :-1]).mean(1)
-    assert abs(after).max() < chance
+    assert abs(np.corrcoef(signs) - np.eye(20)).max() < chance
+    assert abs((signs[:, 1:] * signs[:, :-1]).mean(1)).max() < chance
 
 
 def test_nothing_is_scaled_before_a_step_and_where_there_are_none():

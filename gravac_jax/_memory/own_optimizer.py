@@ -131,7 +131,7 @@ class OwnOptimizer(Memory):
         is_mask = lambda x: isinstance(x, optax.MaskedState)
         try:
             state: Any = jax.eval_shape(self.optimizer.init, leaf)
-        except (ValueError, TypeError):  # a mask that has the form of the params
+        except Exception:  # a mask that has the form of the params
             state = optax.MaskedState(())
         if any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
             return "looks at the tree of the params"
@@ -205,7 +205,7 @@ def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> Non
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
     try:
         begun = jax.make_jaxpr(lambda x: optimizer.init(of(x)))(one).jaxpr
-    except (ValueError, TypeError, KeyError):  # one that asks for certain leaves
+    except Exception:  # one that asks for certain leaves
         return
     if any(_refuse.reached(begun, [True])):
         raise ValueError(
