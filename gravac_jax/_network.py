@@ -215,8 +215,7 @@ class Comm:
         # unless 1,024 divides the size. Between barriers it stays one row a replica
         # (libtpu 0.0.42).
         row = _xla.once(self.cast(x)[None])
-        rows = jax.lax.all_gather(row, self.axis_name, tiled=True, **form)
-        return _xla.once(rows)
+        return _xla.once(jax.lax.all_gather(row, self.axis_name, tiled=True, **form))
 
     def swap(self, x: jax.Array) -> jax.Array:
         """Return, as row r, replica r's row for this replica: `[replicas, m]`."""
@@ -412,8 +411,7 @@ class Traffic(NamedTuple):
 
     def plus(self, other: "Traffic") -> "Traffic":
         """Return the cost of both; figures travel with the other one."""
-        sums = map(operator.add, self[:4], other[:4])
-        return Traffic._make([*sums, other.carries])
+        return Traffic._make([*map(operator.add, self[:4], other[:4]), other.carries])
 
     def figures(self, count: int, replicas: int) -> "Traffic":
         """Return the cost of averaging so many float32 figures beside it."""

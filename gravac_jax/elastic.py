@@ -41,6 +41,7 @@ no names.
 """
 
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -59,6 +60,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend import backend
 
+from gravac_jax import _arrays
 from gravac_jax._job import FOLDER, Job, local_coordinator, poll, say
 from gravac_jax._step import states
 
@@ -98,8 +100,10 @@ def own_rows(tree: Any) -> Any:
 
 
 def _own_rows(x: jax.Array) -> np.ndarray:
-    # One device of each replica, in their order.
-    parts = [*{str(y.index): np.array(y.data) for y in x.addressable_shards}.values()]
+    # One device of each replica, in their order; of random keys their bits.
+    bits = jax.random.key_data if _arrays.is_key(x) else np.asarray
+    owned = {str(y.index): np.array(bits(y.data)) for y in x.addressable_shards}
+    parts = [*owned.values()]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -121,8 +125,14 @@ def put_rows(rows: Any, like: Any) -> Any:
       See `own_rows`.
     """
     # JAX may keep NumPy's memory, and a step that donates its state would write to it.
-    put = jax.make_array_from_process_local_data
-    return jax.tree.map(lambda x, y: put(y.sharding, np.array(x), y.shape), rows, like)
+    make = jax.make_array_from_process_local_data
+
+    def put(x: np.ndarray, like: jax.Array) -> jax.Array:
+        if _arrays.is_key(like):
+            return _arrays.by_bits(functools.partial(put, x), like)
+        return make(like.sharding, np.array(x), like.shape)
+
+    return jax.tree.map(put, rows, like)
 
 
 def _residuals(rows: Any) -> list[np.ndarray]:
@@ -244,7 +254,8 @@ class Elastic:
 
     def _take(self, batch: Any) -> tuple[Any, ...]:
         result, n = self._step(*self.state, batch), len(self.state)
-        while not all(x.is_ready() for x in jax.tree.leaves(result)):
+        arrays = [x for x in jax.tree.leaves(result) if not _arrays.is_key(x)]
+        while not all(x.is_ready() for x in arrays):
             time.sleep(0.0005)
             # Gloo may forget one of its own errors.
             if time.monotonic() - self._over_since > 3:

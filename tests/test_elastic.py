@@ -255,6 +255,9 @@ def test_own_rows_lie_on_another_mesh_bit_by_bit():
     rows = elastic.own_rows(tuple(state))
     moved = elastic.put_rows(rows, other.init(NAMES["params"]))
     assert_same((rows, moved), (tuple(state), rows))
+    keys = [gravac.place(jax.random.key(7 * i), x) for i, x in enumerate(meshes)]
+    bits = elastic.own_rows(elastic.put_rows(elastic.own_rows(keys[1]), keys[0]))
+    assert bits.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("state", [(), (1,)])

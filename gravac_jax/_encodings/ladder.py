@@ -181,8 +181,7 @@ class Ladder:
             # `jnp.where` would lose its mark of what varies.
             last = _xla.after_reads(sent.residual, sent.energy, energy)
             sent = sent._replace(residual=last)
-        like = [energy, energy, *looked, *leaves]
-        mean, whole, *means = _arrays.unravel(means, like)
+        mean, whole, *means = _arrays.unravel(means, [energy, energy, *looked, *leaves])
         energies = means.pop(0) if looked else jnp.zeros_like(mean, shape=len(taken))
         energies = jnp.where(jnp.arange(len(taken)) == rung, mean, energies)
         return Exchanged(sent, energies, whole, structure.unflatten(means)), after

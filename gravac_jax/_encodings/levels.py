@@ -207,8 +207,7 @@ def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
         magnitude = first * _power_of_half((codes & 7).astype(jnp.int32))
     if bits == 2:
         magnitude = jnp.where((codes & 1) > 0, second, first)
-    is_positive = codes >= 2 ** (bits - 1)
-    return jnp.where(is_positive, magnitude, -magnitude)
+    return jnp.where(codes >= 2 ** (bits - 1), magnitude, -magnitude)
 
 
 def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
@@ -333,5 +332,4 @@ def _power_of_half(k: jax.Array) -> jax.Array:
 
 def _shifts(bits: int) -> jax.Array:
     """Return how far each code is shifted in its word, `[1, 1, codes, 1]`."""
-    shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.uint32)
-    return shifts.reshape(1, 1, -1, 1)
+    return jnp.arange(0, WORD_BITS, bits, dtype=jnp.uint32).reshape(1, 1, -1, 1)

@@ -67,8 +67,7 @@ class Bracket(NamedTuple):
 def bracket(bucket: jax.Array, k: int, key: jax.Array) -> Bracket:
     """Estimate the k-th largest magnitude of `bucket` (`[n]`) from a sample of it."""
     places = sample_places(bucket.size, key)
-    sampled = bucket.at[places].get(mode="promise_in_bounds")
-    bits = _arrays.magnitude_bits(sampled)
+    bits = _arrays.magnitude_bits(bucket.at[places].get(mode="promise_in_bounds"))
     share = bits.size / bucket.size
     rank = k * share
     # A sample that is the whole bucket has no error.

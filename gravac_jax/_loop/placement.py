@@ -161,8 +161,7 @@ def place(
         spec = specs_of(x)
         if inner and isinstance(x, core.Tracer):
             return jnp.copy(x)  # the compiler alone knows how it is sharded
-        is_inside = _refuse.names_in(spec) <= {*inner}
-        return _put(x, here(*spec) if is_inside else here())
+        return _put(x, here(*spec) if _refuse.names_in(spec) <= {*inner} else here())
 
     return states.map_local(tree, place_local, place_shared)
 

@@ -155,8 +155,7 @@ def _spread(leaf: Any) -> jax.Array:
     """Return entries that are spread over a leaf, at most its share of a sample."""
     x = jnp.asarray(leaf)
     places = int((SIDE**2 / LEAVES) ** (1 / max(1, x.ndim)))
-    strides = [n // places + 1 for n in x.shape]
-    return jax.lax.slice(x, [0] * x.ndim, x.shape, strides)
+    return jax.lax.slice(x, [0] * x.ndim, x.shape, [n // places + 1 for n in x.shape])
 
 
 def _words(x: Any) -> jax.Array:

@@ -140,8 +140,7 @@ class Slices:
 
         def each(change: Callable[..., Any], tree: Any) -> Any:
             leaves, structure = jax.tree.flatten(tree)
-            changed = map(change, leaves, cuts, self.specs)
-            return jax.tree.unflatten(structure, changed)
+            return jax.tree.unflatten(structure, map(change, leaves, cuts, self.specs))
 
         def on_device(updates: Any, state: Any, params: Any, numbers: Any) -> Any:
             mine = lambda x, cut, _: Comm(cut.copies).owned(x)
