@@ -23,6 +23,7 @@ CLIP = gravac.ClipByGlobalNorm(MAX_NORM)
 OPTIMIZERS = {
     "sgd": optax.trace(0.9, nesterov=True),
     "adam": optax.scale_by_adam(),
+    "lion": optax.scale_by_lion(),
     # What is no matrix takes steps of Adam, at a fifth of the learning rate.
     "muon": optax.chain(
         optax.contrib.muon(1.0, adam_learning_rate=0.2), optax.scale(-1.0)
@@ -82,12 +83,16 @@ def _sgd(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
     return gravac.sgd(rate, axis_name, nesterov=True, send=send, **how)
 
 
-def _muon(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
-    del after
-    scale = optax.scale_by_learning_rate(rate)
-    tx = optax.chain(OPTIMIZERS["muon"], scale)
-    steps = gravac.OwnOptimizer(tx, by_leaf=True, keeps_norm=True)
-    return gravac.transform(axis_name, send=send, memory=steps, **how)
+def _sized(optimizer: str, *, by_leaf: bool) -> Callable[..., Any]:
+    """Return the recipe of an optimizer that gives its steps a size."""
+
+    def make(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
+        del after
+        tx = optax.chain(OPTIMIZERS[optimizer], optax.scale_by_learning_rate(rate))
+        steps = gravac.OwnOptimizer(tx, by_leaf=by_leaf, keeps_norm=True)
+        return gravac.transform(axis_name, send=send, memory=steps, **how)
+
+    return make
 
 
 def _diloco(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
@@ -99,7 +104,8 @@ _AT_OWN = {
     "own": ("gradients at own params", _own),
     "adamw": ("AdamW's steps", _adamw),
     "sgd": ("steps of SGD with momentum", _sgd),
-    "muon": ("Muon's steps", _muon),
+    "lion": ("Lion's steps", _sized("lion", by_leaf=False)),
+    "muon": ("Muon's steps", _sized("muon", by_leaf=True)),
 }
 _HOW: dict[str, dict[str, Any]] = {
     "": {},

@@ -46,7 +46,7 @@ class Setting:
     rows: int | None = None
     steps: int = 1000
     schedule: Literal["cosine", "constant"] = "cosine"
-    optimizer: Literal["sgd", "adam", "muon"] = "sgd"
+    optimizer: Literal["sgd", "adam", "lion", "muon"] = "sgd"
     multiples: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     max_norm: float = MAX_NORM
     evaluations: int = 20
