@@ -163,8 +163,7 @@ def test_what_is_not_finite_is_seen_beside_large_entries(value, n):
 
 @functools.cache
 def runner(name):
-    step = _harness.own_gradients(TX[name])
-    return gravac.data_parallel(step, MESH, donate=False)
+    return gravac.data_parallel(_harness.own_gradients(TX[name]), MESH, donate=False)
 
 
 def run(name, *kinds):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import warnings
 
 import _harness
@@ -215,13 +216,13 @@ def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_pa
     traced(new_step(tx, at="shared"))
 
 
-def test_adam_after_few_entries_is_warned_about():
+def test_adam_after_few_bits_is_warned_about_and_lion_after_fewer():
     few, many = (gravac.Bits(2), gravac.TopK(64)), (gravac.Bits(4), gravac.TopK(2))
-    for send in (*few, *many):
+    for send, after in itertools.product((*few, *many), (ADAM, [optax.lion(0.1)])):
         with warnings.catch_warnings(record=True) as said:
-            traced(new_step(two_stages(send, *ADAM)))
+            traced(new_step(two_stages(send, *after)))
         is_said = any("the loss ends higher" in str(x.message) for x in said)
-        assert is_said == (send in few)
+        assert is_said == (send in few[after is not ADAM :])  # two bits do for Lion
 
 
 @jax.tree_util.register_dataclass

@@ -148,8 +148,7 @@ def _times(
     seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
     ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
     kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
-    is_time = jnp.isfinite(seconds) & (seconds > 0)
-    is_known = is_time & (ago >= 1) & (ago <= PAST_STEPS)
+    is_known = jnp.isfinite(seconds) & (seconds > 0) & (ago >= 1) & (ago <= PAST_STEPS)
     is_here = is_known & (jnp.arange(components.kinds) == kind)
     return jnp.stack([jnp.where(is_here, seconds, 0.0), is_here.astype(jnp.float32)])
 
