@@ -181,7 +181,7 @@ def is_bad(parts: Sequence[jax.Array], limit: float) -> jax.Array:
 
     def look_if_large(parts: Sequence[jax.Array]) -> jax.Array:
         # The energy is computed anyway and mostly answers; on CPUs looking at every
-        # entry costs another pass over memory, and of a mask its room as well. A
+        # entry costs another pass over memory, and a mask would take room, too. A
         # maximum may lose NaN: findings/jax_max_drops_nan_on_cpu.sh.
         whole = total(map(energy, parts))
         is_good = whole < limit**2

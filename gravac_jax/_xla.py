@@ -100,7 +100,7 @@ def in_bytes(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
     """Return `make()`, uint32 below 256, which CPUs keep in memory as bytes.
 
     CPUs. What reads entries far apart, such as all that share a word, waits for memory
-    at each of them. Bytes are made in the order of the entries, and lie in the cache.
+    at each of them. Bytes are made in the order of the entries, a quarter as many.
 
     Args:
       make: the computation.
@@ -133,14 +133,14 @@ def row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the sums of the rows of several `[rows, ...]`, in float32, in one pass.
 
     CPUs sum one array in a library that needs it in memory; sums of several at once are
-    fused with what computes them. Rows are folded in eight first, so that whole vectors
+    fused with what computes them. Rows are folded in four first, so that whole vectors
     are added. On a GPU the folded rows would go through memory.
     """
     zeros = [jnp.zeros((), jnp.float32)] * len(arrays)
     add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
 
     def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        folds = [x.reshape(len(x), 8, -1) for x in arrays]
+        folds = [x.reshape(len(x), 4, -1) for x in arrays]
         parts = jax.lax.reduce(folds, zeros, add, (1,))
         return tuple(jnp.sum(part, axis=1) for part in parts)
 

@@ -82,7 +82,7 @@ def own_rows(tree: Any) -> Any:
 
     Returns:
       A pytree of NumPy arrays: what all replicas share as it is, and of
-      `[replicas, ...]` the rows of this process.
+      `[replicas, ...]` the rows of this process; of random keys their bits, uint32.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -100,7 +100,7 @@ def own_rows(tree: Any) -> Any:
 
 
 def _own_rows(x: jax.Array) -> np.ndarray:
-    # One device of each replica, in their order; of random keys their bits.
+    # One device of each replica, in their order.
     bits = jax.random.key_data if _arrays.is_key(x) else np.asarray
     owned = {str(y.index): np.array(bits(y.data)) for y in x.addressable_shards}
     parts = [*owned.values()]
@@ -254,8 +254,8 @@ class Elastic:
 
     def _take(self, batch: Any) -> tuple[Any, ...]:
         result, n = self._step(*self.state, batch), len(self.state)
-        arrays = [x for x in jax.tree.leaves(result) if not _arrays.is_key(x)]
-        while not all(x.is_ready() for x in arrays):
+        arrays = jax.tree.leaves(result)  # of which random keys have no `is_ready`
+        while not all(_arrays.is_key(x) or x.is_ready() for x in arrays):
             time.sleep(0.0005)
             # Gloo may forget one of its own errors.
             if time.monotonic() - self._over_since > 3:

@@ -166,7 +166,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 # Pages. ---------------------------------------------------------------------------
 
 
-HELD = {"README.md": "opt_state", "docs/optimizers.md": "lion_state"}
+HELD = {"README.md": "opt_state", "docs/optimizers.md": "nadam_state"}
 HELD[RECIPES] = "optimizer"
 
 

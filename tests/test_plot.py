@@ -63,8 +63,7 @@ def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
     (drawn,) = plot.draw([plot.Run("one", lines)]).axes[0].lines
     parts = np.array_split(np.delete(np.arange(1000), 5), 100)
     np.testing.assert_array_equal(drawn.get_xdata(), [np.median(x) for x in parts])
-    medians = [np.median(x % 10) for x in parts]
-    np.testing.assert_array_equal(drawn.get_ydata(), medians)
+    np.testing.assert_array_equal(drawn.get_ydata(), [np.median(x % 10) for x in parts])
 
 
 def test_factors_and_bytes_are_drawn_step_by_step_beside_dense_ones():

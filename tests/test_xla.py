@@ -54,7 +54,7 @@ plain = lambda make, like: make()
 
 
 def is_fused(both, codes, words):
-    """Return whether one kernel computes two operations of a program that packs."""
+    """Return whether one kernel has both operations, if so codes and words are made."""
 
     def of(x):
         rows = x.reshape(16, 32, -1)

@@ -84,7 +84,7 @@ def _sgd(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
 
 
 def _sized(optimizer: str, *, by_leaf: bool) -> Callable[..., Any]:
-    """Return the recipe of an optimizer that gives its steps a size."""
+    """Return `make` of a recipe whose optimizer gives its steps a size."""
 
     def make(send: Any, after: Any, rate: Any, axis_name: Any, **how: Any) -> Any:
         del after

@@ -32,7 +32,7 @@ SCALES = 2  # of a row; widths that need one leave the other at 0
 BIG = 1.3  # root mean squares; in two bits larger magnitudes have their own scale
 TOP = 8.0  # root mean squares; with four bits, the largest magnitude, about
 MAX_UNROLLED = 32  # replicas whose words one kernel adds up
-CACHED = 2**20  # entries that CPUs read in any order as fast
+CACHED = 2**20  # entries; CPUs read fewer as fast in any order
 
 
 class Levels(NamedTuple):

@@ -124,8 +124,8 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     ours, many = asked[2], Bucket(2**24)
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     # Two bits cost Lion 0.5% of the loss, and whatever sends less was not tried.
-    enough = 2 if _instances(opt_state, optax.ScaleByLionState) else 3
-    is_coarse = coarsest.traffic(many, 2).bits < enough * many.n
+    few = 2 if {*map(type, _remembering(opt_state))} == {optax.ScaleByLionState} else 3
+    is_coarse = coarsest.traffic(many, 2).bits < few * many.n
     if is_coarse and not ours.memory.is_at_own_params:
         warnings.warn(
             f"what follows gravac.transform is not linear, such as Adam or a clip, and"
