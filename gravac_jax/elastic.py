@@ -254,8 +254,9 @@ class Elastic:
 
     def _take(self, batch: Any) -> tuple[Any, ...]:
         result, n = self._step(*self.state, batch), len(self.state)
-        arrays = jax.tree.leaves(result)  # of which random keys have no `is_ready`
-        while not all(_arrays.is_key(x) or x.is_ready() for x in arrays):
+        # Random keys have no `is_ready`.
+        arrays = [x for x in jax.tree.leaves(result) if not _arrays.is_key(x)]
+        while not all(x.is_ready() for x in arrays):
             time.sleep(0.0005)
             # Gloo may forget one of its own errors.
             if time.monotonic() - self._over_since > 3:

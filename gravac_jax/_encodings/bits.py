@@ -87,8 +87,9 @@ class Message(NamedTuple):
         """Return the cost of words and scales, in two stages or in one."""
         owners = _owners(replicas)
         part_bytes = sum(x.size(owners) for x in self.sections)
-        one_stage, two = _network.all_gather_traffic, _network.two_stage_traffic
-        return (one_stage if owners == 1 else two)(part_bytes, replicas)
+        if owners == 1:
+            return _network.all_gather_traffic(part_bytes, replicas)
+        return _network.two_stage_traffic(part_bytes, replicas)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -216,11 +217,10 @@ class Bits(Encoding):
         its entries, in two bits. Many rows have their full length, of whole tiles on
         TPUs: rows of 2,048 took twice the passes over a bucket.
         """
-        cost = lambda row: -(-n // row) * (row + WORD_BITS)
-        row, lengths = self.row_entries, self._lengths(n)
-        if n < MANY_ROWS * row:
-            whole = [x for x in lengths if n % x == 0]
-            row = min(whole or lengths, key=cost)
+        if n >= MANY_ROWS * self.row_entries:
+            row = self.row_entries
+        elif n % (row := self._row(n)):
+            row = min(self._lengths(n), key=lambda x: -(-n // x) * (x + WORD_BITS))
         return -(-n // row) * row
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019

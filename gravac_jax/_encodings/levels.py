@@ -221,11 +221,11 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
 
     def add_up() -> jax.Array:
         codes = coded() if x.size < CACHED else _xla.in_bytes(coded, levels.scales)
+        planes = codes << _shifts(bits)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
         # A GPU would sum over 32 codes in two kernels, with all of them in memory.
         each = lambda x: jnp.split(x, x.shape[2], axis=2)
         one_by_one = lambda x: sum(each(x), jnp.uint32(0))[:, :, 0]
-        planes = codes << _shifts(bits)
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
     return _xla.own_kernel(add_up, levels.scales)
