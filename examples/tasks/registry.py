@@ -39,6 +39,8 @@ class Size:
 LSTM = Size({"width": 128, "layers": 2}, rows=8, learning_rate=2.0)
 TRANSFORMER = Size({"width": 128, "layers": 2, "heads": 4}, rows=8, learning_rate=0.3)
 RESNET = Size({"widths": (16, 32, 64), "blocks": 1}, rows=8, learning_rate=0.05)
+# ResNet-20, half as wide in its first stage, which costs a CPU most: 259,000 params.
+RESNET20 = Size({"widths": (8, 32, 64), "blocks": 3, "over_batch": True}, 16, 0.1)
 VGG_STAGES = ((16,), (32,), (64, 64), (128, 128), (128, 128))
 SMALL_VGG = Size({"stages": VGG_STAGES, "hidden": 256}, rows=8, learning_rate=0.05)
 SMALL_CNN = Size(
@@ -151,6 +153,7 @@ TASKS = {
     "gpt-bytes": _language(TransformerLanguageModel, GPT, *_BYTES),
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
     "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
+    "resnet20-cifar10": _images(ResNet, RESNET20, cifar.CIFAR10),
     "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
     "cnn-cifar10": _images(VGG, SMALL_CNN, cifar.CIFAR10),
     "lenet-cifar10": _images(VGG, LENET, cifar.CIFAR10),
