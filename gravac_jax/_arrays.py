@@ -19,6 +19,7 @@ from gravac_jax import _xla
 
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
 LARGEST_INT32 = 2**31 - 1
+MANY_OF_A_SIZE = 8  # leaves
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
 
 
@@ -67,9 +68,7 @@ def ravel(leaves: list[jax.Array], size: int = 0) -> jax.Array:
     return jnp.concatenate(flat)
 
 
-def unravel(
-    vector: jax.Array, like: Sequence[Any], count: jax.Array | None = None
-) -> list[jax.Array]:
+def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
     """Undo `ravel`: return leaves with the shapes and dtypes of `like`.
 
     A value too large for a narrower dtype saturates, so a finite vector stays finite.
@@ -77,20 +76,20 @@ def unravel(
     Args:
       vector: `[n]` float32.
       like: the shapes and dtypes of the leaves.
-      count: `[]` int32, at least 0 and the same on all replicas; None for few leaves.
-        With it CPUs compile one kernel for all leaves of one shape.
     """
-    ends = list(itertools.accumulate((x.size for x in like), initial=0))
-    fixed = lambda vector, count: jnp.split(vector, ends[1:])[:-1]
+    sizes = [x.size for x in like]
+    *starts, end = itertools.accumulate(sizes, initial=0)
 
-    def unknown(vector: jax.Array, count: jax.Array) -> list[jax.Array]:
-        cut = lambda start, x: jax.lax.dynamic_slice(vector, (start,), (x.size,))
-        return list(map(cut, _xla.unknown(ends[:-1], count), like))
+    def unknown(vector: jax.Array) -> list[jax.Array]:
+        cut = lambda start, n: jax.lax.dynamic_slice(vector, (start,), (n,))
+        return list(map(cut, _xla.unknown(starts), sizes))
 
-    if count is None or ends[-1] > LARGEST_INT32 or not like:
-        parts = fixed(vector, count)
+    fixed = lambda vector: jnp.split(vector, [*starts, end][1:])[:-1]
+    if len(like) - len({*sizes}) > MANY_OF_A_SIZE and end <= LARGEST_INT32:
+        # CPUs compile one kernel for all leaves of one size.
+        parts = jax.lax.platform_dependent(vector, cpu=unknown, default=fixed)
     else:
-        parts = jax.lax.platform_dependent(vector, count, cpu=unknown, default=fixed)
+        parts = fixed(vector)
     pairs = zip(parts, like, strict=True)
     return [_saturated(part.reshape(x.shape), x.dtype) for part, x in pairs]
 

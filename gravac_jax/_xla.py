@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 
 def once(x: Any) -> Any:
@@ -53,8 +54,9 @@ def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any)
     if isinstance(predicate, bool):
         return make() if predicate else otherwise
     where = functools.partial(jnp.where, predicate)
-    branch = lambda: jax.lax.cond(predicate, make, lambda: otherwise)
-    both = lambda: jax.tree.map(where, make(), otherwise)
+    traced_once = jax.jit(make)
+    branch = lambda: jax.lax.cond(predicate, traced_once, lambda: otherwise)
+    both = lambda: jax.tree.map(where, traced_once(), otherwise)
     return jax.lax.platform_dependent(cpu=branch, default=both)
 
 
@@ -70,63 +72,43 @@ def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
       x: computed from the vector.
       figures: `[]` float32, at least 0, computed from the vector by the other readers.
     """
-    in_place = lambda x: jnp.where(_is_never(jnp.minimum(*figures)), 0, x)
+    in_place = lambda x: jnp.where(jnp.minimum(*figures) < 0, 0, x)
     return jax.lax.platform_dependent(x, cpu=in_place, default=lambda x: x)
 
 
-def own_kernel(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
-    """Return `make()`, which CPUs compute in a kernel of its own.
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, which CPUs compile apart from what is around it.
 
     CPUs. XLA fuses what reshapes or joins an array into the kernel that computes it,
     and then divides indices for each entry, which takes up to ten times as long. It
-    fuses nothing into the branch of a conditional.
-
-    Args:
-      make: the computation.
-      like: a small array that `make` reads, without negative entries, which varies over
-        the axes over which the result varies.
+    fuses nothing into a function that it is told not to inline.
     """
-    shape = jax.eval_shape(make)
-    nothing = lambda: jnp.zeros_like(like, shape=shape.shape, dtype=shape.dtype)
-    # To look at more of `like` would take more kernels. Elsewhere XLA knows the
-    # condition, and only `make` is left.
-    first = lambda x: _is_never(x.ravel()[0])
-    known = lambda x: jnp.zeros_like(x, shape=(), dtype=bool)
-    never = jax.lax.platform_dependent(like, cpu=first, default=known)
-    return jax.lax.cond(never, nothing, make)
+    traced_once = jax.jit(function)
+    cpu = lambda *args: set_xla_metadata(traced_once(*args), inlineable="false")
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=traced_once)
 
 
-def in_bytes(make: Callable[[], jax.Array], like: jax.Array) -> jax.Array:
-    """Return `make()`, uint32 below 256, which CPUs keep in memory as bytes.
+def in_bytes(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """Return `function(*args)`, uint32 below 256, which CPUs keep in memory as bytes.
 
     CPUs. What reads entries far apart, such as all that share a word, waits for memory
     at each of them. Bytes are made in the order of the entries, a quarter as many.
-
-    Args:
-      make: the computation.
-      like: as for `own_kernel`.
     """
-    through = lambda: own_kernel(lambda: make().astype(jnp.uint8), like)
-    cpu = lambda _: through().astype(jnp.uint32)
-    return jax.lax.platform_dependent(like, cpu=cpu, default=lambda _: make())
+    narrow = lambda *args: function(*args).astype(jnp.uint8)
+    cpu = lambda *args: apart(narrow, *args).astype(jnp.uint32)
+    return jax.lax.platform_dependent(*args, cpu=cpu, default=function)
 
 
-def unknown(numbers: Sequence[int], count: jax.Array) -> Sequence[jax.Array]:
-    """Return `numbers`, `[]` uint32 each, which XLA does not know when it compiles.
+def unknown(numbers: Sequence[int]) -> Sequence[jax.Array]:
+    """Return `numbers`, `[]` uint32 each, which CPUs do not know when they compile.
 
     JAX counts signed places from the end, too, which is six operations more a slice.
 
     CPUs. XLA compiles a kernel for each slice at a place that it knows, 18 ms each, and
     one for all slices of one size at places that it does not know. It looks through
-    barriers and sums, but not into a conditional.
-
-    Args:
-      numbers: known when the program is traced.
-      count: `[]` int32, at least 0.
+    barriers and sums, but not into a function that it is told not to inline.
     """
-    known = lambda: tuple(map(jnp.uint32, numbers))
-    never = lambda: tuple(jnp.uint32(x + 1) for x in numbers)
-    return jax.lax.cond(count < 0, never, known)
+    return apart(lambda: tuple(map(jnp.uint32, numbers)))
 
 
 def row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -162,8 +144,3 @@ def zero_after(x: jax.Array, filled: int) -> jax.Array:
     masked = lambda x: jnp.where(jnp.arange(x.size) < filled, x, 0)
     updated = lambda x: x.at[filled:].set(0)
     return jax.lax.platform_dependent(x, cpu=masked, default=updated)
-
-
-def _is_never(figures: jax.Array) -> jax.Array:
-    """Return False, `[]` bool, in a form that XLA cannot simplify."""
-    return jnp.any(figures < 0)

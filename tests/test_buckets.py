@@ -35,7 +35,6 @@ TREES = st.recursive(
 
 MATRIX, BIAS = np.ones((3, 2), np.float32), np.full(4, 2.0, np.float32)
 PARAMS = {"kernel": MATRIX, "bias": BIAS}
-COUNT = np.int32(0)
 
 
 @hypothesis.settings(deadline=None, max_examples=25)  # new shapes compile
@@ -43,12 +42,13 @@ COUNT = np.int32(0)
 def test_any_tree_comes_back_as_it_was(tree, data, most):
     leaves, structure = jax.tree.flatten(tree)
     mask = [data.draw(st.booleans()) for _ in leaves]
-    for most_entries in (bucketing.MAX_ENTRIES, most):
+    for most_entries, many in ((bucketing.MAX_ENTRIES, -1), (most, most)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bucketing, "MAX_ENTRIES", most_entries)
+            patch.setattr("gravac_jax._arrays.MANY_OF_A_SIZE", many)
             plan = bucketing.plan(tree, jax.tree.unflatten(structure, mask))
             parts = plan.pack(tree)
-            back = plan.unpack(parts, COUNT)
+            back = plan.unpack(parts)
         *sizes, _ = plan.sizes
         assert max(sizes) <= most_entries
         assert all(sizes) or sizes == [0]
@@ -85,7 +85,7 @@ def test_a_model_beyond_int32_has_several_buckets():
     assert max(sizes) <= 2**30
     assert len(sizes) == 3 + 6
     (*buckets, dense), back = jax.eval_shape(
-        lambda tree: (plan.pack(tree), plan.unpack(plan.pack(tree), COUNT)), HUGE
+        lambda tree: (plan.pack(tree), plan.unpack(plan.pack(tree))), HUGE
     )
     assert tuple(x.shape for x in buckets) == tuple((n,) for n in sizes)
     assert dense.shape == (2**16,)
@@ -101,7 +101,7 @@ def test_zeros_make_rows_whole_and_are_no_part_of_a_leaf(compress):
     assert not np.any(bucket[n:])
     assert sum(entries for _, entries in plan.layout) == bucket.size + dense.size
     assert next(n for leaf, n in plan.layout if leaf == bucketing.NO_LEAF) == 32 - n
-    assert_same(plan.unpack((bucket.at[n:].set(7.0), dense), COUNT), PARAMS)
+    assert_same(plan.unpack((bucket.at[n:].set(7.0), dense)), PARAMS)
     (cleared,) = plan.cleared([bucket.at[n:].set(7.0)])
     assert_same(cleared, bucket)
 

@@ -18,8 +18,8 @@ Scales are means or least squares, so that what is sent is orthogonal to what is
 and never more than the row.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +73,12 @@ def round_rows(x: jax.Array, entries: jax.Array, bits: int, parts: int = 1) -> R
       bits: one of `WIDTHS`.
       parts: of the message.
     """
-
-    def work(x: jax.Array) -> tuple[jax.Array, Levels, jax.Array]:
-        levels = fit(x, entries, bits)
-        kept = decode(encode(x, levels.units, bits), levels.scales, bits)
-        dropped = _xla.in_its_shape(x - kept)
-        return pack(x, levels, bits), levels, dropped.reshape(len(x), -1)
-
-    words, levels, dropped = _by_blocks(work, x)
-    return Rounded(_join(words, levels.scales, parts), levels.sent, dropped)
+    x = _in_blocks(x)
+    levels = fit(x, entries, bits)
+    kept = decode(encode(x, levels.units, bits), levels.scales, bits)
+    dropped = _xla.in_its_shape(x - kept).reshape(len(x), -1)
+    message = _join(pack(x, levels, bits), levels.scales, parts)
+    return Rounded(message, levels.sent, dropped)
 
 
 def mean(messages: jax.Array, rows: int, bits: int) -> jax.Array:
@@ -107,21 +104,15 @@ def in_order(messages: jax.Array, rows: int, bits: int) -> jax.Array:
 
 def energy(x: jax.Array, entries: jax.Array, bits: int) -> jax.Array:
     """Return the energy that rounding would send of rows, `[]` float32."""
-    return _by_blocks(lambda x: jnp.sum(fit(x, entries, bits).sent), x)
+    return jnp.sum(fit(_in_blocks(x), entries, bits).sent)
 
 
-def _by_blocks(work: Callable[[jax.Array], Any], x: jax.Array) -> Any:
-    """Return `work(x)`, for which TPUs see each row in 32 blocks, as words have them.
+def _in_blocks(x: jax.Array) -> jax.Array:
+    """Return rows, `[rows, entries]`, in 32 blocks each, as words have them.
 
-    A row of 4,096 is then whole tiles, and no array is laid out anew.
-
-    Args:
-      work: takes `[rows, ...]`; the shapes of its result do not depend on the rest.
-      x: `[rows, entries]` float32.
+    On a TPU a row of 4,096 is then whole tiles, and no array is laid out anew.
     """
-    blocks = (len(x), WORD_BITS, x.shape[1] // WORD_BITS)  # there may be no rows
-    in_blocks = lambda x: work(x.reshape(blocks))
-    return jax.lax.platform_dependent(x, tpu=in_blocks, default=work)
+    return x.reshape(len(x), WORD_BITS, x.shape[1] // WORD_BITS)  # there may be no rows
 
 
 def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
@@ -217,10 +208,11 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
     vectors on every device.
     """
     shape = (len(x), bits, WORD_BITS // bits, x[0].size // WORD_BITS)
-    coded = lambda: encode(x.reshape(shape), levels.units, bits)
+    coded = functools.partial(encode, bits=bits)
 
-    def add_up() -> jax.Array:
-        codes = coded() if x.size < CACHED else _xla.in_bytes(coded, levels.scales)
+    def add_up(x: jax.Array, units: jax.Array) -> jax.Array:
+        given = x.reshape(shape), units
+        codes = coded(*given) if x.size < CACHED else _xla.in_bytes(coded, *given)
         planes = codes << _shifts(bits)
         total = lambda x: jnp.sum(x, axis=2, dtype=jnp.uint32)
         # A GPU would sum over 32 codes in two kernels, with all of them in memory.
@@ -228,7 +220,7 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
         one_by_one = lambda x: sum(each(x), jnp.uint32(0))[:, :, 0]
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
-    return _xla.own_kernel(add_up, levels.scales)
+    return _xla.apart(add_up, x, levels.units)
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
@@ -275,14 +267,14 @@ def _mean(words: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """
     decoded = lambda words, scales: decode(unpack(words, bits), scales, bits)
 
-    def add_up() -> jax.Array:
+    def add_up(words: jax.Array, scales: jax.Array) -> jax.Array:
         if len(words) > MAX_UNROLLED:
             return jnp.mean(jax.vmap(decoded)(words, scales), axis=0)
         # One kernel reads all words and writes the mean.
         total = _arrays.total(map(decoded, words, scales))
         return _xla.in_its_shape(total / len(words))
 
-    return _xla.own_kernel(add_up, scales).reshape(words.shape[1], -1)
+    return _xla.apart(add_up, words, scales).reshape(words.shape[1], -1)
 
 
 def _halvings(x: jax.Array, units: jax.Array) -> jax.Array:

@@ -184,17 +184,12 @@ class Buckets:
         """Return `buckets` with 0 in their padding, where rounding leaves something."""
         return tuple(map(_xla.zero_after, buckets, self.entries))
 
-    def unpack(self, parts: tuple[jax.Array, ...], count: jax.Array) -> Any:
-        """Undo `pack`: return the leaves in their own dtypes.
-
-        Args:
-          parts: the buckets, then the leaves that go dense.
-          count: as for `_arrays.unravel`.
-        """
+    def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
+        """Undo `pack`: return the leaves in their own dtypes."""
         cuts: list[list[jax.Array]] = [[] for _ in self.leaves]
         like = lambda x: jax.ShapeDtypeStruct(x.shape, self.leaves[x.leaf].dtype)
         for vector, pieces in zip(parts, self.parts, strict=True):
-            arrays = _arrays.unravel(vector, list(map(like, pieces)), count)
+            arrays = _arrays.unravel(vector, list(map(like, pieces)))
             for piece, x in zip(pieces, arrays, strict=True):
                 cuts[piece.leaf].append(x)
         whole = lambda x, y: jnp.concatenate(x).reshape(y.shape) if x[1:] else x[0]

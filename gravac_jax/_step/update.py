@@ -64,7 +64,7 @@ def update(
         if how:
             parts, local = _held(how, components, buckets, slow, local)
             after = state._replace(local=states.leave(local, state.local))
-            return buckets.unpack(parts, state.steps), _delivered(after)
+            return buckets.unpack(parts), _delivered(after)
         is_own = at == "own" or (at is None and components.memory.is_at_own_params)
         reach = components.controller.reach(is_own)
         known = reach, is_own, is_due, _times(components, state, **times)
@@ -72,7 +72,7 @@ def update(
         step = Step(components, axes, buckets, state, params, *known, taken)
         arrived, after = step.take(*step.prepare(updates), local)
         slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
-        return buckets.unpack(arrived, state.steps), after._replace(
+        return buckets.unpack(arrived), after._replace(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
             local=states.leave(after.local, state.local),
             past_rungs=jnp.where(slot, after.info.rung, state.past_rungs),

@@ -29,7 +29,6 @@ FREE = {
     *("partition-id", "replica-id", "opt-barrier", "while", "conditional", "call"),
 }
 VIEWS = {"bitcast", "get-tuple-element"}
-JOINS = {"concatenate", "pad"}  # of which a part may be read
 PARTS = {"slice", "dynamic-slice", "gather"}
 CHANGES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is put in
 GROUPS = re.compile(
@@ -211,14 +210,10 @@ class Program:
         inner = self.computations.get(_named(x.rest, "calls")) if x.rest else None
         if x.kind != "fusion" or inner is None:
             return sum(sizes) + x.bytes
-        parameters = {
-            int(y.operands[0]): y for y in inner.values() if y.kind == "parameter"
-        }
-        read = sum(_read(parameters[i], inner) for i in range(len(x.operands)))
         roots = [y for y in inner.values() if y.is_root]
         written = [inner[name] for y in roots for name in y.operands]
         results = written if roots[0].kind == "tuple" else roots
-        return read + sum(_written(y, inner) for y in results)
+        return _read(inner) + sum(_written(y, inner) for y in results)
 
     def collectives(self, replicas: int) -> list[dict[str, object]]:
         """Return each collective: what a replica puts in, and what runs meanwhile.
@@ -336,14 +331,6 @@ def _turns(x: Operation) -> int | None:
     return int(match[1]) if match else None
 
 
-def _users(name: str, inner: dict[str, Operation], beyond: set[str]) -> list[Operation]:
-    """Return who reads a value, beyond operations of some kinds."""
-    users = [x for x in inner.values() if name in x.operands]
-    passed = [x for x in users if x.kind in beyond]
-    others = [x for x in users if x.kind not in beyond]
-    return others + [y for x in passed for y in _users(x.name, inner, beyond)]
-
-
 def _seen(x: Operation, inner: dict[str, Operation]) -> Operation:
     """Return what a view is of."""
     while x.kind in VIEWS:
@@ -359,13 +346,18 @@ def _changed(x: Operation, inner: dict[str, Operation]) -> Operation | None:
     return whole if whole.kind == "parameter" else None
 
 
-def _read(parameter: Operation, inner: dict[str, Operation]) -> int:
-    users = _users(parameter.name, inner, VIEWS | JOINS)
-    if users and all(x.kind in PARTS for x in users):
-        return min(parameter.bytes, sum(x.bytes for x in users))
-    users = _users(parameter.name, inner, VIEWS)
-    is_changed = [_changed(x, inner) is parameter for x in users]
-    return 0 if users and all(is_changed) else parameter.bytes
+def _read(inner: dict[str, Operation]) -> int:
+    """Return the bytes of parameters that the result of a kernel is made of."""
+    shares = dict.fromkeys(inner, 0.0)  # of the entries of each value
+    for x in reversed(inner.values()):
+        own = 1.0 if x.is_root else min(1.0, shares[x.name])
+        for i, name in enumerate(x.operands if x.kind != "parameter" else ()):
+            if i == 0 and x.kind in PARTS:
+                shares[name] += own * x.bytes / max(1, inner[name].bytes)
+            elif name in inner and not (i == 0 and _changed(x, inner)):
+                shares[name] += own
+    parameters = [x for x in inner.values() if x.kind == "parameter"]
+    return sum(round(min(1.0, shares[x.name]) * x.bytes) for x in parameters)
 
 
 def _written(x: Operation, inner: dict[str, Operation]) -> int:
