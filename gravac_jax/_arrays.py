@@ -211,8 +211,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
     Integer comparisons keep denormals, which float comparisons may flush to zero.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return bits & jnp.int32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
 
 
 def to_words(x: jax.Array, word: Any = jnp.uint32) -> jax.Array:

@@ -418,8 +418,7 @@ class Traffic(NamedTuple):
         if self.carries == "gather":
             own = all_gather_traffic(FLOAT32_BYTES * count, replicas)
         elif self.carries == "swap":
-            part_bytes = FLOAT32_BYTES * -(-count // replicas)
-            own = two_stage_traffic(part_bytes, replicas)
+            own = two_stage_traffic(FLOAT32_BYTES * -(-count // replicas), replicas)
         else:
             own = mean_traffic(count, replicas)
         return own if self.carries == "nothing" else own._replace(messages=0)

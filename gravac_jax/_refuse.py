@@ -474,6 +474,10 @@ value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and
 other loops with jax.lax.pcast. Where the loop is in a library, such as an RNN, give
 gravac.train_step, gravac.data_parallel or gravac.nnx_data_parallel check_vma=False.
 """,
+    "no words": """
+gravac: if no assert of yours failed, JAX has met a mean over the axis of a jax.vmap, as
+equinox.nn.BatchNorm has one: give gravac.train_step check_vma=False.
+""",
     "The context mesh": """
 gravac: the step runs in a shard_map over all axes of the mesh. In place of a second one
 call its function, on this replica's rows. Where jit shards the model it may stay.
@@ -494,9 +498,9 @@ def explained() -> Iterator[None]:
     """Add to errors of JAX and Optax in a step what they mean for its author."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         for words, note in _NOTES.items():
-            if words in str(error):
+            if words in (str(error) or "no words"):
                 error.add_note(note)
         raise
 

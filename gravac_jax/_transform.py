@@ -57,7 +57,7 @@ def transform(
 
     `update(grads, state, params=None, *, step_seconds=None, steps_ago=None, at=None,
     is_due=None, rung=None, deliver=None)` ignores every other argument.
-    `step_seconds` is how long a step took, `[]` float32, NaN if unknown. `steps_ago`,
+    `step_seconds` is how long a step took, `[]` float32, 0 if unknown. `steps_ago`,
     `[]` int32, says which one: 1, the default, is the step before this one. `at`,
     static, says where gradients were taken: at the "shared" params, or at "own" ones,
     `gravac.own_params`, so that `gravac.Fastest` may let entries wait for some steps.

@@ -386,7 +386,10 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+            first: BaseException = error
+            while first.__cause__:  # Orbax takes a damaged file for one of another kind
+                first = first.__cause__
+            why = textwrap.shorten(f"{type(first).__name__}: {first}", 300)
             raise CheckpointError(f"{what} {self.directory}: {why}.") from error
 
 

@@ -328,8 +328,7 @@ class Elastic:
             sign = _Sign(self._left, steps, self._energy, self._has_ended, now)
             _write(self._folder / str(os.getpid()), json.dumps(sign))
             # Again and again, since an exchange may only begin.
-            is_over = self._port and not self._has_ended and self._newest()["is_over"]
-            if is_over:
+            if self._port and not self._has_ended and self._newest()["is_over"]:
                 self._over_since = min(self._over_since, time.monotonic())
                 _break_connections(self._port)
                 if client := self._shared.client:

@@ -111,12 +111,12 @@ def _run_job(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(number, _stop)
     members, last, pause = [*range(options.n)], None, 0
     for restart in range(options.restarts + 1):
-        begun = time.monotonic()
+        begun = time.monotonic() + pause
         try:
-            return _run_once(options, members)
+            return _run_once(options, members, pause)
         except ProcessDiedError as died:
             said = f"{died}; the others were ended"
             if options.elastic or restart == options.restarts:
@@ -127,31 +127,40 @@ def _run_job(options: argparse.Namespace) -> None:
             said += f", and device {last} is left out, which leaves {len(members)}"
         pause = delay(time.monotonic() - begun, pause)
         say(f"{said}; restart {restart + 1} of {options.restarts} in {pause} s")
+
+
+def _stop(number: int, _: Any) -> None:
+    """End the job. What is sent again while it saves does not end it sooner."""
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _run_once(options: Any, members: Sequence[int], pause: float) -> None:
+    """Pause, start processes on this machine, one a device, and wait for their end."""
+    job = None
+    try:
         time.sleep(pause)
-
-
-def _run_once(options: argparse.Namespace, members: Sequence[int]) -> None:
-    """Start processes on this machine, one for each device, and wait until they end."""
-    coordinator = local_coordinator()
-    launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {len(members)}"
-    launch += f" --devices {options.devices}" if options.devices else ""
-    # Between machines JAX waits for 100 seconds.
-    launch += f" --heartbeat {options.heartbeat or 15}" + " --elastic" * options.elastic
-    own = lambda i, device: f"{launch} --process {i} --local-devices {device}".split()
-    script = [*["-m"] * options.is_module, options.script, *options.arguments]
-    commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
-    # In memory: on a full disk members of an elastic job would show no sign of life.
-    memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
-    with tempfile.TemporaryDirectory(dir=memory) as path:
-        env = local_environment(coordinator) | {FOLDER: path * options.elastic}
-        job = Job(commands, options.grace, env=env)
-        try:
+        coordinator = local_coordinator()
+        launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {len(members)}"
+        launch += f" --devices {options.devices}" if options.devices else ""
+        # Between machines JAX waits for 100 seconds.
+        beat, elastic = options.heartbeat or 15, " --elastic" * options.elastic
+        launch += f" --heartbeat {beat}{elastic} --process"
+        own = lambda i, device: f"{launch} {i} --local-devices {device}".split()
+        script = [*["-m"] * options.is_module, options.script, *options.arguments]
+        commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
+        # In memory: on a full disk an elastic job's members would show no sign of life.
+        memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
+        with tempfile.TemporaryDirectory(dir=memory) as path:
+            env = local_environment(coordinator) | {FOLDER: path * options.elastic}
+            job = Job(commands, options.grace, env=env)
             supervise(job, path, options) if options.elastic else job.wait()
-        except (SystemExit, KeyboardInterrupt) as stop:
-            status = stop.args[0] if stop.args else 128 + signal.SIGINT
-            say(f"{signal.Signals(status - 128).name}; all processes have ended")
-            if any(job.statuses):
-                raise SystemExit(status) from None
+    except (SystemExit, KeyboardInterrupt) as stop:
+        status = stop.args[0] if stop.args else 128 + signal.SIGINT
+        say(f"{signal.Signals(status - 128).name}; all processes have ended")
+        if not job or any(job.statuses):
+            raise SystemExit(status) from None
 
 
 def local_environment(coordinator: str) -> dict[str, str]:

@@ -205,8 +205,7 @@ def trajectory(tx, params, how, *, mesh=None):
             out_specs=(jax.P(), choose(by_step, jax.P())),
             check_vma=how == "shard_map",
         )
-        sharding = jax.NamedSharding(mesh, by_step)
-        return Trajectory(jax.jit(mapped), state, sharding)
+        return Trajectory(jax.jit(mapped), state, jax.NamedSharding(mesh, by_step))
     axes = {"in_axes": (choose(0, None), 1), "out_axes": (None, choose(1, None))}
     if how == "pmap":
         return Trajectory(jax.pmap(body, "data", **axes), state)
@@ -319,8 +318,7 @@ def on_each(f, how, mesh=None, out=None):
     body, out = (stacked, split) if out is None else (own, out)
     specs = {"in_specs": split, "out_specs": out, "check_vma": how == "shard_map"}
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
-    rows = jax.NamedSharding(mesh, split)
-    return lambda tree: mapped(jax.device_put(tree, rows))
+    return lambda tree: mapped(jax.device_put(tree, jax.NamedSharding(mesh, split)))
 
 
 def plain_step(tx, loss, axis_name="data", is_own=False):

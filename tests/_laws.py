@@ -198,8 +198,7 @@ def collectives(jaxpr: Any, rung: int, rungs: int) -> Iterator[Any]:
         if eqn.primitive.name == "cond":
             # There is a branch for each rung, or one for all.
             branches = params["branches"]
-            taken = rung if len(branches) == rungs else 0
-            params["branches"] = (branches[taken],)
+            params["branches"] = (branches[rung if len(branches) == rungs else 0],)
         axes = params.get("axes", params.get("axis_name", ()))
         axes = axes if isinstance(axes, tuple) else (axes,)
         if eqn.invars and any(isinstance(axis, str) for axis in axes):
@@ -403,8 +402,7 @@ FIGURES = 5  # that travel along
 @functools.lru_cache(maxsize=8)  # there are many, and each maps memory
 def _jitted_climb(ladder: Any) -> Any:
     step = functools.partial(climb, ladder)
-    axes = (0, 0, None, None, None)
-    return jax.jit(jax.vmap(step, in_axes=axes, axis_name="data"))
+    return jax.jit(jax.vmap(step, in_axes=(0, 0, None, None, None), axis_name="data"))
 
 
 def climbed(ladder: Any, x: Any, states: Any, rung: int, looks: bool, step: int) -> Any:
@@ -646,8 +644,7 @@ def believes_only_looks(controller: Any, evidence: Evidence) -> None:
     at = zip(evidence.step, evidence.steps - 1, strict=True)
     looks = np.array([bool(controller.looks(*x)) for x in at])
     only = lambda x, other: np.where(looks[:, None], x, other).astype(np.float32)
-    seen = only(evidence.gradient_energies, 0)
-    evidence = evidence._replace(gradient_energies=seen)
+    evidence = evidence._replace(gradient_energies=only(evidence.gradient_energies, 0))
     rungs, _ = decided(controller, evidence)
     for other in (0.0, 1e3):
         energies = only(evidence.energies, other)

@@ -46,15 +46,13 @@ class _Alters(gravac.TopK):
 class DividesBySenders(_Alters):
     def change(self, sent, x, comm):
         senders = comm.mean((x != sent.residual).astype(jnp.float32))
-        mean = sent.mean / jnp.maximum(senders, 1 / comm.replicas)
-        return sent._replace(mean=mean)
+        return sent._replace(mean=sent.mean / jnp.maximum(senders, 1 / comm.replicas))
 
 
 @caught_by(_laws.averages_what_was_sent, _laws.is_like_its_oracle)
 class ForgetsWhatRoundingDrops(_Alters):
     def change(self, sent, x, comm):
-        held = jnp.where(sent.residual == x, sent.residual, 0)
-        return sent._replace(residual=held)
+        return sent._replace(residual=jnp.where(sent.residual == x, sent.residual, 0))
 
 
 @caught_by(_laws.agrees_on_all_replicas)

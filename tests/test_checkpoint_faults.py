@@ -212,6 +212,12 @@ def test_a_damaged_file_is_noticed_or_does_no_harm(tmp_path, damage):
     assert refused >= 2, "else nothing was tried"
 
 
+def test_an_error_names_what_came_first(tmp_path):
+    saver, because = Checkpointer(tmp_path), f"{tmp_path}: ValueError: bad"
+    with pytest.raises(CheckpointError, match=because), saver._errors("no, not from"):
+        raise KeyError("Orbax knows no handler") from ValueError("bad")
+
+
 # Signals.
 
 

@@ -62,7 +62,7 @@ def begin(clock):
 def test_a_time_runs_from_the_end_of_the_step_before_and_without_pauses(wall):
     clock = gravac.StepClock()
     (first, times), (second, _) = begin(clock), begin(clock)
-    assert np.isnan(times["step_seconds"])
+    assert times["step_seconds"] == 0
     wall.now += 3
     wall.finish(first)
     wall.now += 5
@@ -81,7 +81,7 @@ def test_a_time_runs_from_the_end_of_the_step_before_and_without_pauses(wall):
     clock.wait()
     assert clock.times()["steps_ago"] == 1
     unknown = clock.times()
-    assert np.isnan(unknown["step_seconds"])
+    assert unknown["step_seconds"] == 0
     types = [type(x) for found in (times, unknown) for x in found.values()]
     assert types == 2 * [np.float32, np.int32], "another would compile the step again"
 
@@ -109,7 +109,7 @@ def test_a_step_that_compiles_has_no_time_and_the_next_step_has():
         x = step(x, times["step_seconds"])
         clock.record(x)
         clock.wait()
-    assert np.isnan(found[:2]).all()
+    assert found[:2] == [0, 0]
     assert (np.array(found[2:]) > 0).all()
 
 
@@ -123,7 +123,7 @@ def test_a_failed_step_has_no_time():
     clock.record(Broken())
     clock.wait()
     with pytest.warns(UserWarning, match="step 0 is unknown: the step failed"):
-        assert np.isnan(clock.times()["step_seconds"])
+        assert clock.times()["step_seconds"] == 0
 
 
 def test_a_program_may_end_while_steps_are_running():

@@ -54,8 +54,7 @@ def steady(gain, steps=60):
 @pytest.mark.parametrize(("law", "run"), CASES)
 @pytest.mark.parametrize("controller", in_every_choice(EXAMPLES))
 def test_every_controller_keeps_the_law(controller, law, run):
-    rungs = len(controller.ladder)
-    law(controller, _examples.evidence(rungs, seed=3, **RUNS[run]))
+    law(controller, _examples.evidence(len(controller.ladder), seed=3, **RUNS[run]))
 
 
 @pytest.mark.parametrize("seed", _harness.choices((*range(8), 9, 11), lambda x: x < 2))

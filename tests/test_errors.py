@@ -367,12 +367,14 @@ SKIPPED = lambda grads, *state: jax.lax.cond(
     True, lambda: TX.update(grads, *state), lambda: (grads, state[0])
 )
 NESTED = jax.shard_map(jnp.sum, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P())
+CENTRED = jax.vmap(lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows")
 NOTES = {
     "micro_batches=": partial(run, grads=in_a_loop),
     "opt_state, batch, **times)": partial(UNTIMED, **gravac.StepClock().times()),
     "value=jax.lax.pmean(loss": partial(run, DIFFERENT, TOLD),
     "zeros like the params": partial(run, SKIPPED),
     "call its function": partial(trained, lambda p, x: NESTED(x)),
+    "axis of a jax.vmap": partial(trained, lambda p, x: CENTRED(x).sum()),
     "In a step of your own": partial(trained, lambda p, x: jnp.sum(x), after=PLATEAU),
 }
 
@@ -380,7 +382,7 @@ NOTES = {
 @pytest.mark.parametrize("remedy", NOTES)
 def test_an_error_of_jax_or_optax_in_a_step_has_a_note_with_the_remedy(remedy):
     with jax.numpy_dtype_promotion("standard"):  # Optax does
-        notes = refused((T, V), NOTES[remedy]).__notes__
+        notes = refused((AssertionError, T, V), NOTES[remedy]).__notes__
     assert any(remedy in note for note in notes)
 
 

@@ -30,8 +30,7 @@ class Windows(gravac.Encoding):
         return max(1, int(n / self.factor))
 
     def traffic(self, bucket, replicas):
-        window = gravac.Bucket(self._entries(bucket.n))
-        return gravac.Dense().traffic(window, replicas)
+        return gravac.Dense().traffic(gravac.Bucket(self._entries(bucket.n)), replicas)
 
     def exchange(self, x, state, *, bucket, key, step, comm):
         k, start = self._entries(bucket.n), jax.random.randint(key, (), 0, bucket.n)
@@ -209,8 +208,7 @@ def loss_of(params, batch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_is_trained_with_it(name):
-    exchange = gravac.transform(compress=True, **RECIPES[name])
-    tx = optax.chain(exchange, optax.sgd(0.2))
+    tx = optax.chain(gravac.transform(compress=True, **RECIPES[name]), optax.sgd(0.2))
     step = gravac.train_step(loss_of, tx, make_mesh())
     state, losses, factors = step.init({"w": jnp.zeros((16, 8))}), [], []
     for batch in INPUTS:

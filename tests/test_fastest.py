@@ -186,8 +186,7 @@ def test_it_does_not_run_in_circles():
     assert np.median(moves) < 4000 / 50
     # On a flat optimum home moves too, but not to and fro.
     homes = [x[np.r_[True, np.diff(x) != 0]] for x in rungs[:, 1000:]]
-    stays = [np.bincount(x).max() / len(x) for x in rungs[:, 1000:]]
-    assert np.median(stays) > 0.9
+    assert np.median([np.bincount(x).max() / len(x) for x in rungs[:, 1000:]]) > 0.9
     assert np.mean([len(set(x.tolist())) > 6 for x in homes]) < 0.1
 
 

@@ -62,8 +62,7 @@ def test_values_and_gradients_belong_to_the_replica_alone(call, how):
 def test_gradients_are_local_to_every_axis_of_a_tuple(axis_type):
     names = ("outer", "inner")
     mesh = make_mesh((2, 2), names, axis_type)
-    grad = gravac.value_and_grad(LOSS, names)
-    received = everywhere(grad, "shard_map", mesh=mesh)
+    received = everywhere(gravac.value_and_grad(LOSS, names), "shard_map", mesh=mesh)
     assert is_local(received, lambda x: jax.value_and_grad(LOSS)(W, x))
 
 
@@ -90,8 +89,7 @@ def test_micro_batches_are_the_large_batch(how, micro_batches):
     np.testing.assert_allclose(value, [x for x, _ in expected], rtol=1e-6)
     np.testing.assert_allclose(received, [x for _, x in expected], rtol=1e-6)
     if micro_batches > 1:
-        firsts = ROWS[:, :: 6 // micro_batches]
-        np.testing.assert_array_equal(aux[:, :, 0], firsts)
+        np.testing.assert_array_equal(aux[:, :, 0], ROWS[:, :: 6 // micro_batches])
 
 
 def test_micro_batches_are_given_by_name_too_and_keep_the_params_dtype():

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -250,7 +251,8 @@ def test_processes_with_different_data_keep_the_same_bits(tx, processes, steps, 
 
 
 SLEEP = "import time; print('in the middle', flush=True); time.sleep(1000)"
-SAVE = "import signal, sys; signal.signal(15, lambda *_: sys.exit())\n" + SLEEP
+SAVE = "import signal, sys, time\nsave = lambda *_: [time.sleep(1), sys.exit()]\n"
+SAVE += "signal.signal(15, save)\n" + SLEEP
 FAIL = "import sys, jax\nsleep = 3 if jax.process_index() else 1000\n"
 FAIL += SLEEP.replace("sleep(1000)", "sleep(sleep); sys.exit('no data')")
 
@@ -279,6 +281,9 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
         own = "--process 1 "
         [pid] = [pid for pid, words in running(path).items() if own in " ".join(words)]
         os.kill(pid if text == TRAIN else launcher.pid, number)
+        if text == SAVE:  # as systemd does; what saves is not disturbed
+            time.sleep(0.3)
+            os.kill(launcher.pid, signal.SIGHUP)
         _, errors = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
@@ -286,6 +291,22 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
     said = rf"{said.format(pid)}(; the others were ended)?\n$"
     assert re.search(said, errors, re.DOTALL)
     assert not running(path) | running(str(launcher.pid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_pause_before_a_restart_ends_the_job(number, script):
+    command = [*LAUNCH, "-n", "1", "--restarts", "9", script("raise SystemExit(7)")]
+    launcher = subprocess.Popen(command, env=ENVIRONMENT, **PIPES)
+    try:
+        wait_until(lambda: "restart 3 of 9 in 4 s" in launcher.stderr.readline())
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + number
+    said = f"gravac_jax.launch: {number.name}; all processes have ended\n"
+    assert errors == said
 
 
 def test_what_dies_early_waits_twice_as_long_up_to_a_minute():

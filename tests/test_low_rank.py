@@ -74,8 +74,7 @@ def test_entries_wait_as_if_the_largest_were_sent():
 
 
 def test_unused_directions_survive_a_matrix_of_zeros():
-    zeros = jnp.zeros(BUCKET.n)
-    sent, after = stepper(4)(zeros, begun())
+    sent, after = stepper(4)(jnp.zeros(BUCKET.n), begun())
     np.testing.assert_array_equal(after[0].right, begun()[0].right)
     assert not any(x.any() for x in sent)
 

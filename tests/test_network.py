@@ -42,8 +42,7 @@ def machine():
     """What an abandoned network could leave behind on the machine itself."""
     links = subprocess.check_output(["ip", "-j", "link"], text=True)
     names = [(x["ifindex"], x["ifname"], x["operstate"]) for x in json.loads(links)]
-    mounts = Path("/proc/mounts").read_text()
-    return names, mounts, Path("/etc/hosts").read_text()
+    return names, Path("/proc/mounts").read_text(), Path("/etc/hosts").read_text()
 
 
 def users(namespaces):

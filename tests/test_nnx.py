@@ -82,8 +82,7 @@ step_on = functools.cache(functools.partial(gravac.nnx_data_parallel, train_step
 
 def new_objects(axis_name="data", **options):
     model = MLP(nnx.Rngs(0))
-    transform = gravac.transform(axis_name, **CHEAP, **options)
-    tx = optax.chain(transform, optax.sgd(0.3))
+    tx = optax.chain(gravac.transform(axis_name, **CHEAP, **options), optax.sgd(0.3))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param), new_metrics()
 
 

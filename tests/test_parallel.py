@@ -60,8 +60,7 @@ def train(where, integers=False):
     trajectory = []
     for batch in batches(integers):
         *state, value, metrics = step(*state, batch)
-        results = (*state, value, metrics)
-        trajectory.append(jax.tree.map(_harness.agreed, results))
+        trajectory.append(jax.tree.map(_harness.agreed, (*state, value, metrics)))
     return trajectory
 
 
@@ -238,8 +237,7 @@ def test_one_replica_is_enough(where):
 def test_the_mesh_may_have_other_axes(axis_type):
     axis_name = ("data", "other")[: 2 - AXIS_TYPES.index(axis_type)]
     mesh = make_mesh((2, 2), ("data", "other"), axis_type)
-    send = gravac.TopK(4, select="exact")
-    tx = gravac.transform(axis_name, compress=True, send=send)
+    tx = gravac.transform(axis_name, compress=True, send=gravac.TopK(4, select="exact"))
     step = gravac.data_parallel(
         lambda state, x: tx.update(x[0], state)[::-1], mesh, axis_name
     )

@@ -157,13 +157,11 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
 @pytest.mark.slow
 def test_it_times_the_usual_encodings_on_two_axes(tmp_path):
     path = tmp_path / "probe.json"
-    argv = f"--params 2e5 --seconds 0.1 --mesh dcn=2,ici=4 --json {path}"
-    probe.main(argv.split())
+    probe.main(f"--params 2e5 --seconds 0.1 --mesh dcn=2,ici=4 --json {path}".split())
     report = json.loads(path.read_text())
     assert (report["axis"], report["replicas"]) == ("dcn", 2)
     assert report["params"] == pytest.approx(2e5, rel=0.01)
-    names = ["dense", *map(repr, probe.SEND)]
-    assert [x["encoding"] for x in report["rows"]] == names
+    assert [x["encoding"] for x in report["rows"]] == ["dense", *map(repr, probe.SEND)]
     assert "an exchange is" in report["verdict"]
 
 

@@ -83,8 +83,7 @@ def test_devices_that_a_collective_puts_together_are_read_in_every_spelling():
         "replica_groups=mesh['a'=2,'b'=2] {'b'}": [[0, 1], [2, 3]],
         "replica_groups=mesh['a'=2,'b'=2] {'a'}": [[0, 2], [1, 3]],
     }
-    found = {text: reading.groups(text) for text in spellings}
-    assert found == spellings
+    assert {text: reading.groups(text) for text in spellings} == spellings
 
 
 def test_a_row_says_what_a_method_costs_beyond_a_dense_step(tmp_path):

@@ -134,8 +134,7 @@ def batch(case, size):
 def runs(case):
     """Return a key of `SIZES`, and a few batches of numbers up to this size."""
     batches = lambda size: st.lists(batch(case, SIZES[size]), min_size=1, max_size=2)
-    each = [st.tuples(st.just(size), batches(size)) for size in SIZES]
-    return st.one_of(each)
+    return st.one_of([st.tuples(st.just(size), batches(size)) for size in SIZES])
 
 
 def run(name, rung, batches):
@@ -231,8 +230,7 @@ def filled(name, size):
 
 def test_numbers_whose_sums_are_infinite_are_left_out():
     """Each is finite, but a sum of three was not, and such a residual never mends."""
-    sizes = (1, 3e38, 3e38, 1)
-    holds("few bits", 1, "any", [filled("few bits", x) for x in sizes])
+    holds("few bits", 1, "any", [filled("few bits", x) for x in (1, 3e38, 3e38, 1)])
 
 
 SKIPPED = ("exact", "few bits", "low rank", "clipped")

@@ -78,8 +78,7 @@ def test_parts_of_one_record_are_read_as_one_and_others_refused(tmp_path):
     one = record(tmp_path, [line("dense", 0, 10, 2.0)], "one")
     two = record(tmp_path, [line("a", 0, 10, 2.5)], "two")
     assert "+25.0%" in report.text([one, two])
-    text = two.read_text().replace('"steps": 10', '"steps": 20')
-    two.write_text(text)
+    two.write_text(two.read_text().replace('"steps": 10', '"steps": 20'))
     with pytest.raises(SystemExit, match="two is of another configuration"):
         report.text([one, two])
 
@@ -115,8 +114,7 @@ def test_the_same_command_writes_the_same_file_also_after_a_cut(
     tmp_path, text, monkeypatch
 ):
     whole = toy(text, tmp_path / "one.jsonl")
-    steps = [json.loads(x)["step"] for x in whole.splitlines()[1:]]
-    assert steps == [2, 4, 6] * 2
+    assert [json.loads(x)["step"] for x in whole.splitlines()[1:]] == [2, 4, 6] * 2
 
     cut, rate = tmp_path / "cut.jsonl", trial.learning_rate_at
     calls = iter(range(10**6))

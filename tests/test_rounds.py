@@ -86,8 +86,7 @@ def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_local_step_has_no_collective(delay):
-    text = program("shard_map", delay=delay).text(GRADIENTS)
-    found = _harness.collectives(text)
+    found = _harness.collectives(program("shard_map", delay=delay).text(GRADIENTS))
     assert found
     assert {x.branches[:1] for x in found} == {(1,)}
 

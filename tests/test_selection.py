@@ -156,8 +156,7 @@ def test_the_kth_of_many_lies_within_the_bracket_of_a_sample(k):
     assert (true <= found.high).all()
     # And it is of use: few entries lie within.
     low, high = int(found.low[0]), int(found.high[0])
-    inside = (bits_of(bucket) >= low) & (bits_of(bucket) < high)
-    assert np.sum(inside) < 30 * np.sqrt(k)
+    assert np.sum((bits_of(bucket) >= low) & (bits_of(bucket) < high)) < 30 * np.sqrt(k)
 
 
 @pytest.mark.parametrize("n", [1, 1000])

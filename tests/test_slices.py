@@ -149,8 +149,7 @@ def test_inner_axes_change_nothing(recipe):
     common = {"compress": IS_COMPRESSED, "send": gravac.Dense()}
     make = lambda shardings=None: RECIPES[recipe](**common, shardings=shardings)
     received = train(make, three_axes())
-    expected = train(lambda params: make(), make_mesh((2,), ("dcn",)))
-    assert_close(received, expected)
+    assert_close(received, train(lambda params: make(), make_mesh((2,), ("dcn",))))
 
 
 # What each device sends
@@ -415,8 +414,7 @@ def test_an_update_may_be_skipped_by_a_cond():
     step, alone = step_of(tx, mesh), step_of(two_bits(state[0]), mesh)
     taken, expected = step(*state, GOOD), alone(*state, GOOD)
     _harness.assert_same(*map(on_all_devices, (taken, expected)))
-    large = {**state[0], "odd": state[0]["odd"] + 9}
-    _, skipped, _ = step(large, state[1], GOOD)
+    _, skipped, _ = step({**state[0], "odd": state[0]["odd"] + 9}, state[1], GOOD)
     _harness.assert_same(*map(_harness.on_host, (skipped, state[1])))
 
 

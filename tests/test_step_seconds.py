@@ -99,8 +99,7 @@ def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
     tmp_path, text, monkeypatch
 ):
     out, jobs, names = tmp_path / "x.jsonl", [], ("dense", "TopK(10)")
-    setting = run.Setting(methods=names)
-    args = run.Args(text, out, (2, 4), (100.0,), setting=setting)
+    args = run.Args(text, out, (2, 4), (100.0,), setting=run.Setting(methods=names))
 
     def job(n, script, timeout_seconds):
         jobs.append((n, json.loads(script[-1])))

@@ -209,6 +209,20 @@ def test_gradients_are_at_own_params_unless_what_comes_after_is_not_linear(after
                 traced(new_step(tx, at="own"))
 
 
+def test_a_flush_warns_of_an_optimizer_that_holds_it_back():
+    tx = two_stages(ROWS, NOT_LINEAR["MultiSteps"])
+    step = new_step(tx)
+    with pytest.warns(UserWarning, match="keeps what gravac.flush delivers"):
+        step.flush(*step.init(PARAMS))
+
+
+def test_the_first_step_is_what_debug_nans_complains_of():
+    loss = lambda params, x: jnp.log(-1 - loss_fn(params, x))
+    step = gravac.train_step(loss, two_stages(ROWS), MESH)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        step(*step.init(PARAMS), BATCHES[0])
+
+
 def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_params():
     tx = two_stages(ONE_BIT["send"], *ADAM, delay=1)
     with pytest.raises(ValueError, match=r"linear in the updates.*gravac\.adamw"):
@@ -331,8 +345,7 @@ def test_no_program_takes_a_rung_that_is_for_own_params_only_at_shared_ones():
     memory = gravac.OwnOptimizer(optax.chain(*ADAM))
     own = two_stages(send, optax.identity(), memory=memory)
     for tx, branches in ((two_stages(send, *ADAM), True), (own, True), (own, False)):
-        step = new_step(tx, branches=branches, at="shared")
-        _, rungs, _ = run(step, BATCHES[:4])
+        _, rungs, _ = run(new_step(tx, branches=branches, at="shared"), BATCHES[:4])
         assert rungs == [0] * 4
 
 

@@ -127,8 +127,7 @@ def test_in_200_adaptive_steps_of_one_program_replicas_stay_bit_identical():
     with _harness.compilations() as names:
         for i in range(200):
             batch = rng.normal(size=(2 * N, 8)) * rng.choice([0.1, 1, 10], 8)
-            seconds = np.float32(0.1 + i / 1000 if i % 2 else np.nan)
-            told = {"step_seconds": seconds}
+            told = {"step_seconds": np.float32(0.1 + i / 1000 if i % 2 else np.nan)}
             params, opt_state, _ = step(params, opt_state, np.float32(batch), **told)
             rungs.add(int(opt_state[0].info.rung))
     assert len(names) == 1

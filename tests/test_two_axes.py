@@ -119,8 +119,7 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
         agreed(state.decided)
         agreed(state.info.gains)
     assert len({int(x.info.rung) for x in states}) > 1
-    shards = residual(state).addressable_shards
-    assert {x.data.size for x in shards} == {ROWS * COLUMNS}
+    assert {x.data.size for x in residual(state).addressable_shards} == {ROWS * COLUMNS}
 
 
 def test_slices_of_params_are_refused_over_a_fast_axis():

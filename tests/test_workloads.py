@@ -103,8 +103,7 @@ def test_every_program_trains_and_a_killed_run_goes_on_to_the_same_bits(
     assert {x.dtype for x in jax.tree.leaves(state[0])} == {jnp.dtype("float32")}
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert all(math.isfinite(line["loss"]) for line in lines)
-    evaluated = [line["step"] for line in lines if "held_out/loss" in line]
-    assert evaluated == [2, 3]
+    assert [line["step"] for line in lines if "held_out/loss" in line] == [2, 3]
     assert lines[-1]["gravac/factor"] == pytest.approx(factor, rel=0.01)
     # Those of the norms: the same on all replicas, and not as they began.
     for leaf in jax.tree.leaves(state[1]) if name in HAS_STATISTICS else ():

@@ -314,8 +314,7 @@ def _home(
     # After a visit it goes home before it moves, unless it moves to where it is.
     is_there = (state.current == state.home) | (state.current == best)
     may_move = is_free & ((times == 0) | is_there)
-    is_faster = cost[best] < 1 - MARGIN
-    home = jnp.where(may_move & is_faster, best, state.home)
+    home = jnp.where(may_move & (cost[best] < 1 - MARGIN), best, state.home)
     is_settled = (state.current == state.home) & (home == state.home)
     may_leave = is_free & is_settled & (state.rested * HASTE >= state.known)
     # Of rungs that cost alike, the one of most progress keeps most quality. To take

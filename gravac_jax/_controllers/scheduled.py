@@ -57,8 +57,7 @@ class Scheduled(Controller):
             )
 
     def _rung(self, step: jax.Array) -> jax.Array:
-        starts = jnp.asarray(self.starts, jnp.int32)
-        return jnp.sum(step >= starts, dtype=jnp.int32)
+        return jnp.sum(step >= jnp.asarray(self.starts, jnp.int32), dtype=jnp.int32)
 
     def init(self) -> tuple[jax.Array, Any]:
         """Return the rung of step 0, and no state."""

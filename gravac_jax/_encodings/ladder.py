@@ -82,8 +82,7 @@ class Ladder:
 
     def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:
         """Return the cost of a rung, with its energies and so many figures beside."""
-        encoding = self.taken(replicas)[rung]
-        own = encoding.traffic(self.bucket, replicas)
+        own = self.taken(replicas)[rung].traffic(self.bucket, replicas)
         energies = 2 + len(self.encodings) * self.is_looked_at
         rides = _carries_all(own, replicas)
         beside = own.figures(energies + figures * rides, replicas)

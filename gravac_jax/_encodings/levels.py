@@ -175,8 +175,7 @@ def encode(x: jax.Array, units: jax.Array, bits: int) -> jax.Array:
     if bits == 1:
         return is_positive
     if bits == 2:
-        is_big = jnp.abs(x) > _of_rows(units, x)
-        return 2 * is_positive + is_big.astype(jnp.uint32)
+        return 2 * is_positive + (jnp.abs(x) > _of_rows(units, x)).astype(jnp.uint32)
     if bits == 4:
         return 8 * is_positive + _halvings(x, units).astype(jnp.uint32)
     return (_steps(x, units) + 128).astype(jnp.uint32)

@@ -144,8 +144,7 @@ def mean_of_payloads(
     replicas = buffers.shape[0]
 
     def add(total: jax.Array, replica: jax.Array | int) -> jax.Array:
-        buffer = jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False)
-        payload = decode(buffer)
+        payload = decode(jax.lax.dynamic_index_in_dim(buffers, replica, keepdims=False))
         at = total.at[payload.indices]
         share = payload.values / replicas
         return at.add(share, mode="drop", unique_indices=True, indices_are_sorted=True)

@@ -266,8 +266,7 @@ def _thinned(
     marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: jax.Array
 ) -> Marks:
     """Return `k` of too many marks: those of twice the threshold, and others by lot."""
-    twice = jnp.minimum(bits, BEYOND - OCTAVE) + OCTAVE
-    is_sure = _arrays.magnitude_bits(x) >= twice
+    is_sure = _arrays.magnitude_bits(x) >= jnp.minimum(bits, BEYOND - OCTAVE) + OCTAVE
     sure = selection.marks_of(selection.pack(is_sure) & marks.words)
     # If even the sure entries are too many, only they are drawn from.
     is_crowded = sure.total > k

@@ -193,9 +193,8 @@ def observe(
     scale *= jnp.where(is_first & (guessed > 0), seconds / guessed, 1.0)
     # Any part may be all of a step, unless no rung has any of it.
     whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
-    likely = jnp.clip(scale, 0, seconds / at)
     # A part that was believed to be zero may turn out not to be.
-    drift = DRIFT * jnp.maximum(likely, LEAST_PART * whole)
+    drift = DRIFT * jnp.maximum(jnp.clip(scale, 0, seconds / at), LEAST_PART * whole)
     covariance = timing.covariance + jnp.diag(jnp.square(drift))
     covariance += jnp.diag(jnp.square(jnp.where(is_first, whole, 0.0)))
 

@@ -136,6 +136,16 @@ def suited(tx: Any, params: Any, opt_state: Any) -> str:
     return "shared"
 
 
+def warn_if_held_up(opt_state: Any) -> None:
+    """Warn that what is delivered waits for a later step of the optimizer."""
+    if _instances(opt_state, optax.MultiStepsState):
+        warnings.warn(
+            "optax.MultiSteps keeps what gravac.flush delivers for a step of its own:"
+            " in its place take gravac.train_step(..., micro_batches=...).",
+            stacklevel=3,
+        )
+
+
 def check_momentum(state: Any) -> None:
     """Refuse an optimizer with a momentum beside the one in its transform's memory."""
     for ours in transform_states(state):

@@ -23,7 +23,8 @@ def flush(
     learning rate that follows the transform drops. Call it where the train step is
     called, under the same collectives. The optimizer after the transform sees the mean
     of the residuals as it would see any gradient; one such as Adam takes a whole step
-    on it. Transformations before the transform are not used.
+    on it, and `optax.MultiSteps` keeps it for a step of its own, with a warning here.
+    Transformations before the transform are not used.
 
     Args:
       tx: the optimizer, with exactly one `gravac.transform` in it.
@@ -65,6 +66,7 @@ def flush(
     """
     _refuse.optimizer(tx, "gravac.flush(tx, params, opt_state)")
     chain.the_transform(opt_state, "gravac.flush")
+    chain.warn_if_held_up(opt_state)
     given = params, opt_state, params
     updates, opt_state = chain.ask(tx, ["mean", None], *given, **extra)
     return optax.apply_updates(params, updates), opt_state

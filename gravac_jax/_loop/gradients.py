@@ -131,8 +131,7 @@ def _mean_over_parts(
     _refuse.divides(batch, parts, "a replica's batch", "micro-batches")
     split = lambda x: jnp.reshape(x, (parts, -1, *jnp.shape(x)[1:]))
     batches = jax.tree.map(split, batch)
-    first = jax.tree.map(lambda x: x[0], batches)
-    (value, _), grads = jax.eval_shape(of_part, first)
+    (value, _), grads = jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], batches))
     like = value, grads
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
 

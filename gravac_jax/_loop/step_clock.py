@@ -58,11 +58,11 @@ class StepClock:
         """Return the arguments for the step that begins now.
 
         Returns:
-          `step_seconds`, float32, the time of the newest step that is done, or NaN if
-          no step has finished since the last call. `steps_ago`, int32, which step that
+          `step_seconds`, float32, the time of the newest step that is done, or 0 if no
+          step has finished since the last call. `steps_ago`, int32, which step that
           was: 1 is the one before the step that begins.
         """
-        ago, seconds = 1, np.nan
+        ago, seconds = 1, 0.0  # of NaN, jax.debug_nans would complain
         while self._running and (
             len(self._running) >= AHEAD or self._running[0].end.done()
         ):

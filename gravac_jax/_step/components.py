@@ -148,8 +148,7 @@ class Components:
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
             first = self.round_steps(jnp.zeros((), jnp.int32))
-            following = self.round_steps(first)
-            rounds = Round(first, following, jnp.zeros((), jnp.int32))
+            rounds = Round(first, self.round_steps(first), jnp.zeros((), jnp.int32))
         return TransformState(
             steps=jnp.zeros((), jnp.int32),
             ladder=jnp.array([zlib.crc32(repr(x).encode()) for x in ladder], "uint32"),

@@ -44,8 +44,7 @@ def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
     looks = controller.looks_at == "gradient"
     rungs = zeros(len(controller.ladder)) if looks else ()
-    sample = zeros(), zeros()
-    return Told(zeros(), zeros(), sample, rungs, zeros(2, kinds), norms)
+    return Told(zeros(), zeros(), (zeros(), zeros()), rungs, zeros(2, kinds), norms)
 
 
 class Round(NamedTuple):

@@ -139,8 +139,7 @@ def tables(
     sizes = buckets.sizes[:-1]
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
     apart = _network.mean_traffic(0 if rides else size, replicas)
-    riding = [size * rides] + [0] * (len(ladders) - 1)
-    beside = list(zip(ladders, riding, strict=True))
+    beside = list(zip(ladders, [size * rides] + [0] * (len(ladders) - 1), strict=True))
     rows = []
     for rung in range(len(ladders[0].encodings)):
         parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
