@@ -19,7 +19,7 @@ from gravac_jax import _xla
 
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
 LARGEST_INT32 = 2**31 - 1
-MANY_OF_A_SIZE = 8  # leaves
+MANY_ALIKE = 8  # leaves beyond the first of each size
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
 
 
@@ -78,14 +78,14 @@ def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
       like: the shapes and dtypes of the leaves.
     """
     sizes = [x.size for x in like]
-    *starts, end = itertools.accumulate(sizes, initial=0)
+    ends = list(itertools.accumulate(sizes, initial=0))
 
     def unknown(vector: jax.Array) -> list[jax.Array]:
         cut = lambda start, n: jax.lax.dynamic_slice(vector, (start,), (n,))
-        return list(map(cut, _xla.unknown(starts), sizes))
+        return list(map(cut, _xla.unknown(ends[:-1]), sizes))
 
-    fixed = lambda vector: jnp.split(vector, [*starts, end][1:])[:-1]
-    if len(like) - len({*sizes}) > MANY_OF_A_SIZE and end <= LARGEST_INT32:
+    fixed = lambda vector: jnp.split(vector, ends[1:])[:-1]
+    if len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32:
         # CPUs compile one kernel for all leaves of one size.
         parts = jax.lax.platform_dependent(vector, cpu=unknown, default=fixed)
     else:

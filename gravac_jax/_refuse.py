@@ -474,9 +474,9 @@ value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and
 other loops with jax.lax.pcast. Where the loop is in a library, such as an RNN, give
 gravac.train_step, gravac.data_parallel or gravac.nnx_data_parallel check_vma=False.
 """,
-    "no words": """
+    "AssertionError": """
 gravac: if no assert of yours failed, JAX has met a mean over the axis of a jax.vmap, as
-equinox.nn.BatchNorm has one: give gravac.train_step check_vma=False.
+equinox.nn.BatchNorm has one: give what makes the step check_vma=False.
 """,
     "The context mesh": """
 gravac: the step runs in a shard_map over all axes of the mesh. In place of a second one
@@ -500,7 +500,7 @@ def explained() -> Iterator[None]:
         yield
     except (AssertionError, TypeError, ValueError) as error:
         for words, note in _NOTES.items():
-            if words in (str(error) or "no words"):
+            if words in (str(error) or type(error).__name__):
                 error.add_note(note)
         raise
 

@@ -83,7 +83,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     and then divides indices for each entry, which takes up to ten times as long. It
     fuses nothing into a function that it is told not to inline.
     """
-    traced_once = jax.jit(function)
+    traced_once = jax.jit(function)  # not once for every kind of device
     cpu = lambda *args: set_xla_metadata(traced_once(*args), inlineable="false")
     return jax.lax.platform_dependent(*args, cpu=cpu, default=traced_once)
 
@@ -100,7 +100,7 @@ def in_bytes(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
 
 
 def unknown(numbers: Sequence[int]) -> Sequence[jax.Array]:
-    """Return `numbers`, `[]` uint32 each, which CPUs do not know when they compile.
+    """Return `numbers`, `[]` uint32 each, which XLA does not know on CPUs.
 
     JAX counts signed places from the end, too, which is six operations more a slice.
 

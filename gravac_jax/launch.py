@@ -132,7 +132,7 @@ def _run_job(options: argparse.Namespace) -> None:
 def _stop(number: int, _: Any) -> None:
     """End the job. What is sent again while it saves does not end it sooner."""
     for other in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(other, signal.SIG_IGN)
+        signal.signal(other, lambda *_: None)  # Python complains of a late SIG_IGN
     sys.exit(128 + number)
 
 

@@ -147,7 +147,7 @@ def evidence(
     energy = rng.lognormal(0, 0.3, steps)
     noise = rng.uniform(0.98, 1.0, (steps, rungs)) ** (np.arange(rungs) > 0)
     seconds = 0.02 + 0.2 * rng.uniform(0.3, 0.9) ** np.arange(rungs)
-    measured, local = np.full((steps, rungs), np.nan), np.full(steps, np.nan)
+    measured, local = np.zeros((steps, rungs)), np.zeros(steps)
     if measured_from is not None:
         now = np.arange(measured_from, steps, 3)
         at = rng.integers(0, rungs, now.size)

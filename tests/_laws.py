@@ -214,8 +214,7 @@ def declares_its_bytes(encoding: Any, buckets: np.ndarray) -> None:
     trace = jax.make_jaxpr(step, axis_env=[("data", replicas)])
     jaxpr = trace(buckets[0], encoding.init(bucket)).jaxpr
     traffic = encoding.traffic(bucket, replicas)
-    sent = put_in(jaxpr, 0, 1, replicas)
-    assert (traffic.payload_bytes, traffic.messages) == sent
+    assert (traffic.payload_bytes, traffic.messages) == put_in(jaxpr, 0, 1, replicas)
     assert 0 < traffic.bits <= 8 * traffic.payload_bytes
     assert encoding.traffic(bucket, 1).wire_bytes == 0
 
@@ -300,8 +299,7 @@ def sends_something(encoding: Any, situation: np.ndarray) -> None:
     # Scales are made of squares, unless entries go as they are.
     power = 1 if encoding.sends_whole_entries else 2
     for own in situation:
-        steps = each_alone(encoding, own[None])
-        is_sent = any(step.sent.mean.any() for step in steps)
+        is_sent = any(step.sent.mean.any() for step in each_alone(encoding, own[None]))
         assert is_sent or not (np.abs(own) ** power >= 2.0**-126).any()
 
 
@@ -363,8 +361,7 @@ def assert_like_oracle(encoding: Any, steps: Iterable[Step]) -> None:
         summing = 0 if is_exact else (replicas + 1) * 2.0**-24
         assert_near(sent.residual, expected.residuals, expected.atol, x)
         assert_near(sent.mean[0], expected.mean, expected.atol + summing, x)
-        whole = energies_of(x).max(initial=0)
-        atol = expected.atol * whole
+        atol = expected.atol * energies_of(x).max(initial=0)
         np.testing.assert_allclose(sent.energy, expected.energies, rtol=1e-5, atol=atol)
 
 

@@ -372,7 +372,7 @@ def gravac_algorithm_1(
         total = total + weight * (e.energy - total)
         gains = (sent / total) ** (0.5 if controller.gain == "norm" else 1)
         for r, seconds in enumerate(e.measured_seconds[kept]):
-            if not math.isnan(seconds):
+            if seconds > 0:
                 measured[r] = gains[r] / seconds
 
         rung, margins = 0, [abs(gains[candidate] - controller.epsilon)]
@@ -442,7 +442,7 @@ def fastest(
         progress = progress_of(controller, e, sent / total, home)
         cost, worth_of_visits = costs(e, progress, home, timing)
 
-        has_changed = np.nanmax(e.measured_seconds, initial=0) and not timing.surprise
+        has_changed = np.max(e.measured_seconds, initial=0) and not timing.surprise
         is_known = timing.times < 2 or not has_changed
         known = min(known + int(e.steps), 400) if is_known else 0
         assert state.known == known, "steps since the network changed"

@@ -45,7 +45,7 @@ def test_any_tree_comes_back_as_it_was(tree, data, most):
     for most_entries, many in ((bucketing.MAX_ENTRIES, -1), (most, most)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bucketing, "MAX_ENTRIES", most_entries)
-            patch.setattr("gravac_jax._arrays.MANY_OF_A_SIZE", many)
+            patch.setattr("gravac_jax._arrays.MANY_ALIKE", many)
             plan = bucketing.plan(tree, jax.tree.unflatten(structure, mask))
             parts = plan.pack(tree)
             back = plan.unpack(parts)

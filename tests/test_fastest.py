@@ -69,7 +69,7 @@ def _simulation(controller, steps, late, coming):
                 gradient_energy=jnp.float32(1),
                 gradient_energies=jnp.where(controller.looks(i), shares, 0.0),
                 predicted_parts=guess,
-                measured_seconds=jnp.where(is_here, times[0], jnp.nan),
+                measured_seconds=jnp.where(is_here, times[0], 0.0),
                 at_own_params=at_own_params,
             )
             decided, state = controller.decide(evidence, state)
@@ -77,7 +77,7 @@ def _simulation(controller, steps, late, coming):
             return (state, key, ahead[1:], rungs[1:], times[1:]), ahead[0]
 
         rung, state = controller.init()
-        unknown = jnp.full(late, jnp.nan, jnp.float32)
+        unknown = jnp.zeros(late, jnp.float32)
         carry = state, key, jnp.full(coming, rung), jnp.full(late, rung), unknown
         (state, *_), rungs = jax.lax.scan(step, carry, jnp.arange(steps))
         return rungs, state

@@ -257,6 +257,14 @@ FAIL = "import sys, jax\nsleep = 3 if jax.process_index() else 1000\n"
 FAIL += SLEEP.replace("sleep(1000)", "sleep(sleep); sys.exit('no data')")
 
 
+def launched(*arguments):
+    """Start a launcher that hears Ctrl-C, which background jobs of a shell ignore."""
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    launcher = subprocess.Popen([*LAUNCH, *arguments], env=ENVIRONMENT, **PIPES)
+    signal.signal(signal.SIGINT, ignored)
+    return launcher
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "number", "status", "said"),
@@ -270,20 +278,16 @@ FAIL += SLEEP.replace("sleep(1000)", "sleep(sleep); sys.exit('no data')")
 )
 def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
     path = script(text)
-    # Background jobs of a shell, and all that they start, ignore Ctrl-C.
-    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [*LAUNCH, "-n", "2", path, ADAPTIVE, str(10**9)]
-    launcher = subprocess.Popen(command, env=ENVIRONMENT, **PIPES)
-    signal.signal(signal.SIGINT, ignored)
+    launcher = launched("-n", "2", path, ADAPTIVE, str(10**9))
     try:
         for _ in range(2):
             wait_until(lambda: "in the middle" in launcher.stdout.readline())
         own = "--process 1 "
         [pid] = [pid for pid, words in running(path).items() if own in " ".join(words)]
         os.kill(pid if text == TRAIN else launcher.pid, number)
-        if text == SAVE:  # as systemd does; what saves is not disturbed
-            time.sleep(0.3)
-            os.kill(launcher.pid, signal.SIGHUP)
+        for again in (signal.SIGTERM, signal.SIGHUP) * (text == SAVE):
+            time.sleep(0.2)  # it saves meanwhile, and is not disturbed
+            os.kill(launcher.pid, again)
         _, errors = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
@@ -296,10 +300,9 @@ def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_pause_before_a_restart_ends_the_job(number, script):
-    command = [*LAUNCH, "-n", "1", "--restarts", "9", script("raise SystemExit(7)")]
-    launcher = subprocess.Popen(command, env=ENVIRONMENT, **PIPES)
+    launcher = launched("-n", "1", "--restarts", "9", script("raise SystemExit(7)"))
     try:
-        wait_until(lambda: "restart 3 of 9 in 4 s" in launcher.stderr.readline())
+        wait_until(lambda: "restart 1 of 9 in 1 s" in launcher.stderr.readline())
         launcher.send_signal(number)
         _, errors = launcher.communicate(timeout=60)
     finally:

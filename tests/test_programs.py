@@ -11,7 +11,8 @@ PROGRAM = """HloModule step, is_scheduled=true
 %fused_slice (p.0: f32[1000], p.1: s32[]) -> f32[10] {
   %p.0 = f32[1000]{0} parameter(0)
   %p.1 = s32[] parameter(1)
-  ROOT %part = f32[10]{0} dynamic-slice(%p.0, %p.1), dynamic_slice_sizes={10}
+  %n = f32[1000]{0} negate(%p.0)
+  ROOT %part = f32[10]{0} dynamic-slice(%n, %p.1), dynamic_slice_sizes={10}
 }
 
 %few (p.2: f32[10]) -> f32[10] {

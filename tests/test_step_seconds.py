@@ -33,8 +33,7 @@ def test_a_mean_travels_in_one_all_reduce_of_its_bits(dtype, size, rounding, lea
     assert [(x.kind, x.dtype) for x in found] == [("all-reduce", bits)]
     for name, mean in step(grads).items():
         each = grads[name].astype(np.float64)
-        lost = rounding * abs(each).sum(0) + least
-        assert (abs(mean - each.mean(0)) <= lost).all()
+        assert (abs(mean - each.mean(0)) <= rounding * abs(each).sum(0) + least).all()
 
 
 def line(name, seconds, **others):

@@ -144,7 +144,7 @@ def test_its_times_reach_the_controller():
         *state, _ = step(*state, batch)
         heard.append(np.asarray(state[1][0].controller.measured_seconds))
     assert np.isfinite(heard).any()
-    assert np.nanmin(heard) > 0
+    assert np.min(heard) == 0 < np.max(heard)
 
 
 def test_one_step_serves_several_runs():
@@ -216,11 +216,13 @@ def test_a_flush_warns_of_an_optimizer_that_holds_it_back():
         step.flush(*step.init(PARAMS))
 
 
-def test_the_first_step_is_what_debug_nans_complains_of():
-    loss = lambda params, x: jnp.log(-1 - loss_fn(params, x))
+def test_debug_nans_complains_of_nothing_but_the_loss():
+    tx, loss = gravac.transform(None), lambda p, x: jnp.log(-1 - loss_fn(p, x))
     step = gravac.train_step(loss, two_stages(ROWS), MESH)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        step(*step.init(PARAMS), BATCHES[0])
+    with jax.debug_nans(True):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)  # no time is known
+        with pytest.raises(FloatingPointError):
+            step(*step.init(PARAMS), BATCHES[0])
 
 
 def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_params():

@@ -263,14 +263,14 @@ def credited(rungs, seconds, lags):
     A time says how long the step took that ended 1 to 8 steps ago.
     """
     told = list(zip(np.broadcast_to(seconds, N), np.broadcast_to(lags, N), strict=True))
-    expected = np.full((STEPS, len(LADDER)), np.nan, np.float32)
+    expected = np.zeros((STEPS, len(LADDER)), np.float32)
     for step, heard in enumerate(expected):
         known = [
             (x, step - lag) for x, lag in told if x > 0 and 0 < lag <= min(step, 8)
         ]
         for rung in range(len(LADDER)):
             own = [x for x, measured in known if rungs[measured] == rung]
-            heard[rung] = np.mean(own) if own else np.nan
+            heard[rung] = np.mean(own) if own else 0
     return expected
 
 

@@ -143,9 +143,9 @@ class GraVAC(Controller):
         # entries with each other: the first time clears what was predicted. A time that
         # comes late is combined with the present gain of its rung.
         is_left_out = (rungs > 0) & (rungs < lowest)
-        measured = jnp.where(is_left_out, jnp.nan, evidence.measured_seconds)
-        is_measured = state.is_measured | jnp.any(measured > 0)  # False where NaN
-        predicted = jnp.where(rungs == rung, evidence.predicted_parts.sum(-1), jnp.nan)
+        measured = jnp.where(is_left_out, 0.0, evidence.measured_seconds)
+        is_measured = state.is_measured | jnp.any(measured > 0)
+        predicted = jnp.where(rungs == rung, evidence.predicted_parts.sum(-1), 0.0)
         seconds = jnp.where(is_measured, measured, predicted)
         table = jnp.where(is_measured & ~state.is_measured, 0.0, state.throughputs)
         state = state._replace(

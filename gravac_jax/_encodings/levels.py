@@ -68,7 +68,8 @@ def round_rows(x: jax.Array, entries: jax.Array, bits: int, parts: int = 1) -> R
     """Round rows, and put them into a message of some parts.
 
     Args:
-      x: `[rows, entries]` float32; 0 in padding, at the end of rows.
+      x: `[rows, entries]` float32, a multiple of 32 entries; 0 in padding, at the end
+        of rows.
       entries: `[rows]` float32, the entries of each row without padding.
       bits: one of `WIDTHS`.
       parts: of the message.
@@ -112,7 +113,7 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 
     On a TPU a row of 4,096 is then whole tiles, and no array is laid out anew.
     """
-    return x.reshape(len(x), WORD_BITS, x.shape[1] // WORD_BITS)  # there may be no rows
+    return x.reshape(len(x), WORD_BITS, -1)
 
 
 def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:

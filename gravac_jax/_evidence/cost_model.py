@@ -181,12 +181,13 @@ def observe(
       timing: the state.
       guess: `[kinds, parts]` float32, seconds by `WireCost`.
       kind: `[]` int32, the row of the step in `guess`.
-      seconds: `[]` float32, its time; nothing is learned from NaN.
+      seconds: `[]` float32, its time; nothing is learned from 0 or NaN.
 
     Returns:
       The new state, and whether the network has changed, `[]` bool.
     """
-    is_first = timing.times == 0
+    is_first, is_time = timing.times == 0, seconds > 0  # False for NaN
+    seconds = jnp.where(is_time, seconds, 1.0)
     shares, scale = _shares(timing, guess)
     at = shares[kind]
     guessed = _dot(at, scale)
@@ -223,7 +224,6 @@ def observe(
     # If float32 was not enough, begin again.
     is_sound = jnp.isfinite(jnp.sum(learned.scale) + jnp.sum(learned.covariance))
     learned = _arrays.where(is_sound, learned, no_times())
-    is_time = seconds > 0  # False for NaN
     return _arrays.where(is_time, learned, timing), is_time & is_alarm
 
 

@@ -367,7 +367,7 @@ class Step:
     ) -> Evidence:
         """Return what the controller decides by."""
         components, state, told = self.components, self.state, figures.told
-        times = told.times[0] / told.times[1]  # NaN where not timed
+        times = told.times[0] / jnp.where(told.times[1] > 0, told.times[1], 1)
         rungs = len(components.controller.ladder)
         is_asked = components.controller.looks_at == "gradient"
         network = components.network or WireCost()

@@ -145,7 +145,7 @@ def _times(
             f" gravac.transform(network=gravac.WireCost(...)).",
             stacklevel=2,
         )
-    seconds = _refuse.scalar(step_seconds, jnp.nan, jnp.float32, "step_seconds")
+    seconds = _refuse.scalar(step_seconds, 0, jnp.float32, "step_seconds")
     ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
     kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
     is_known = jnp.isfinite(seconds) & (seconds > 0) & (ago >= 1) & (ago <= PAST_STEPS)
