@@ -136,31 +136,34 @@ def _stop(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-def _run_once(options: Any, members: Sequence[int], pause: float) -> None:
+def _run_once(options: argparse.Namespace, members: Sequence[int], pause: int) -> None:
     """Pause, start processes on this machine, one a device, and wait for their end."""
     job = None
+    # In memory: on a full disk members of an elastic job would show no sign of life.
+    memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
     try:
         time.sleep(pause)
-        coordinator = local_coordinator()
-        launch = f"-m {_PROGRAM} --coordinator {coordinator} --processes {len(members)}"
-        launch += f" --devices {options.devices}" if options.devices else ""
-        # Between machines JAX waits for 100 seconds.
-        beat, elastic = options.heartbeat or 15, " --elastic" * options.elastic
-        launch += f" --heartbeat {beat}{elastic} --process"
-        own = lambda i, device: f"{launch} {i} --local-devices {device}".split()
-        script = [*["-m"] * options.is_module, options.script, *options.arguments]
-        commands = [[sys.executable, *own(*x), *script] for x in enumerate(members)]
-        # In memory: on a full disk an elastic job's members would show no sign of life.
-        memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
         with tempfile.TemporaryDirectory(dir=memory) as path:
+            coordinator = local_coordinator()
             env = local_environment(coordinator) | {FOLDER: path * options.elastic}
-            job = Job(commands, options.grace, env=env)
+            job = Job(_commands(options, members, coordinator), options.grace, env=env)
             supervise(job, path, options) if options.elastic else job.wait()
     except (SystemExit, KeyboardInterrupt) as stop:
         status = stop.args[0] if stop.args else 128 + signal.SIGINT
         say(f"{signal.Signals(status - 128).name}; all processes have ended")
         if not job or any(job.statuses):
             raise SystemExit(status) from None
+
+
+def _commands(options: Any, members: Sequence[int], address: str) -> list[list[str]]:
+    """Return the command of each process; process 0 listens at `address`."""
+    launch = f"-m {_PROGRAM} --coordinator {address} --processes {len(members)}"
+    launch += f" --devices {options.devices}" if options.devices else ""
+    # Between machines JAX waits for 100 seconds.
+    launch += f" --heartbeat {options.heartbeat or 15}" + " --elastic" * options.elastic
+    own = lambda i, device: f"{launch} --process {i} --local-devices {device}".split()
+    script = [*["-m"] * options.is_module, options.script, *options.arguments]
+    return [[sys.executable, *own(*x), *script] for x in enumerate(members)]
 
 
 def local_environment(coordinator: str) -> dict[str, str]:

@@ -351,7 +351,7 @@ def _read(inner: dict[str, Operation]) -> int:
     shares = dict.fromkeys(inner, 0.0)  # of the entries of each value
     for x in reversed(inner.values()):
         own = 1.0 if x.is_root else min(1.0, shares[x.name])
-        for i, name in enumerate(x.operands if x.kind != "parameter" else ()):
+        for i, name in enumerate(x.operands):
             if x.kind == "broadcast" or (i == 0 and x.kind in PARTS):
                 shares[name] += own * x.bytes / max(1, inner[name].bytes)
             elif name in inner and not (i == 0 and _changed(x, inner)):
