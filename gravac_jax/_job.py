@@ -134,7 +134,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         command = [*wait, *self._commands[index]]
         process = Popen(command, stdout=output, stderr=output, **self._popen)
         self._processes[index : index + 1] = [process]
-        for pipe, fd in ((process.stdout, 1), (process.stderr, 2)) * bool(index):
+        for pipe, fd in ((process.stdout, 1), (process.stderr, 2)) if index else ():
             relay = Thread(target=_relay, args=(pipe, fd, index), daemon=True)
             relay.start()
             self._relays.append(relay)

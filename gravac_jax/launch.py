@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
       SystemExit: If the arguments are wrong or the job fails, with the reason.
     """
-    how: Any = {"description": __doc__, "allow_abbrev": False}
-    how |= {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(f"python -m {_PROGRAM}", **how)
+    parser = argparse.ArgumentParser(f"python -m {_PROGRAM}", None, __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
     add("--restarts", type=int, default=0, help="how often a job may start again")
@@ -87,15 +87,21 @@ def main(arguments: list[str] | None = None) -> None:
     add("--local-devices", type=indices, help="GPUs of this process, such as 0,1")
     add("-m", dest="is_module", action="store_true", help="the script is a module")
     add("script", help="Python file, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    own = add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    own.required = False  # some versions of argparse ask for one
     options = parser.parse_args(arguments)
     place = options.coordinator, options.processes, options.process
     options.place = *place, options.local_devices, options.detect
-    counts = options.n, options.min_processes, options.heartbeat, options.restarts + 1
-    if min(x for x in counts if x is not None) < 1:
+    counts = [options.n, options.devices, options.min_processes, options.heartbeat]
+    if min(x for x in (*counts, options.restarts + 1) if x is not None) < 1:
         parser.error("counts must be at least 1, and --restarts at least 0")
-    if options.min_processes and not (options.n and options.restarts):
-        parser.error("--min-processes needs -n and --restarts")
+    is_alone = not options.n and FOLDER not in os.environ
+    if is_alone and (options.restarts or options.elastic):
+        parser.error("--restarts and --elastic need -n")
+    if ":" not in (options.coordinator or ":"):
+        parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
+    if options.min_processes and not options.restarts:
+        parser.error("--min-processes needs --restarts")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)

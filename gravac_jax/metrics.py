@@ -42,7 +42,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,6 @@ from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
 from gravac_jax._loop import chain
 from gravac_jax._step.step_info import StepInfo
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["JsonlWriter", "LiveView", "Recorder", "Writer"]
 __all__ += ["explain", "first_host", "read_jsonl", "scalars"]
@@ -70,8 +67,8 @@ def scalars(opt_state: Any, **others: Any) -> dict[str, float]:
     """Return the figures of the last step; wait until the step is done.
 
     `Recorder` does not wait. In a job of several processes any one of them may call
-    this function without the others. It runs one small program and one transfer of 4
-    bytes for each figure.
+    this function without the others. It runs one small program, and makes one transfer
+    of 4 bytes a figure.
 
     Args:
       opt_state: Any tree that holds the state of exactly one `gravac.transform`: of an
@@ -392,7 +389,11 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
         if self._old is not None:  # lines from this step on, and a last one cut off
             is_kept = lambda x: x[1] is None or x[1]["step"] < step
             kept = itertools.takewhile(is_kept, self._old)
-            self._file.truncate(sum(len(text) for text, _ in kept))
+            size = sum(len(text) for text, _ in kept)
+            if self._old and not size:
+                why = f"its {len(self._old)} lines, of an earlier run, are replaced"
+                warnings.warn(f"{self._file.name}: {why}", stacklevel=2)
+            self._file.truncate(size)
             self._old = None
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
@@ -488,7 +489,7 @@ class LiveView(contextlib.AbstractContextManager["LiveView"]):
         total_steps: int,
         *,
         title: str = "",
-        console: "Console | None" = None,
+        console: Any = None,
         transient: bool = False,
         every_seconds: float = 10.0,
     ) -> None:

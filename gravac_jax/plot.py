@@ -151,7 +151,7 @@ def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:
     for run in runs:
         dense, sent = run.bytes_so_far("dense_wire"), run.bytes_so_far("wire")
         fewer = f" ({dense[-1] / sent[-1]:.3g} times fewer bytes than dense)"
-        label = run.name + fewer * bool(dense[-1] > 1.01 * sent[-1])
+        label = run.name + (fewer if dense[-1] > 1.01 * sent[-1] else "")
         axis.plot(run.figures("step"), sent, label=label)
     longest = max(runs, key=lambda run: run.lines[-1]["step"])
     steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
@@ -183,11 +183,12 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         names = [f"{path.absolute().parent.name}/{path.stem}" for path in options.runs]
         figure = draw(list(map(Run, names, map(read_jsonl, options.runs))))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(options.out, dpi=150)
+        out = options.out.with_suffix(options.out.suffix or ".png")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
     except (ValueError, OSError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from None
-    sys.stdout.write(f"The picture is in {options.out}\n")
+    sys.stdout.write(f"The picture is in {out}\n")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no directory for this file")
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json {options.json}: it must be a file in a directory")
     axes = options.mesh or {"data": jax.device_count()}
     sizes = tuple(axes.values())
     if math.prod(sizes) != jax.device_count() or sizes[0] < 2:
@@ -113,8 +113,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     about = "Tell whether gradient compression will pay on these devices."
-    how: Any = {"description": about, "allow_abbrev": False}
-    parser = argparse.ArgumentParser("python -m gravac_jax.probe", **how)
+    parser = argparse.ArgumentParser("python -m gravac_jax.probe", None, about)
+    parser.allow_abbrev = False
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", type=count, help="number of params, such as 66e6")
     help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"

@@ -125,12 +125,13 @@ def test_a_job_does_not_outlive_the_process_that_created_it(tmp_path):
 
 def test_wrong_options_are_refused(capsys):
     for options, complaint in (
-        ("", "arguments are required: script"),
+        ("", "arguments are required: script\n"),
         ("-n 2 --local-devices 0 train.py", "leave out --coordinator and the like"),
-        ("-n 0 train.py", "counts must be at least 1"),
-        ("-n 2 --heartbeat 0 train.py", "counts must be at least 1"),
-        ("-n 2 --min-processes 1 train.py", "--min-processes needs -n and --restarts"),
+        ("-n 2 --devices 0 train.py", "counts must be at least 1"),
+        ("-n 2 --min-processes 1 train.py", "--min-processes needs --restarts"),
+        ("--restarts 1 train.py", "--restarts and --elastic need -n"),
         ("--local-devices a,b train.py", "invalid indices value: 'a,b'"),
+        ("--coordinator host0 train.py", "--coordinator must be HOST:PORT, got host0"),
     ):
         with pytest.raises(SystemExit, match="2"):
             launch.main(options.split())

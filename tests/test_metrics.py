@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,9 @@ def test_a_run_that_resumes_replaces_the_steps_that_it_writes_again(tmp_path, fi
     with metrics.JsonlWriter(path) as writer, pytest.raises(TypeError):
         writer.write(first, {"seconds": 1.0})
     assert path.read_bytes() == before
-    write(path, [first, first + 1], run=1)
+    with warnings.catch_warnings(record=True) as said:
+        write(path, [first, first + 1], run=1)
+    assert ["6 lines, of an earlier" in str(x.message) for x in said] == [True][first:]
     *kept, one, two = read_strictly(path)
     assert [x["step"] for x in kept] == [x for x in [0, 1, 2, 2, 3, 4] if x < first]
     assert [(x["step"], x["run"]) for x in (one, two)] == [(first, 1), (first + 1, 1)]
