@@ -49,6 +49,7 @@ def constructor(x: Any) -> str:
     for i, field in enumerate(dataclasses.fields(x)):
         value = getattr(x, field.name)
         if value != field.default:
+            value = value.item() if hasattr(value, "item") else value  # of NumPy
             if isinstance(value, float) and value.is_integer():
                 value = int(value)  # TopK(10.0) is TopK(10)
             shown = json.dumps(value) if isinstance(value, str) else repr(value)

@@ -86,7 +86,7 @@ def test_accelerators_exchange_what_cpus_do(encoding, platform, monkeypatch):
         np.testing.assert_allclose(x.sent.energy, expected.sent.energy, rtol=1e-4)
 
 
-@pytest.mark.parametrize("encoding", EXAMPLES, ids=repr)
+@pytest.mark.parametrize("encoding", [*EXAMPLES, gravac.Bits(np.int64(2))], ids=repr)
 def test_the_name_of_an_encoding_makes_it(encoding):
     assert eval(repr(encoding), vars(gravac)) == encoding
 

@@ -1,11 +1,10 @@
 """Send every entry in a few bits, or a part of the entries in turn.
 
-A bucket is cut into rows that share scales (`levels.py`). What goes in one step is a
-message of sections: small leaves that are spared, which are the first of the bucket;
-and of the others the part whose turn it is, or all.
+A bucket is cut into rows, each with its own scales (`levels.py`). What goes in one step
+is a message of sections: small leaves that are spared, which are the first of the
+bucket; and of the others the part whose turn it is, or all.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -237,8 +236,8 @@ class Bits(Encoding):
         sent = lambda end: self._with_spared(n, end, replicas)
         most = (1 + SPARED_BYTES) * plain.traffic(replicas).payload_bytes
         size = lambda end: sent(end).traffic(replicas).payload_bytes
-        fitting = bisect.bisect_right(spared, most, key=size)
-        return sent(spared[fitting - 1]) if fitting else plain
+        fitting = [end for end in spared if size(end) <= most]
+        return sent(fitting[-1]) if fitting else plain
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""

@@ -59,10 +59,9 @@ class Ladder:
             state = jax.eval_shape(lambda: encoding.init(self.bucket))
             return sum(x.size for x in jax.tree.leaves(state))
 
-        # Of states of one size, that of the first.
-        by_size = sorted(reversed(self.encodings), key=size)
-        largest = {_kind(encoding): encoding for encoding in by_size}
-        return {kind: x.init(self.bucket) for kind, x in largest.items()}
+        of = lambda kind: [x for x in self.encodings if _kind(x) == kind]
+        kinds = dict.fromkeys(map(_kind, self.encodings))
+        return {kind: max(of(kind), key=size).init(self.bucket) for kind in kinds}
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def taken(self, replicas: int) -> tuple[Encoding, ...]:

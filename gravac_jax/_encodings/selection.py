@@ -147,16 +147,10 @@ def count(mask: jax.Array) -> jax.Array:
 
 def pack(mask: jax.Array) -> jax.Array:
     """Pack `mask` (`[n]` bool) into `[ceil(n / 32)]` uint32."""
-    n = mask.shape[0]
-    whole = n // WORD_BITS * WORD_BITS
+    rows = jnp.pad(mask, (0, -mask.size % WORD_BITS)).reshape(-1, WORD_BITS)
     weights = jnp.uint32(1) << jnp.arange(WORD_BITS, dtype=jnp.uint32)
-
-    def pack_rows(x: jax.Array) -> jax.Array:
-        bits = jnp.where(x.reshape(-1, WORD_BITS), weights[None], jnp.uint32(0))
-        return jnp.sum(bits, axis=1, dtype=jnp.uint32)
-
-    rest = jnp.pad(mask[whole:], (0, -n % WORD_BITS))
-    return jnp.concatenate([pack_rows(mask[:whole]), pack_rows(rest)])
+    bits = jnp.where(rows, weights[None], jnp.uint32(0))
+    return jnp.sum(bits, axis=1, dtype=jnp.uint32)
 
 
 def thin(marks: Marks, k: jax.Array | int, gap: jax.Array | int) -> jax.Array:

@@ -1,6 +1,6 @@
 """Send the largest entries: mark them, take them, and send values and places.
 
-Nothing is sorted. A sample of the bucket bounds the magnitude of the k-th largest
+The bucket is not sorted. A sample of it bounds the magnitude of the k-th largest
 entry, a mask marks what reaches a threshold (`selection.py`), and a payload of k slots
 takes what is marked to the wire (`payload.py`).
 """
