@@ -41,7 +41,6 @@ from gravac_jax._network import Comm as Comm
 from gravac_jax._network import Traffic as Traffic
 from gravac_jax._outer import outer as outer
 from gravac_jax._step.bucketing import matrices as matrices
-from gravac_jax._step.clipping import Clip as Clip
 from gravac_jax._step.clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._step.consistency import checksum as checksum
 from gravac_jax._step.consistency import resync as resync

@@ -1,4 +1,4 @@
-"""The only file that talks to other replicas, and what doing so costs.
+"""All that a training step says to other replicas, and what it costs.
 
 Everything that crosses the network goes through `Comm`, in float32 or as integers.
 `Comm` also answers what differs from replica to replica. With `axis_name=None` a
@@ -315,8 +315,7 @@ class Carrier(Comm):
         if not self._is_ready("all"):
             return super().gather(x)
         is_mean = "own" in self._parts
-        own = self._parts["own" if is_mean else "figures"]
-        given = _arrays.to_words(own, x.dtype)
+        given = _arrays.to_words(self._parts["own" if is_mean else "figures"], x.dtype)
         gathered = super().gather(jnp.concatenate([x, given]))
         rows, parts = jnp.split(gathered, [x.size], axis=1)
         found = _arrays.from_words(parts)

@@ -3,6 +3,7 @@
 Each function raises before anything is changed, and in one voice: what must be, what
 was received, the remedy. Trouble that shows in values alone becomes a counter of
 `StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together wrongly.
+Beside them stands what refusals ask: names of axes, and what a traced function reaches.
 """
 
 import contextlib
@@ -430,6 +431,15 @@ def divides(tree: Any, parts: int, what: str, of: str = "replicas") -> None:
             )
 
 
+def traced(given: Any) -> None:
+    """Refuse a whole step of `gravac.train_step` in a function that JAX traces."""
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(given)):
+        raise TypeError(
+            "the step of gravac.train_step reads on the host what comes next, got a"
+            " tracer: call it outside of jit and scan, or take gravac.data_parallel."
+        )
+
+
 def other_state(results: Any, state: Sequence[Any]) -> None:
     """Refuse a step that does not return the state that it was given."""
     received = [jax.tree.structure(x) for x in results[: len(state)]]
@@ -463,16 +473,16 @@ def differs(path: str, names: Sequence[str]) -> None:
 
 
 _NOTES = {
-    "argument 'step_seconds'": """
-gravac: the times of gravac.StepClock come by name: write the step as
-train_step(params, opt_state, batch, **times), and tx.update(..., **times) in it.
+    "update_fn() missing": """
+gravac: a part of the optimizer is told more than gradients: write step.flush(params,
+opt_state, value=loss); in a step of your own tx.update(..., value=jax.lax.pmean(loss)).
 """,
     "manual ax": """
 gravac: "V:" marks what may differ between replicas: accumulate gradients by
 gravac.value_and_grad(loss, micro_batches=...), tell an optimizer
 value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and begin
-other loops with jax.lax.pcast. Where the loop is in a library, such as an RNN, give
-gravac.train_step, gravac.data_parallel or gravac.nnx_data_parallel check_vma=False.
+other loops with jax.lax.pcast. For one in a library, such as an RNN, give what makes
+the step check_vma=False.
 """,
     "AssertionError": """
 gravac: if no assert of yours failed, JAX has met a mean over the axis of a jax.vmap, as
@@ -485,10 +495,6 @@ call its function, on this replica's rows. Where jit shards the model it may sta
     "vmap spmd_axis_name": """
 gravac: sharding constraints, and Flax's logical rules, must not name the axis of the
 replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
-""",
-    "update_fn() missing": """
-gravac: a part of the optimizer is told more than gradients. In a step of your own write
-tx.update(grads, opt_state, params, value=jax.lax.pmean(loss, axis_name)).
 """,
 }
 

@@ -27,7 +27,7 @@ from gravac_jax._memory import Momentum, OwnOptimizer, Residual
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
 from gravac_jax._step import Components, bucketing, slicing, update
-from gravac_jax._step.clipping import Clip, ClipByGlobalNorm
+from gravac_jax._step.clipping import ClipByGlobalNorm
 
 WARM_UP = (4, 16, 64, 250)  # factors of Deep Gradient Compression's stages
 TWO_BITS, DENSE, FEW = Bits(2), Dense(), TopK(1000, select="sampled")
@@ -40,7 +40,7 @@ def transform(
     every: int | Callable[[Any], Any] = 1,
     delay: int = 0,
     memory: Memory | None = None,
-    clip: Clip | None = None,
+    clip: ClipByGlobalNorm | None = None,
     weight_decay: float = 0.0,
     compress: bool | bucketing.Predicate | Any = None,
     fast_axis_name: AxisName = None,
@@ -92,8 +92,8 @@ def transform(
         diverge. `gravac.flush` delivers the last of it.
       memory: what happens to entries that were not sent: `gravac.Residual()`, the
         default, `gravac.Momentum()`, or `gravac.OwnOptimizer(optimizer)`.
-      clip: bounds each replica's own gradient before it is remembered, such as
-        `ClipByGlobalNorm(1.0)`. Default: gradients are not clipped.
+      clip: bounds each replica's own gradient before it is remembered:
+        `gravac.ClipByGlobalNorm(1.0)`. Default: gradients are not clipped.
       weight_decay: share of the shared params that is added to each replica's gradient
         after the clip and before momentum: coupled decay, as in Deep Gradient
         Compression. `update` then needs the params. Put decoupled decay after the
@@ -172,7 +172,7 @@ def transform(
     """
     components = Components(
         axis_name=axis_name,
-        **slicing.said(shardings, axis_name, fast_axis_name),
+        **slicing.axes_and_slices(shardings, axis_name, fast_axis_name),
         compress=compress,
         clip=clip,
         weight_decay=weight_decay,

@@ -60,7 +60,7 @@ def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any)
     return jax.lax.platform_dependent(cpu=branch, default=both)
 
 
-def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
+def after_reads(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return `x`, which CPUs compute last and in place of what it is made of.
 
     CPUs. XLA overwrites a vector in place only after everything that reads it has run;
@@ -70,9 +70,10 @@ def after_reads(x: jax.Array, *figures: jax.Array) -> jax.Array:
 
     Args:
       x: computed from the vector.
-      figures: `[]` float32, at least 0, computed from the vector by the other readers.
+      a: `[]` float32, at least 0, computed from the vector by another reader.
+      b: like `a`, by one more.
     """
-    in_place = lambda x: jnp.where(jnp.minimum(*figures) < 0, 0, x)
+    in_place = lambda x: jnp.where(jnp.minimum(a, b) < 0, 0, x)
     return jax.lax.platform_dependent(x, cpu=in_place, default=lambda x: x)
 
 

@@ -190,7 +190,7 @@ class Checkpointer:
         """
         # If the signal comes between two models' saves of one step, the first model
         # saves in the next step. One that is not saved in every step is not awaited.
-        return self._last_saves > any(x._last_saves == 0 for x in _OPEN)
+        return self._last_saves >= 1 + any(x._last_saves == 0 for x in _OPEN)
 
     def save(self, step: int, tree: Any, params: Any, data: Any = None) -> bool:
         """Save the state after `step` steps, if a checkpoint is due.
@@ -477,7 +477,7 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
 
 def _require_same(here: Named, saved: Named) -> None:
     """Refuse a checkpoint of something else, and name the first differences."""
-    here, saved = ({k: _fixed(k, x) for k, x in y.items()} for y in (here, saved))
+    here, saved = ({k: _must_match(k, x) for k, x in y.items()} for y in (here, saved))
     differ = [k for k in here | saved if here.get(k, "") != saved.get(k, "")]
     if not differ:
         return
@@ -490,7 +490,7 @@ def _require_same(here: Named, saved: Named) -> None:
     )
 
 
-def _fixed(name: str, x: Any) -> str:
+def _must_match(name: str, x: Any) -> str:
     """Describe what must be the same in the checkpoint and here, if anything must."""
     dtype, shape = _type_and_shape(x)
     if _kind(name) == "memory":

@@ -95,10 +95,10 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [options.n, options.devices, options.min_processes, options.heartbeat]
     if min(x for x in (*counts, options.restarts + 1) if x is not None) < 1:
         parser.error("counts must be at least 1, and --restarts at least 0")
-    is_alone = not options.n and FOLDER not in os.environ
+    is_alone = not (options.n or os.environ.get(FOLDER))
     if is_alone and (options.restarts or options.elastic):
         parser.error("--restarts and --elastic need -n")
-    if ":" not in (options.coordinator or ":"):
+    if not (options.coordinator or ":0").rpartition(":")[2].isdecimal():
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
     if options.min_processes and not options.restarts:
         parser.error("--min-processes needs --restarts")

@@ -341,7 +341,8 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     and no NaN: they are written as the strings "Infinity", "-Infinity" and "NaN".
 
     A run that resumes writes to the same file. When it writes step k first, the lines
-    from step k on, which an earlier process wrote before it was killed, are removed.
+    from step k on, which an earlier process wrote before it was killed, are removed. If
+    none is left, as in a second run to the same file, it warns.
     Every line is handed to the operating system at once, so that no line is lost when
     the process dies.
 
@@ -391,7 +392,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
             kept = itertools.takewhile(is_kept, self._old)
             size = sum(len(text) for text, _ in kept)
             if self._old and not size:
-                why = f"its {len(self._old)} lines, of an earlier run, are replaced"
+                why = f"all {len(self._old)} lines, of an earlier run, are replaced"
                 warnings.warn(f"{self._file.name}: {why}", stacklevel=2)
             self._file.truncate(size)
             self._old = None

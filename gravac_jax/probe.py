@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
-        parser.error(f"--json {options.json}: it must be a file in a directory")
+        parser.error(f"--json {options.json}: no file in a directory that exists")
     axes = options.mesh or {"data": jax.device_count()}
     sizes = tuple(axes.values())
     if math.prod(sizes) != jax.device_count() or sizes[0] < 2:

@@ -236,8 +236,7 @@ def test_a_guard_around_the_transform_alone_warns_unless_all_is_inside_of_it(rec
 
 
 def test_a_guard_hands_extra_arguments_to_the_transform():
-    send = gravac.Fastest((gravac.Dense(), ROWS))
-    transform = gravac.transform(None, send=send)
+    transform = gravac.transform(None, send=gravac.Fastest((gravac.Dense(), ROWS)))
     tx = gravac.guard(optax.chain(transform, optax.sgd(0.125)))
     state, grads = tx.init(PARAMS), jax.tree.map(jnp.ones_like, PARAMS)
     for seconds in (jnp.nan, 1.0):

@@ -355,12 +355,7 @@ def test_a_misuse_is_refused_with_what_was_received_and_a_remedy(words):
         assert [x for x in words.split("…") if x not in said] == []
 
 
-PLATEAU = optax.contrib.reduce_on_plateau()
-TOLD = optax.chain(TX, PLATEAU)
-UNTIMED = partial(
-    gravac.data_parallel(lambda params, x: (params,), N), PARAMS, jnp.zeros(N)
-)
-
+TOLD = optax.chain(TX, optax.contrib.reduce_on_plateau())
 
 DIFFERENT = lambda grads, *state: TOLD.update(grads, *state, value=grads["b"][0])
 SKIPPED = lambda grads, *state: jax.lax.cond(
@@ -370,12 +365,10 @@ NESTED = jax.shard_map(jnp.sum, mesh=MESH, in_specs=jax.P("data"), out_specs=jax
 CENTRED = jax.vmap(lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows")
 NOTES = {
     "micro_batches=": partial(run, grads=in_a_loop),
-    "opt_state, batch, **times)": partial(UNTIMED, **gravac.StepClock().times()),
     "value=jax.lax.pmean(loss": partial(run, DIFFERENT, TOLD),
     "zeros like the params": partial(run, SKIPPED),
     "call its function": partial(trained, lambda p, x: NESTED(x)),
     "axis of a jax.vmap": partial(trained, lambda p, x: CENTRED(x).sum()),
-    "In a step of your own": partial(trained, lambda p, x: jnp.sum(x), after=PLATEAU),
 }
 
 

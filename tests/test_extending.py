@@ -84,14 +84,6 @@ class OneUpOneDown(gravac.Controller):
         return rung, (rung, good_steps)
 
 
-class Signs(gravac.Clip):
-    """Bounds every entry by the mean magnitude of its part."""
-
-    def clip(self, parts, norm, replicas):
-        bounds = [jnp.mean(jnp.abs(x)) if x.size else 0.0 for x in parts]
-        return tuple(jnp.clip(x, -b, b) for x, b in zip(parts, bounds, strict=True))
-
-
 # The laws of each family, but for those that compare with an oracle. ----------------
 
 LADDER = gravac.Dense(), Windows(4), Windows(16)
@@ -198,7 +190,6 @@ RECIPES = {
         "memory": TwoStepMean(),
     },
     "encoding, controller": {"send": OneUpOneDown(LADDER)},
-    "clip": {"clip": Signs(), "send": gravac.Bits(2, row_entries=32)},
 }
 
 

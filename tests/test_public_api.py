@@ -13,7 +13,7 @@ COMPONENTS = """
     Bits ClipByGlobalNorm Dense Fastest GraVAC LowRank Momentum OwnOptimizer
     Residual Scheduled StepClock TopK WireCost
 """
-BASES = "Clip Comm Controller Encoding Memory StepInfo "
+BASES = "Comm Controller Encoding Memory StepInfo "
 RECORDS = "Bucket Evidence Sent Traffic "
 FUNCTIONS = """
     adamw checksum data_parallel dgc diloco flush guard make_mesh matrices

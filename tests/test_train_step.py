@@ -200,6 +200,7 @@ def test_gradients_are_at_own_params_unless_what_comes_after_is_not_linear(after
     seen, nothing = [], lambda params: optax.EmptyState()
     spy = optax.GradientTransformationExtraArgs(nothing, heard)
     tx, is_linear = two_stages(ROWS, spy, AFTER[after]), after not in NOT_LINEAR
+    tx = optax.chain(optax.clip(1.0), tx)  # before it nothing needs to be linear
     with jax.numpy_rank_promotion("allow"):
         for at, told in ((None, "own" if is_linear else "shared"), ("shared",) * 2):
             traced(new_step(tx, at=at))
@@ -209,9 +210,19 @@ def test_gradients_are_at_own_params_unless_what_comes_after_is_not_linear(after
                 traced(new_step(tx, at="own"))
 
 
+def test_what_steps_by_the_loss_is_told_its_mean_also_where_leaves_are_one():
+    keep = lambda updates, state, params=None, *, value, **others: (updates, value)
+    after = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), keep)
+    step = new_step(optax.flatten(optax.chain(gravac.transform(compress=True), after)))
+    params, opt_state, loss = step(*step.init(PARAMS), BATCHES[0])
+    assert opt_state[-1] == loss
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(step)(params, opt_state, BATCHES[0])
+    assert step.flush(params, opt_state, value=jnp.float32(3))[1][-1] == 3
+
+
 def test_a_flush_warns_of_an_optimizer_that_holds_it_back():
-    tx = two_stages(ROWS, NOT_LINEAR["MultiSteps"])
-    step = new_step(tx)
+    step = new_step(two_stages(ROWS, NOT_LINEAR["MultiSteps"]))
     with pytest.warns(UserWarning, match="keeps what gravac.flush delivers"):
         step.flush(*step.init(PARAMS))
 

@@ -38,11 +38,11 @@ class Evidence(NamedTuple):
         gradients, and if the step of that gradient did not look.
       predicted_parts: `[rungs, 4]` float32, seconds of compute, selection, messages and
         bytes in a step at each rung, by the cost model.
-      measured_seconds: `[rungs]` float32, the mean of the step times that were handed
-        to `update` since the last decision, at the rung that they measured; 0 at other
-        rungs.
-      local_seconds: `[]` float32, the mean of measured times of local steps, which
-        exchange nothing. 0 if unknown; None without rounds.
+      measured_seconds: `[rungs]` float32, the mean over replicas of the newest step
+        time at each rung that was handed to `update` since the last decision; 0 where
+        there is none.
+      local_seconds: `[]` float32, the same of local steps, which exchange nothing; None
+        without rounds.
       steps: steps since the last decision: 1, unless some are local.
       at_own_params: `[]` bool or static, whether gradients are known to be taken at
         own params.

@@ -93,8 +93,8 @@ class Fastest(Controller):
     At the shared params, gradients ask again for what waits. There, one bit and parts
     in turn are not taken, and on a ladder that has them a step is worth
     1 / (1 + 1.2 sqrt(waiting)). `gravac.train_step` tells where gradients are taken, as
-    `update(..., at="own")` does. The steps of `gravac.OwnOptimizer` are always taken at
-    own params.
+    `update(..., at="own")` does. With `gravac.OwnOptimizer` they count as taken at own
+    params unless it says `at="shared"`.
 
     It is fastest in time, not in steps: on a slow network it takes many cheap steps
     that are worth less each. If your number of steps is fixed, say what each must be
@@ -109,9 +109,7 @@ class Fastest(Controller):
     Cost:
       Some 30 tiny kernels an exchange on GPUs, and 50 on CPUs; in one step of eight, a
       sample of the gradient; visits of three exchanges each, at most one in fifty steps
-      once the network has been stable for 400. On two hosts that share two cores, with
-      330 thousand params, a step took 2 to 4 ms longer than with one encoding, in an
-      earlier version with twice as many kernels.
+      once the network has been stable for 400.
 
     Args:
       ladder: the encodings to choose from, by falling bytes; two or more. It starts at

@@ -242,8 +242,7 @@ def _positive_scale(
     """Move the most negative part half the way to 0, and what goes with it."""
     i = jnp.argmin(scale)
     with_part, variance = covariance[i], covariance[i, i]
-    is_negative = (scale[i] < 0) & (variance > 0)
-    root = jnp.where(is_negative, jnp.sqrt(0.5 / variance), 0.0)
+    root = jnp.where((scale[i] < 0) & (variance > 0), jnp.sqrt(0.5 / variance), 0.0)
     moved = with_part * root
     return scale - moved * root * scale[i], covariance - jnp.outer(moved, moved)
 

@@ -5,6 +5,7 @@ Optax that holds whole arrays is taken to remember gradients, and wrappers are k
 their names.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from gravac_jax._memory.momentum import MomentumState
 from gravac_jax._outer import OuterState
 from gravac_jax._step import states
 from gravac_jax._step.states import TransformState, transform_states
+from gravac_jax._step.update import Delivery
 
 # They keep gradients, or decide or step by them, before the optimizer inside sees them.
 _WRAPPERS = (
@@ -63,20 +65,16 @@ def checked(
     return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
-def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
-    """Return `tx.update(*given)` of a delivery; refuse what would take a step.
-
-    The transform adds what it is made of to `asked`: a list of how to deliver, and of
-    the share that "own" delivers, or None.
-    """
+def ask(tx: Any, asked: Delivery, *given: Any, **extra: Any) -> Any:
+    """Return `tx.update(*given)` of a delivery; refuse what would take a step."""
     found, why = None, None
     try:
         found = optax.with_extra_args_support(tx).update(*given, deliver=asked, **extra)
     except Exception as error:
-        if asked[2:]:
+        if asked.components:
             raise
         why = error
-    if not asked[2:]:
+    if not asked.components:
         raise ValueError(
             f"a wrapper drops arguments of `update`, got {type(given[1]).__name__}, so"
             f" that gravac.transform would take a step in place of a delivery: put it"
@@ -87,41 +85,41 @@ def ask(tx: Any, asked: list[Any], *given: Any, **extra: Any) -> Any:
 
 
 def is_linear(tx: Any, params: Any, opt_state: Any, **extra: Any) -> bool:
-    """Return whether what stands around the transform is linear in the updates.
+    """Return whether what comes after the transform is linear in the updates.
 
-    It is traced, with a transform that hands on what it is given. What is linear has a
-    derivative that does not depend on the updates; a sign has none.
+    It is traced, with a transform that hands on a share of what it is given. What is
+    linear has a derivative by the share that does not depend on it; a sign has none.
     """
 
-    def jvp(x: Any, dx: Any, state: Any, params: Any) -> Any:
-        around = lambda x: ask(tx, ["identity", None], x, state, params, **extra)[0]
-        return jax.jvp(around, (x,), (dx,))
+    def jvp(share: Any, dshare: Any, *given: Any) -> Any:
+        after = lambda x: ask(tx, Delivery("identity", x), *given, **extra)[0]
+        return jax.jvp(after, (share,), (dshare,))
 
     like = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
     state, params = jax.tree.map(like, (opt_state, params))
     updates = jax.tree.map(lambda x: x.update(dtype=jnp.float32), params)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        jaxpr = jax.make_jaxpr(jvp)(updates, updates, state, params).jaxpr
-    n, m = len(jax.tree.leaves(params)), len(jaxpr.outvars) // 2
-    others = [False] * (len(jaxpr.invars) - 2 * n)
-    of_x = _refuse.reached(jaxpr, [True] * n + [False] * n + others)
-    of_dx = _refuse.reached(jaxpr, [False] * n + [True] * n + others)
-    has_none = map(lambda x, dx: x and not dx, of_x[:m], of_dx[m:])
-    return not any(of_x[m:]) and not any(has_none)
+        jaxpr = jax.make_jaxpr(jvp)(1.0, 1.0, updates, state, params).jaxpr
+    others, half = [False] * (len(jaxpr.invars) - 2), len(jaxpr.outvars) // 2
+    of_share = _refuse.reached(jaxpr, [True, False, *others])
+    of_dshare = _refuse.reached(jaxpr, [False, True, *others])
+    has_none = map(lambda x, dx: x and not dx, of_share[:half], of_dshare[half:])
+    return not any(of_share[half:]) and not any(has_none)
 
 
-def suited(tx: Any, params: Any, opt_state: Any) -> str:
+def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
     """Return at which params gradients should be taken, "own" or "shared".
 
     Warn of what is not linear, such as Adam, after an exchange of few bits.
     """
     # What waits needs own params, and says so where it cannot.
     local = the_transform(opt_state, "gravac.train_step").local
-    if local.told or is_linear(tx, params, opt_state):
+    if local.told or is_linear(tx, params, opt_state, value=-jnp.inf):
         return "own"
-    asked: list[Any] = ["identity", None]
-    jax.eval_shape(lambda *x: ask(tx, asked, *x), params, opt_state, params)
-    ours, many = asked[2], Bucket(2**24)
+    asked, many = Delivery("identity"), Bucket(2**24)
+    look = functools.partial(ask, tx, asked, value=-jnp.inf)
+    jax.eval_shape(look, params, opt_state, params)
+    ours: Any = asked.components
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     # Two bits cost Lion 0.5% of the loss, and whatever sends less was not tried.
     few = 2 if {*map(type, _remembering(opt_state))} == {optax.ScaleByLionState} else 3

@@ -12,6 +12,7 @@ import optax
 
 from gravac_jax import _refuse, _xla
 from gravac_jax._loop import chain
+from gravac_jax._step.update import Delivery
 
 
 def flush(
@@ -68,7 +69,7 @@ def flush(
     chain.the_transform(opt_state, "gravac.flush")
     chain.warn_if_held_up(opt_state)
     given = params, opt_state, params
-    updates, opt_state = chain.ask(tx, ["mean", None], *given, **extra)
+    updates, opt_state = chain.ask(tx, Delivery("mean"), *given, **extra)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -105,8 +106,8 @@ def own_params(
       TypeError: if `opt_state` holds nnx variables, as that of an `nnx.Optimizer` does:
         pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
       ValueError: if there is no `gravac.transform` in `tx`, or more than one; if a
-        wrapper around the transform drops the arguments of `update`; if `tx` is not
-        linear in the updates, as Adam and clips are not.
+        wrapper around the transform drops the arguments of `update`; if what comes
+        after the transform is not linear in the updates, as Adam and clips are not.
 
     Cost:
       No collective; one pass over the params, and memory for another copy of them.
@@ -140,9 +141,9 @@ def own_params(
     extra = {"value": -jnp.inf, **extra}  # no rule of Optax finds this loss too high
     if not chain.is_linear(tx, params, opt_state, **extra):
         raise ValueError(
-            "gravac.own_params needs an optimizer that is linear in the updates, got"
-            " one that is not, such as Adam or a clip: take gravac.adamw(1e-3) and"
-            " gravac.transform(clip=...), or gradients at the shared params."
+            "after gravac.transform, gravac.own_params needs what is linear in the"
+            " updates, got what is not, such as Adam or a clip: take gravac.adamw(1e-3)"
+            " and gravac.transform(clip=...), or gradients at the shared params."
         )
     # XLA might compute own params and the next shared ones in one kernel. With a delay,
     # the loss would then wait for the exchange. What is not used stays so.
@@ -150,7 +151,7 @@ def own_params(
     # Only the shapes matter; a narrower dtype would round what is held back.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     asked = zeros, opt_state, params
-    look = lambda share: chain.ask(tx, ["own", share], *asked, **extra)[0]
+    look = lambda share: chain.ask(tx, Delivery("own", share), *asked, **extra)[0]
     with jax.numpy_dtype_promotion("standard"):  # momentum may be narrower
         # A derivative, since decay and momentum act even on an update of zeros.
         _, own = jax.jvp(look, (jnp.float32(0),), (jnp.float32(1),))

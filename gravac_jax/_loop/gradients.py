@@ -74,19 +74,16 @@ def value_and_grad(
     _refuse.function(fun, "fun", "gravac.value_and_grad(loss_fn, axis_name)")
     _refuse.axis(axis_name)
     _refuse.count(micro_batches, "micro_batches", "parts of the batch")
-    chosen = tuple(argnums) if np.iterable(argnums) else (argnums,)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "value_and_grad")
-        comm, params, others = Comm(axis_name), {}, {}
-        for i, x in enumerate(args):
-            if i in chosen or i - len(args) in chosen:
-                leaves = jax.tree.map(jnp.asarray, x)
-                _refuse.gradients(leaves, f"leaves of argument {i}")
-                params[i] = comm.cast(x)
-            else:
-                others[i] = x
+        comm, others = Comm(axis_name), dict(enumerate(args))
+        chosen = {*argnums} if np.iterable(argnums) else {argnums}
+        params = {i: others.pop(i) for i in [*others] if {i, i - len(args)} & chosen}
+        for i, x in params.items():
+            _refuse.gradients(jax.tree.map(jnp.asarray, x), f"leaves of argument {i}")
+        params = comm.cast(params)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             before = jax.tree.map(lambda x: x, args)

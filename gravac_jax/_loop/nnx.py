@@ -103,8 +103,8 @@ def nnx_value_and_grad(
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "nnx_value_and_grad")
-        comm, given = Comm(axis_name), (*args, kwargs)
-        is_param = lambda path, x: path[0] == 0 and is_trained(path[1:], x)
+        comm, given, first = Comm(axis_name), (*args, kwargs), 0 if args else None
+        is_param = lambda path, x: path[0] == first and is_trained(path[1:], x)
         graph, params, keys, rest = nnx.split(given, is_param, nnx.RngKey, ...)
         if not jax.tree.leaves(params):
             raise TypeError(

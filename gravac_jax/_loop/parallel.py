@@ -113,19 +113,17 @@ def data_parallel(
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
     # Each process brings its own part of a batch.
     parts = max(1, parts // jax.process_count()) if is_mesh else parts
-    how = train_step, Comm(axes), average_metrics
-    body = functools.partial(_on_one_replica, *how)
+    body = functools.partial(_on_one_replica, train_step, Comm(axes), average_metrics)
     by_vmap = functools.partial(_by_vmap, body, mesh, axis_name, average_metrics)
 
     def by_shard_map(state: Any, *others: Any) -> Any:
         _check_parts(state, placement.count_replicas(mesh, axis_name))
         specs = placement.state_specs(state, axis_name), jax.P(axes)
-        metrics = jax.P() if average_metrics else jax.P(axes)
         return jax.shard_map(
             body,
             mesh=cast(jax.sharding.Mesh, mesh),
             in_specs=(*specs, jax.P(axes), jax.P()),
-            out_specs=(*specs, metrics, jax.P()),
+            out_specs=(*specs, jax.P() if average_metrics else jax.P(axes), jax.P()),
             check_vma=check_vma,
         )(state, *others)
 

@@ -138,11 +138,12 @@ def place(
     chain.check_chains(tree)
     _refuse.members(states.transform_states(tree))
     inner = _network.inner_axes(mesh, axis_name)
+    is_simulated = not isinstance(mesh, jax.sharding.Mesh)
     shared = states.map_local(tree, lambda _: None, lambda x: x)
     for path, x in _arrays.named_leaves(shared):
         _refuse.no_array(path, x)
         lies, names = getattr(x, "sharding", None), _refuse.names_in(specs_of(x))
-        is_whole = getattr(lies, "is_fully_replicated", True) or isinstance(mesh, int)
+        is_whole = getattr(lies, "is_fully_replicated", True) or is_simulated
         if not (is_whole or set() < names <= {*inner}):
             _refuse.cut(path, lies, axis_name)  # it would have to be gathered
     owners = _network.join(axis_name, inner or None)

@@ -13,7 +13,7 @@ import optax
 from gravac_jax import _network, _refuse
 from gravac_jax._loop import chain, delivery, gradients, parallel, placement
 from gravac_jax._loop.step_clock import StepClock
-from gravac_jax._network import AxisName
+from gravac_jax._network import AxisName, Comm
 from gravac_jax._step.states import TransformState
 
 
@@ -70,10 +70,13 @@ def train_step(
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
       `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
-      `flush(params, opt_state)` delivers what replicas hold back. If `every`
-      makes some steps local, loss and aux are each replica's own, `[replicas, ...]`, or
-      `[devices, ...]` with a fast axis: to average them would take a message in every
-      step. A process of several reads its own: `loss.addressable_data(0)`.
+      `flush(params, opt_state)` delivers what replicas hold back. What stands around
+      the transform and asks for `value`, as `optax.contrib.reduce_on_plateau` does, is
+      told the mean loss, which takes a message in local steps, too; give it to `flush`,
+      `value=loss`. If `every` makes some steps local, loss and aux are each replica's
+      own, `[replicas, ...]`, or `[devices, ...]` with a fast axis: to average them
+      would take a message in every step. A process of several reads its own:
+      `loss.addressable_data(0)`.
 
     Raises:
       TypeError: if there is a `fast_axis_name` and no mesh, or `branches` is no
@@ -109,13 +112,14 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where, own = at or chain.suited(tx, params, opt_state), params
+        where, own = at or chain.gradients_at(tx, params, opt_state), params
         if where == "own":
             own = delivery.own_params(tx, params, opt_state)
         value, grads = loss_and_grad(own, batch)
-        updates, opt_state = tx.update(
-            grads, opt_state, params, at=where, **kind._asdict(), **times
-        )
+        # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
+        known = {"at": where, "value": Comm(axes).mean(value[0] if has_aux else value)}
+        known |= kind._asdict() | times
+        updates, opt_state = tx.update(grads, opt_state, params, **known)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
         if kind.tells_host:
@@ -134,7 +138,8 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    deliver_all = run(lambda params, state, _: delivery.flush(tx, params, state))
+    deliver = functools.partial(delivery.flush, tx)
+    deliver_all = run(lambda params, state, _, **extra: deliver(params, state, **extra))
     nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
@@ -143,7 +148,9 @@ def train_step(
     return TrainStep(
         init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
         _program=program,
-        flush=lambda params, opt_state: deliver_all(params, opt_state, nothing),
+        flush=lambda params, state, **extra: deliver_all(
+            params, state, nothing, **extra
+        ),
         _new_view=functools.partial(HostView, has_branches=branches),
         _new_clock=StepClock if len(devices) else None,
     )
@@ -164,7 +171,7 @@ class TrainStep:
     """
 
     init: Callable[[Any], tuple[Any, Any]]
-    flush: Callable[[Any, Any], tuple[Any, Any]]
+    flush: Callable[..., tuple[Any, Any]]
     _program: "Callable[[Kind], jax.stages.Wrapped]"
     _new_view: "Callable[[TransformState], HostView]"
     _new_clock: type[StepClock] | None
@@ -174,6 +181,7 @@ class TrainStep:
         """Take a step; `params` and `opt_state` are donated."""
         state = _transform_of(opt_state)
         if state.steps is not self._steps:  # no two states share this array
+            _refuse.traced((params, opt_state, batch))
             _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
             self._view = self._new_view(state)
             self._clock = self._new_clock and self._new_clock()

@@ -21,8 +21,8 @@ class Memory(abc.ABC):
       memory made of the gradients.
 
     Attributes:
-      is_at_own_params: whether it is only used with gradients that are taken at own
-        params.
+      is_at_own_params: whether gradients count as taken at own params unless `update`
+        is told otherwise.
       masking: whether it needs to know which entries were sent.
       needs_params: whether `compensate` takes this replica's own params, too: `[n]`
         float32.

@@ -45,7 +45,7 @@ Predicate = Callable[[str, Any], bool]
 
 
 class Piece(NamedTuple):
-    """What lies in a row in one part: a leaf, or what a bucket's border cut off of it.
+    """What lies in a row in one part: a leaf, or a piece of one too large for a bucket.
 
     Attributes:
       leaf: the index of the leaf.

@@ -1,4 +1,4 @@
-"""Clips of each replica's own gradient, before it is remembered.
+"""The clip of each replica's own gradient, before it is remembered.
 
 A large gradient that is clipped after the exchange has already been accumulated; Deep
 Gradient Compression clips before. Bounds are stated for the averaged gradient. The
@@ -7,10 +7,8 @@ mean, so each replica clips at sqrt(N) times the bound. (The paper adds up gradi
 that were divided by N before, for which the same bound reads N^-1/2.)
 """
 
-import abc
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,45 +17,19 @@ from gravac_jax import _arrays, _refuse
 from gravac_jax._network import Comm
 
 
-class Clip(abc.ABC):
-    """Bounds a gradient. Subclass it to write your own.
-
-    Law:
-      A gradient within the bound stays as it is, bit for bit. Whether a gradient is
-      finite is checked before it is clipped.
-
-    Example:
-      >>> import gravac_jax as gravac
-      >>> class Halved(gravac.Clip):
-      ...     def clip(self, parts, norm, replicas):
-      ...         return tuple(x / 2 for x in parts)
-      >>> isinstance(Halved(), gravac.Clip)
-      True
-    """
-
-    @abc.abstractmethod
-    def clip(
-        self, parts: tuple[jax.Array, ...], norm: Callable[[], jax.Array], replicas: int
-    ) -> tuple[jax.Array, ...]:
-        """Clip one replica's gradient.
-
-        Args:
-          parts: float32 vectors, which together are the gradient of the whole model.
-          norm: returns the norm of the gradient, `[]` float32.
-          replicas: N.
-
-        Returns:
-          The clipped parts.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
-class ClipByGlobalNorm(Clip):
+class ClipByGlobalNorm:
     """Shortens a gradient whose norm over the whole model is too large.
 
     This clip acts before the exchange, on each replica's own gradient. After
     `gravac.transform`, `optax.clip_by_global_norm` shortens the average of what was
-    sent. Both may be used.
+    sent. Both may be used. To bound gradients otherwise, put a clip of Optax before the
+    transform. Its bound is that of each replica's own gradient, and with a fast axis of
+    each device's; and `StepInfo.bad_steps` does not see an infinity that it cuts off.
+
+    Law:
+      A gradient within the bound stays as it is, bit for bit. Whether a gradient is
+      finite is checked before it is clipped.
 
     Args:
       max_norm: bound of the averaged gradient's norm; a replica's own gradient is
@@ -90,22 +62,18 @@ class ClipByGlobalNorm(Clip):
         _refuse.number(self.max_norm, "max_norm", "for none leave `clip` out", above=0)
 
     def clip(
-        self, parts: tuple[jax.Array, ...], norm: Callable[[], jax.Array], replicas: int
+        self, parts: tuple[jax.Array, ...], slices: Comm, replicas: int
     ) -> tuple[jax.Array, ...]:
-        """Scale the gradient to the bound if its norm is larger."""
+        """Scale a gradient to the bound if its norm over the whole model is larger.
+
+        Args:
+          parts: this replica's own gradient, float32 vectors, or a device's slices.
+          slices: the devices that hold the other slices; alone if nothing is sharded.
+          replicas: N.
+        """
+        energy = slices.mean(_arrays.total(map(_arrays.energy, parts)))
+        norm = jnp.sqrt(energy * slices.replicas)
         bound = float(self.max_norm) * math.sqrt(replicas)
-        length = norm()
-        is_long = length > bound
-        scale = bound / jnp.where(is_long, length, 1)
+        is_long = norm > bound
+        scale = bound / jnp.where(is_long, norm, 1)
         return tuple(jnp.where(is_long, x * scale, x) for x in parts)
-
-
-def global_norm(parts: tuple[jax.Array, ...], slices: Comm) -> jax.Array:
-    """Return the norm of a gradient over the whole model, `[]` float32.
-
-    Args:
-      parts: all leaves, or a device's slices of them.
-      slices: the devices that hold the other slices; alone if nothing is sharded.
-    """
-    energy = _arrays.total(map(_arrays.energy, parts))
-    return jnp.sqrt(slices.mean(energy) * slices.replicas)

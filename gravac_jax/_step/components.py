@@ -20,7 +20,7 @@ from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
 from gravac_jax._step import bucketing, norms, states, step_info
 from gravac_jax._step.bucketing import Buckets
-from gravac_jax._step.clipping import Clip
+from gravac_jax._step.clipping import ClipByGlobalNorm
 from gravac_jax._step.slicing import Slices
 from gravac_jax._step.states import PAST_STEPS, LocalState, Round, TransformState
 
@@ -36,7 +36,7 @@ class Components:
     axis_name: AxisName
     fast_axis_name: AxisName
     slices: Slices | None
-    clip: Clip | None
+    clip: ClipByGlobalNorm | None
     weight_decay: float
     memory: Memory
     controller: Controller
@@ -53,7 +53,8 @@ class Components:
         memories = "gravac.Residual() or gravac.OwnOptimizer(optax.adam(1e-3))"
         _refuse.instance(self.memory, Memory, "memory", memories)
         if self.clip is not None:
-            _refuse.instance(self.clip, Clip, "clip", "gravac.ClipByGlobalNorm(1.0)")
+            clips = "gravac.ClipByGlobalNorm(1.0)"
+            _refuse.instance(self.clip, ClipByGlobalNorm, "clip", clips)
         if self.network is not None:
             networks = "gravac.WireCost() or probe.read(file)"
             _refuse.instance(self.network, WireCost, "network", networks)
@@ -103,7 +104,7 @@ class Components:
         return jnp.maximum(jnp.int32(jnp.round(steps)), 1)
 
     def init(self, params: Any) -> TransformState:
-        """Return the state before the first step, in its local form."""
+        """Return the state before the first step: of one replica, or placed slices."""
         _refuse.gradients(params, "params")
         buckets = self.plan(params)
         bucketing.warn_if_wide(buckets)

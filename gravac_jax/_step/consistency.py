@@ -126,7 +126,7 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     return map_local(tree, lambda local: local, shared)
 
 
-def sampled(params: Any, axes: Axes) -> jax.Array:
+def sample_contrast(params: Any, axes: Axes) -> jax.Array:
     """Return a figure whose mean is not 0 if replicas hold different params.
 
     It is the checksum of entries that are spread over a few leaves of other sizes: a

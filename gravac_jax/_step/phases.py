@@ -31,7 +31,6 @@ from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes
 from gravac_jax._step import consistency, norms, step_info
 from gravac_jax._step.bucketing import Buckets
-from gravac_jax._step.clipping import global_norm
 from gravac_jax._step.components import Components
 from gravac_jax._step.states import LocalState, Round, Told, TransformState
 from gravac_jax._step.step_info import StepInfo, Tables
@@ -142,8 +141,7 @@ class Step:
         parts = parts if axes.is_sliced else axes.fast.mean(parts)
         bad = _arrays.is_bad(parts, LIMIT)
         if components.clip is not None:
-            norm = functools.partial(global_norm, parts, axes.slice_holders)
-            parts = components.clip.clip(parts, norm, axes.slow.replicas)
+            parts = components.clip.clip(parts, axes.slice_holders, axes.slow.replicas)
         return parts, bad
 
     def take(
@@ -333,7 +331,7 @@ class Step:
             dense=dense,
             rung=axes.both.of_first(state.decided),
             round_steps=round_steps,
-            apart=consistency.sampled(self.params, axes),
+            apart=consistency.sample_contrast(self.params, axes),
         )
 
     def agree(self, own_figures: Figures) -> Figures:
@@ -402,8 +400,7 @@ class Step:
         is_bad = figures.told.bad != 0
         # A sample of all gradients has the same norm, and is not 0.
         energy, contrast = figures.told.sample
-        is_alike = jnp.abs(contrast) < ALIKE * energy
-        is_alike &= self.axes.slow.replicas > 1
+        is_alike = (self.axes.slow.replicas > 1) & (jnp.abs(contrast) < ALIKE * energy)
         are_apart = jnp.any(figures.apart != 0)
         wire_bytes, steps = at_rung(tables.wire_bytes), before.local_steps + 1
         return StepInfo(

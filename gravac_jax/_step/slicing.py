@@ -155,12 +155,11 @@ class Slices:
         all_of = lambda value, tree: jax.tree.map(lambda _: value, tree)
         specs = lambda tree: each(lambda _, cut, __: cut.spec, tree)
         lies = states.per_leaf(state, jax.P(self.axes), jax.P())
-        is_own = all_of(deliver == "own", updates)
         on_devices = self._escaped(
             on_device,
             (specs(updates), lies, specs(params), all_of(jax.P(), numbers)),
             (specs(updates), lies),
-            (is_own, states.per_leaf(state, True, False)),
+            (all_of(deliver == "own", updates), states.per_leaf(state, True, False)),
         )
         updates, state = on_devices(each(as_model, updates), *given[1:])
         return each(as_model, updates), state
@@ -224,10 +223,10 @@ def cut(shape: Sequence[int], spec: jax.P, mesh: Any, axes: Sequence[str]) -> Cu
     return Cut(jax.P(*(part or None for part in parts)), tuple(copies))
 
 
-def said(
+def axes_and_slices(
     shardings: Any, axis_name: AxisName, fast_axis_name: AxisName
 ) -> dict[str, Any]:
-    """Return what `shardings` says of the axes of `gravac.transform`.
+    """Return the components `fast_axis_name` and `slices` of `gravac.transform`.
 
     Args:
       shardings: a pytree of arrays on a mesh, or of `jax.NamedSharding`; without leaves

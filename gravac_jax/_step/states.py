@@ -131,7 +131,7 @@ def transform_states(tree: Any) -> list[TransformState]:
 
 
 def _is_local(x: Any) -> bool:
-    # flax.nnx.split turns NamedTuples into mappings from their fields.
+    # flax.nnx.split turns NamedTuples into mappings from fields that are not empty.
     names = {"replica", "memory"}
     return isinstance(x, LocalState) or (isinstance(x, Mapping) and names <= set(x))
 

@@ -139,11 +139,12 @@ def tables(
     sizes = buckets.sizes[:-1]
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
     apart = _network.mean_traffic(0 if rides else size, replicas)
-    beside = list(zip(ladders, [size * rides] + [0] * (len(ladders) - 1), strict=True))
+    first = size if rides else 0  # beside the others nothing travels
+    beside = list(zip(ladders, [first] + [0] * (len(ladders) - 1), strict=True))
     rows = []
     for rung in range(len(ladders[0].encodings)):
         parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
-        sent = functools.reduce(Traffic.plus, [*parts, *[apart] * (not rides)])
+        sent = functools.reduce(Traffic.plus, parts if rides else [*parts, apart])
         bits = sum(x.bits for x in parts)
         is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
         rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
@@ -189,8 +190,8 @@ def before_the_first_step(rungs: int) -> StepInfo:
     """Return a report of nothing."""
     # Each field has an array of its own: a buffer that occurs twice in a state cannot
     # be donated.
-    is_count = lambda name: name == "rung" or name.endswith(("steps", "ments"))
-    dtype = lambda name: jnp.int32 if is_count(name) else jnp.float32
+    whole = {"rung", "disagreements", *(x for x in StepInfo._fields if "steps" in x)}
+    dtype = lambda name: jnp.int32 if name in whole else jnp.float32
     nothing = [jnp.zeros((), dtype(name)) for name in StepInfo._fields]
     return StepInfo(*nothing)._replace(
         factor=jnp.ones((), jnp.float32),

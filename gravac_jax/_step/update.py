@@ -1,5 +1,6 @@
 """`update` of the transform: check what came, then take a step or deliver."""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -18,13 +19,30 @@ from gravac_jax._step.phases import Step, held_by
 from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 
+@dataclasses.dataclass
+class Delivery:
+    """What `_loop/` asks of the transform in place of a step.
+
+    Attributes:
+      how: "mean" sends what is held back to all replicas, "own" returns this replica's
+        part, and "identity" hands on the updates, to look around the transform. None
+        takes a step.
+      share: of these, by which all of them but "mean" are scaled.
+      components: those of the transform that answered; None before.
+    """
+
+    how: str | None
+    share: Any = 1
+    components: Components | None = None
+
+
 def update(
     components: Components,
     updates: Any,
     state: Any,
     params: Any = None,
     *,
-    deliver: list[Any] | None = None,
+    deliver: Delivery | None = None,
     at: str | None = None,
     rung: int | None = None,
     is_due: bool | None = None,
@@ -33,11 +51,11 @@ def update(
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    how, share = deliver[:2] if deliver else (None, 1)
-    (deliver or []).append(components)
+    delivery = deliver or Delivery(None)
+    how, delivery.components = delivery.how, components
     components.asked.add(how)
-    if how == "identity":  # for `_loop/`, which looks around the transform
-        return updates, _delivered(state)
+    if how == "identity":
+        return optax.tree.scale(delivery.share, updates), _delivered(state)
     is_mapped = _refuse.is_bound(components.axis_name)
     unsummed = () if is_mapped else plain_jit.unsummed_axes(components, updates)
     _refuse.gradients(updates)
@@ -59,8 +77,7 @@ def update(
         if params is not None and not axes.is_sliced:
             fast.check_whole(params)
         expected = jax.eval_shape(lambda: components.initial(buckets))
-        owners = axes.both if axes.is_sliced else slow  # of a state each
-        local = states.enter(state, expected, owners)
+        local = states.enter(state, expected, axes.both if axes.is_sliced else slow)
         if how:
             parts, local = _held(how, components, buckets, slow, local)
             after = state._replace(local=states.leave(local, state.local))
@@ -85,11 +102,11 @@ def update(
         whole = plain_jit.on_devices(run, unsummed)
     found, after = whole(updates, state, params, times)
     # `own_params` takes the derivative by the share.
-    return optax.tree.scale(share, found) if how == "own" else found, after
+    return optax.tree.scale(delivery.share, found) if how == "own" else found, after
 
 
 def _check(components: Components, params: Any, at: Any, rung: int | None) -> None:
-    """Refuse what a step was not asked for rightly, or not given."""
+    """Refuse a wrong `at` or `rung`, or missing params; warn of the wrong gradients."""
     _refuse.one_of(at, "at", (None, "own", "shared"))
     if at is None and components.needs_own_params and "own" not in components.asked:
         warnings.warn(
