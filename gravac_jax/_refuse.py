@@ -427,7 +427,7 @@ def divides(tree: Any, parts: int, what: str, of: str = "replicas") -> None:
             raise ValueError(
                 f"{what} cannot be split over {parts} {of}, got shape {shape} at"
                 f" {path}: give rows first, a multiple of {parts} above 0; close over"
-                f" others, or give them to the step by keyword (nnx_data_parallel)."
+                f" others, which the step may be given by keyword."
             )
 
 

@@ -52,7 +52,7 @@ ARGUMENTS: dict[type, list[dict[str, Any]]] = {
     ],
     gravac.GraVAC: [
         {"epsilon": 0.7, "window": 10, "ladder": FOUR},
-        {"epsilon": 0.9, "window": 7, "omega": 0.05, "gain": "norm"},
+        {"epsilon": 0.9, "window": 7, "omega": 0.05},
         {"epsilon": 0.9, "window": 4, "ladder": FOUR[:2]},
     ],
 }

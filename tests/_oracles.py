@@ -370,7 +370,7 @@ def gravac_algorithm_1(
         weight = min(1.0, e.replicas / 100)
         sent = sent + weight * (e.energies[kept] - sent)
         total = total + weight * (e.energy - total)
-        gains = (sent / total) ** (0.5 if controller.gain == "norm" else 1)
+        gains = sent / total
         for r, seconds in enumerate(e.measured_seconds[kept]):
             if seconds > 0:
                 measured[r] = gains[r] / seconds

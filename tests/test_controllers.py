@@ -86,7 +86,6 @@ CLIMBS, IS_DENSE = [2] * 5 + [3] * 55, [0] * 60
         pytest.param(0.0, {}, IS_DENSE, id="a gain of 0 goes dense at once"),
         pytest.param([1, 0.5, 0.5, 0.5], {"epsilon": 0.5}, CLIMBS, id="just enough"),
         pytest.param([1, 0.5, 0.25, 0.25], {"epsilon": 0.5}, [1] * 60, id="for one"),
-        pytest.param(0.49, {"epsilon": 0.6, "gain": "norm"}, CLIMBS, id="as a norm"),
         pytest.param(0.49, {"epsilon": 0.6}, IS_DENSE, id="as an energy"),
     ],
 )

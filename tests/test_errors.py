@@ -59,7 +59,6 @@ ARGUMENTS = [
     (V, GUESS, {"epsilon": 1.5}, "of at least 0 and at most 1"),
     (V, GUESS, {"omega": -0.1}, "of at least 0 and at most 1"),
     (V, GUESS, {"window": 0}, "at least 1"),
-    (V, GUESS, {"gain": "power"}, "'norm'"),
     (T, transform, {"send": 0.01}, "gravac.Bits(2)"),
     (T, transform, {"send": (DENSE, TWO)}, "gravac.Fastest((gravac.De"),
     (V, partial(gravac.adamw, 1), {"weight_decay": -5.0}, "of at least 0"),

@@ -40,12 +40,7 @@ CALLS = {
     "loss": lambda grad: grad(LOSS),
     "aux": lambda grad: grad(WITH_AUX, has_aux=True),
     "keywords": lambda grad: lambda w, x: grad(SCALED)(w, x=x, scale=2.0),
-    **{
-        f"argnums {argnums}": lambda grad, argnums=argnums: (
-            lambda w, x: grad(weighted, argnums=argnums)({"w": w}, x, w)
-        )
-        for argnums in [(0,), (2, 0), -1]
-    },
+    "arguments": lambda grad: lambda w, x: grad(weighted)({"w": w}, x, w),
 }
 
 

@@ -58,6 +58,11 @@ def test_machines_that_differ_lie_along_one_axis_alone():
     assert gravac.make_mesh(devices=UNEVEN).size == 3
 
 
+def test_one_host_alone_is_warned_about():
+    with pytest.warns(UserWarning, match="one host: over 'dcn' nothing will"):
+        assert gravac.make_mesh(("dcn", "ici")).devices.shape == (1, 8)
+
+
 REFUSED = [
     ("as many devices each, got 1 to 2", {"axis_names": TWO, "devices": UNEVEN}),
     ("as many devices each, got 2 to 3.*`hosts`", {"axis_names": TWO, "hosts": 3}),

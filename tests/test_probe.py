@@ -103,7 +103,7 @@ def test_wrong_arguments_are_refused(capsys):
     for argv, said in (
         ("", "one of the arguments --params --loss is required"),
         ("--params 1e6 --mesh a=3", "must have all 8 devices"),
-        *((f"--params 1e6 --json {x}", "must be a file") for x in (".", "no/a.json")),
+        *((f"--params 1e6 --json {x}", "no file in") for x in (".", "no/a.json")),
         ("--params 1e6 --mesh a", "invalid mesh_axes value: 'a'"),
         ("--params 1e6 --send Bits(3)", r"got 'Bits\(3\)' \(`bits` must be 8 or"),
     ):

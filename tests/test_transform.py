@@ -71,7 +71,7 @@ def sending(send, axis_name="data"):
     return gravac.transform(axis_name, compress=COMPRESS, send=send)
 
 
-GRAVAC = gravac.GraVAC(LADDER, epsilon=0.9, window=1000, gain="norm")
+GRAVAC = gravac.GraVAC(LADDER, epsilon=0.81, window=1000)
 SENDS = {
     "scripted": Scripted(LADDER),
     "gravac": GRAVAC,

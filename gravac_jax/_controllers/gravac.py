@@ -71,11 +71,11 @@ class GraVAC(Controller):
       ladder: `Dense()`, then the encodings to explore. The default is geometric: on the
         quickstart it saved more than exponential at the same loss.
       epsilon: smallest gain that may be sent; raising it sends more. The default was
-        measured on small models; the paper uses 0.7 and 0.9 on larger ones.
+        measured on small models; the paper uses 0.7 and 0.9 on larger ones. Gains are
+        shares of energies: the square of an epsilon for norms, as in the paper's
+        figures.
       omega: relative difference that counts as none; 0.01 in the paper.
       window: steps between two moves; 500 or 2,000 in the paper.
-      gain: "energy" for squared norms, as StepInfo reports them, or "norm" for their
-        square roots. An epsilon of 0.2 for norms means 0.04 for energies.
 
     Raises:
       TypeError: if `ladder` is not a tuple of encodings.
@@ -98,7 +98,6 @@ class GraVAC(Controller):
     epsilon: float = 0.04
     omega: float = 0.01
     window: int = 100
-    gain: str = "energy"
 
     def __post_init__(self) -> None:
         check_ladder(self.ladder, "GraVAC", least=2)
@@ -110,7 +109,6 @@ class GraVAC(Controller):
         _refuse.number(self.epsilon, "epsilon", low=0, high=1)
         _refuse.number(self.omega, "omega", low=0, high=1)
         _refuse.count(self.window, "window", "steps")
-        _refuse.one_of(self.gain, "gain", compression_gain.GAINS)
 
     def init(self) -> tuple[jax.Array, GraVACState]:
         """Start at the first encoding after dense, with the next one as candidate."""
@@ -136,7 +134,7 @@ class GraVAC(Controller):
         weight = min(1.0, evidence.replicas / 100)
         seen = evidence.energies, evidence.energy
         averages = compression_gain.smooth(state.averages, *seen, weight)
-        gains = compression_gain.gain(averages.sent, averages.total, self.gain)
+        gains = compression_gain.gain(averages.sent, averages.total)
         rung = self._gate(state, gains)
 
         # Predictions and measured times are not on one scale, and the search compares

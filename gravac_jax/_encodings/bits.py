@@ -233,11 +233,10 @@ class Bits(Encoding):
         unit = row if n >= MANY_ROWS * row else WORD_BITS
         ends = {-(-end // unit) * unit for end in itertools.accumulate(small)}
         spared = sorted(end for end in ends if end < n)
-        sent = lambda end: self._with_spared(n, end, replicas)
-        most = (1 + SPARED_BYTES) * plain.traffic(replicas).payload_bytes
-        size = lambda end: sent(end).traffic(replicas).payload_bytes
-        fitting = [end for end in spared if size(end) <= most]
-        return sent(fitting[-1]) if fitting else plain
+        longer = [self._with_spared(n, end, replicas) for end in spared]
+        bytes_of = lambda message: message.traffic(replicas).payload_bytes
+        most = (1 + SPARED_BYTES) * bytes_of(plain)
+        return [plain, *(x for x in longer if bytes_of(x) <= most)][-1]
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""

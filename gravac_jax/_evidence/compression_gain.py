@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-GAINS = ("energy", "norm")
 LEAST_ENERGY = 2.0**-100  # squares of entries of a smaller one are beyond float32
 
 # Three compression gains are in print:
@@ -16,7 +15,7 @@ LEAST_ENERGY = 2.0**-100  # squares of entries of a smaller one are beyond float
 # We do (1). With g_ef = gradient + residual in the denominator, it is the share of the
 # energy that was sent and cannot exceed 1 for any selector. (3) can, whenever the
 # residual is large, and (2) lets one step with a small gradient dominate the average.
-# "norm" is the square root of (1): the paper's figures and the authors' code use norms.
+# The paper's figures and the authors' code use norms, the square root of it.
 
 # The best for all of eleven workloads is 0.1, and for each alone 0 to 0.27
 # (`progress` in docs/results.csv). A value that is too high costs some time, and one
@@ -26,13 +25,12 @@ WAITING_COST = 0.15
 WAITING_COST_AT_SHARED = 1.2
 
 
-def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
+def gain(sent: jax.Array, total: jax.Array) -> jax.Array:
     """Return the share of the `total` energy that `sent` holds.
 
     Args:
       sent: float32 of any shape, the energy of what was sent.
       total: `[]` float32, the energy of the error-fed gradient.
-      kind: "energy" for the quotient, "norm" for its square root.
 
     Returns:
       float32 in [0, 1], the shape of `sent`. It is 0 if float32 cannot hold the energy
@@ -43,8 +41,7 @@ def gain(sent: jax.Array, total: jax.Array, kind: str = "energy") -> jax.Array:
     # makes 1 - 2**-24 of x / x.
     is_all = sent >= total
     share = jnp.where(is_all, 1.0, sent / jnp.where(is_all, 1.0, total))
-    share = jnp.where(jnp.isfinite(total) & (total > LEAST_ENERGY), share, 0.0)
-    return jnp.sqrt(share) if kind == "norm" else share
+    return jnp.where(jnp.isfinite(total) & (total > LEAST_ENERGY), share, 0.0)
 
 
 class Averages(NamedTuple):

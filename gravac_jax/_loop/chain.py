@@ -128,7 +128,7 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
         warnings.warn(
             f"what follows gravac.transform is not linear, such as Adam or a clip, and"
             f" sees what {coarsest!r} sends, so that the loss ends higher: take"
-            f" gravac.adamw(1e-3), gravac.transform(clip=...), or send=gravac.Bits(8).",
+            f" gravac.adamw(1e-3), transform(clip=...), micro_batches=2, or Bits(8).",
             stacklevel=2,
         )
     return "shared"

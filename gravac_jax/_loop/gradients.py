@@ -1,12 +1,11 @@
 """Gradients that are still local to their replica."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _refuse
 from gravac_jax._network import AxisName, Comm
@@ -16,7 +15,6 @@ def value_and_grad(
     fun: Callable[..., Any],
     axis_name: AxisName = "data",
     *,
-    argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     micro_batches: int = 1,
 ) -> Callable[..., Any]:
@@ -38,14 +36,14 @@ def value_and_grad(
     Args:
       fun: the loss, as for `jax.value_and_grad`.
       axis_name: the axis of `gravac.transform`.
-      argnums: which arguments to differentiate.
       has_aux: whether `fun` returns (loss, aux).
       micro_batches: the number of parts into which the batch is split, to save memory.
-        Their mean is exchanged once. All arguments that are not differentiated are
-        split along their first axis; aux gets a new first axis.
+        Their mean is exchanged once. All arguments but the first are split along their
+        first axis; aux gets a new first axis.
 
     Returns:
-      A function of the same arguments that returns (value, gradients).
+      A function of the same arguments that returns (value, gradients), the gradients
+      with respect to the first argument.
 
     Raises:
       TypeError: if `fun` is no function or `axis_name` not an axis name. When called:
@@ -76,13 +74,10 @@ def value_and_grad(
     _refuse.count(micro_batches, "micro_batches", "parts of the batch")
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(params: Any, /, *others: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "value_and_grad")
-        comm, others = Comm(axis_name), dict(enumerate(args))
-        chosen = {*argnums} if np.iterable(argnums) else {argnums}
-        params = {i: others.pop(i) for i in [*others] if {i, i - len(args)} & chosen}
-        for i, x in params.items():
-            _refuse.gradients(jax.tree.map(jnp.asarray, x), f"leaves of argument {i}")
+        _refuse.gradients(jax.tree.map(jnp.asarray, params), "leaves of argument 0")
+        comm = Comm(axis_name)
         params = comm.cast(params)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -94,11 +89,10 @@ def value_and_grad(
             # would count once, and any other loss once for each replica.
             return comm.cast(value), (value, aux)
 
-        grad = jax.value_and_grad(counted, argnums=argnums, has_aux=True)
+        grad = jax.value_and_grad(counted, has_aux=True)
 
         def of_part(part: Any) -> Any:
-            mine, named = params | part[0], part[1]
-            (_, out), grads = grad(*(mine[i] for i in range(len(args))), **named)
+            (_, out), grads = grad(params, *part[0], **part[1])
             return out, grads
 
         if micro_batches == 1:

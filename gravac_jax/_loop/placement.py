@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def make_mesh(
     hosts, between which the network is slow, and the second the devices of each. A host
     here is what JAX calls a slice: the GPUs of a machine, or of several that NVLink
     connects, however many processes they have; the TPUs of a slice. Where JAX knows of
-    no slices, as on most CPUs, a host is a process.
+    no slices, a host is a process. CPUs of one machine are one host, and one host alone
+    is warned about.
 
     `jax.make_mesh` refuses devices of several slices, such as GPUs of several machines.
 
@@ -78,6 +80,9 @@ def make_mesh(
         rows = np.array_split(np.array(chosen, object), hosts)
     if len(names) == 1:
         return jax.sharding.Mesh(np.concatenate(rows), names)
+    if hosts is None and len(rows) == 1 < len(chosen):
+        found = f"found one host: over {axis_names[0]!r} nothing will be exchanged"
+        warnings.warn(f"gravac.make_mesh {found}; to rehearse, hosts=2", stacklevel=2)
     sizes = sorted({len(x) for x in rows})
     if len(sizes) > 1:
         raise ValueError(

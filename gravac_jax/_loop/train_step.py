@@ -118,7 +118,7 @@ def train_step(
         value, grads = loss_and_grad(own, batch)
         # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
         known = {"at": where, "value": Comm(axes).mean(value[0] if has_aux else value)}
-        known |= kind._asdict() | times
+        known |= kind._asdict() | times | {"over": axes}
         updates, opt_state = tx.update(grads, opt_state, params, **known)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)

@@ -29,7 +29,7 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
 
     Args:
       tree: arrays that should be the same on every replica, such as the params.
-      axis_name: the axis of `gravac.transform`.
+      axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:
       `[replicas]` uint32, the same on every replica.
@@ -92,7 +92,7 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
 
     Args:
       tree: arrays, such as params and optimizer state.
-      axis_name: the axis of `gravac.transform`.
+      axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:
       The tree, of the same structure, shapes and dtypes.

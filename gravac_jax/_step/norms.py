@@ -95,7 +95,7 @@ def norm_of_mean(tree: Any, axis_name: AxisName = "data") -> jax.Array:
 
     Args:
       tree: floating-point arrays of one replica.
-      axis_name: the axis, or axes, of `gravac.transform`.
+      axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:
       `[]` float32. Not finite if an entry is not.

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from gravac_jax import _refuse
-from gravac_jax._network import Axes, Comm
+from gravac_jax._network import Axes, Comm, join
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
@@ -44,6 +44,7 @@ def update(
     *,
     deliver: Delivery | None = None,
     at: str | None = None,
+    over: Any = None,
     rung: int | None = None,
     is_due: bool | None = None,
     step_seconds: Any = None,
@@ -72,8 +73,8 @@ def update(
         """Work with what a device owns: check what came, before anything is changed."""
         _refuse.bound_axis(axes.both.axis_name, "update")
         if not how:
+            _check(components, params, at, rung, over)
             axes.both.check_local(updates)
-            _check(components, params, at, rung)
         if params is not None and not axes.is_sliced:
             fast.check_whole(params)
         expected = jax.eval_shape(lambda: components.initial(buckets))
@@ -105,8 +106,14 @@ def update(
     return optax.tree.scale(delivery.share, found) if how == "own" else found, after
 
 
-def _check(components: Components, params: Any, at: Any, rung: int | None) -> None:
-    """Refuse a wrong `at` or `rung`, or missing params; warn of the wrong gradients."""
+def _check(components: Components, params: Any, at: Any, rung: Any, over: Any) -> None:
+    """Refuse wrong axes, `at` or `rung`, or no params; warn of the wrong gradients."""
+    own = join(components.axis_name, components.fast_axis_name)
+    if components.slices is None and over not in (None, own):
+        raise ValueError(
+            f"gravac.transform averages over {own!r}, got a step over {over!r}: give"
+            f" both the same `axis_name` and `fast_axis_name`."
+        )
     _refuse.one_of(at, "at", (None, "own", "shared"))
     if at is None and components.needs_own_params and "own" not in components.asked:
         warnings.warn(
