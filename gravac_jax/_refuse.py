@@ -174,8 +174,8 @@ def bound_axis(axis_name: Any, caller: str) -> None:
     """Refuse a call outside the axis that the components were built for."""
     if not is_bound(axis_name):
         raise ValueError(
-            f"`{caller}` was called outside axis_name={axis_name!r}: call it in a"
-            f" shard_map over an axis of the mesh, not in a plain jit, where XLA has"
+            f"`{caller}` was called outside axis_name={axis_name!r}: give the step the"
+            f" same axis, and call it in a shard_map, not in a plain jit, where XLA has"
             f" averaged gradients already unless params were cast to `reduced`, or"
             f" alone with axis_name=None."
         )
@@ -427,7 +427,7 @@ def divides(tree: Any, parts: int, what: str, of: str = "replicas") -> None:
             raise ValueError(
                 f"{what} cannot be split over {parts} {of}, got shape {shape} at"
                 f" {path}: give rows first, a multiple of {parts} above 0; close over"
-                f" others, which the step may be given by keyword."
+                f" others, or give them to a step of gravac.data_parallel by keyword."
             )
 
 

@@ -275,7 +275,7 @@ VALUES = {
         (gravac.value_and_grad(jnp.sum), jnp.ones(3)),
         (jax.pmap(lambda x: TX.update(local(PARAMS, x), STATE)), jnp.ones(N)),
     ],
-    "axis_name='batch'…of the mesh": (run, transform("batch", compress=True).update),
+    "axis_name='batch'…the same axis": (run, transform("batch", compress=True).update),
     "step_seconds…(1,)…None": partial(timed, step_seconds=jnp.ones(1)),
     "steps_ago…(4,)…None": partial(timed, steps_ago=jnp.ones(N)),
     "4 replicas…2…tx.init": [
@@ -331,7 +331,7 @@ TYPES = {
     "`send`…the class TopK…gravac.Bits(2)": partial(transform, send=gravac.TopK),
     "params hold a MaskedNode…compress=": (optax.masked(ALONE, COMPRESS).init, PARAMS),
     "gradients hold a MaskedNode…['b']": partial(update, b=optax.MaskedNode()),
-    "argument 0…uint32…['x']…float params": (GRADS, {"x": INTEGERS}),
+    "leaves of the params…uint32…['x']…float params": (GRADS, {"x": INTEGERS}),
     "Mesh, got 4…along one axis…'data' and fast_axis_name='x'": partial(
         MAPPED, 4, fast_axis_name="x"
     ),

@@ -12,7 +12,7 @@ ONE, TWO = ("data",), ("dcn", "ici")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A device that tells its process alone, as those of CPUs do."""
+    """A device that tells its process alone, as CPUs of one process do."""
 
     id: int
     process_index: int
@@ -21,7 +21,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class Slice(Process):
-    """A device that tells its slice, as GPUs and TPUs do."""
+    """A device that tells its slice, as those of a job of several processes do."""
 
     slice_index: int
 
@@ -59,7 +59,7 @@ def test_machines_that_differ_lie_along_one_axis_alone():
 
 
 def test_one_host_alone_is_warned_about():
-    with pytest.warns(UserWarning, match="one host: over 'dcn' nothing will"):
+    with pytest.warns(UserWarning, match="one host, so that.*pass hosts=2"):
         assert gravac.make_mesh(("dcn", "ici")).devices.shape == (1, 8)
 
 

@@ -123,11 +123,12 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
 
 
 def test_a_step_over_an_axis_that_the_transform_does_not_know_is_refused():
-    tx, mesh = gravac.transform("dcn", send=gravac.Bits(4)), two_axes()
-    loss_fn = lambda params, batch: (batch @ params).mean()
-    step = gravac.train_step(loss_fn, tx, mesh, *NAMES, check_vma=False)
-    with pytest.raises(ValueError, match=r"averages over 'dcn'.*'ici'.*fast_axis_name"):
-        step(*step.init(np.ones(256)), np.ones((8, 256)))
+    loss_fn, mesh = lambda params, batch: (batch @ params).mean(), two_axes()
+    for axis_name in ("dcn", NAMES):
+        tx = gravac.transform(axis_name, send=gravac.Bits(4))
+        step = gravac.train_step(loss_fn, tx, mesh, *NAMES, check_vma=False)
+        with pytest.raises(ValueError, match=r"has the axes .*same `axis_name` and"):
+            step(*step.init(np.ones(256)), np.ones((8, 256)))
 
 
 def test_slices_of_params_are_refused_over_a_fast_axis():

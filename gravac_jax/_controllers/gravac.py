@@ -72,8 +72,7 @@ class GraVAC(Controller):
         quickstart it saved more than exponential at the same loss.
       epsilon: smallest gain that may be sent; raising it sends more. The default was
         measured on small models; the paper uses 0.7 and 0.9 on larger ones. Gains are
-        shares of energies: the square of an epsilon for norms, as in the paper's
-        figures.
+        shares of energies: square an epsilon that is meant for norms.
       omega: relative difference that counts as none; 0.01 in the paper.
       window: steps between two moves; 500 or 2,000 in the paper.
 

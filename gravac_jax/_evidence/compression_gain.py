@@ -15,7 +15,7 @@ LEAST_ENERGY = 2.0**-100  # squares of entries of a smaller one are beyond float
 # We do (1). With g_ef = gradient + residual in the denominator, it is the share of the
 # energy that was sent and cannot exceed 1 for any selector. (3) can, whenever the
 # residual is large, and (2) lets one step with a small gradient dominate the average.
-# The paper's figures and the authors' code use norms, the square root of it.
+# The paper's figures use norms: the square root of (1).
 
 # The best for all of eleven workloads is 0.1, and for each alone 0 to 0.27
 # (`progress` in docs/results.csv). A value that is too high costs some time, and one

@@ -126,9 +126,9 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
     is_coarse = coarsest.traffic(many, 2).bits < few * many.n
     if is_coarse and not ours.memory.is_at_own_params:
         warnings.warn(
-            f"what follows gravac.transform is not linear, such as Adam or a clip, and"
-            f" sees what {coarsest!r} sends, so that the loss ends higher: take"
-            f" gravac.adamw(1e-3), transform(clip=...), micro_batches=2, or Bits(8).",
+            f"what follows gravac.transform is not linear (Adam, clips, MultiSteps) and"
+            f" sees what {coarsest!r} sends, so that the loss ends higher: in its place"
+            f" take gravac.adamw, transform(clip=...), micro_batches=2, or Bits(8).",
             stacklevel=2,
         )
     return "shared"

@@ -35,7 +35,7 @@ def value_and_grad(
 
     Args:
       fun: the loss, as for `jax.value_and_grad`.
-      axis_name: the axis of `gravac.transform`.
+      axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
       has_aux: whether `fun` returns (loss, aux).
       micro_batches: the number of parts into which the batch is split, to save memory.
         Their mean is exchanged once. All arguments but the first are split along their
@@ -47,7 +47,7 @@ def value_and_grad(
 
     Raises:
       TypeError: if `fun` is no function or `axis_name` not an axis name. When called:
-        if an argument to differentiate has leaves that are not real; if the loss is not
+        if the first argument has leaves that are not real; if the loss is not
         one number, or the batch does not divide.
       ValueError: if `micro_batches` is not a positive number. When called: outside the
         axis, or if `fun` changes its arguments.
@@ -76,7 +76,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def wrapped(params: Any, /, *others: Any, **kwargs: Any) -> Any:
         _refuse.bound_axis(axis_name, "value_and_grad")
-        _refuse.gradients(jax.tree.map(jnp.asarray, params), "leaves of argument 0")
+        _refuse.gradients(jax.tree.map(jnp.asarray, params), "leaves of the params")
         comm = Comm(axis_name)
         params = comm.cast(params)
 
@@ -131,7 +131,7 @@ def _mean_over_parts(
         plus = lambda t, x: t + x.astype(jnp.float32)
         return jax.tree.map(plus, total, (value, grads)), aux
 
-    total, aux = jax.lax.scan(add, comm.cast(zeros), batches)
+    total, aux = jax.lax.scan(add, comm.cast(zeros), batches, length=parts)
     mean = lambda t, x: (t / parts).astype(x.dtype)
     value, grads = jax.tree.map(mean, total, like)
     return (value, aux), grads

@@ -81,8 +81,8 @@ def make_mesh(
     if len(names) == 1:
         return jax.sharding.Mesh(np.concatenate(rows), names)
     if hosts is None and len(rows) == 1 < len(chosen):
-        found = f"found one host: over {axis_names[0]!r} nothing will be exchanged"
-        warnings.warn(f"gravac.make_mesh {found}; to rehearse, hosts=2", stacklevel=2)
+        found = "gravac.make_mesh found one host, so that the first axis has length 1"
+        warnings.warn(f"{found}: to rehearse pass hosts=2, else hosts=1.", stacklevel=2)
     sizes = sorted({len(x) for x in rows})
     if len(sizes) > 1:
         raise ValueError(

@@ -54,8 +54,9 @@ def train_step(
         as the loss is.
       micro_batches: parts of a batch that are computed one after the other.
       at: where a replica takes its gradient: at its "own" params, or at the "shared"
-        ones. By default at its own, unless what comes after the transform is not linear
-        in the updates. Learning rates, momentum and decay are linear; Adam,
+        ones. By default at its own, and at the shared ones if what comes after the
+        transform is not linear in the updates and there is no delay and no round.
+        Learning rates, momentum and decay are linear; Adam,
         `optax.MultiSteps` and clips are not: give a clip to the transform. What is not
         linear after few bits or entries makes the loss higher: the step warns, unless
         `at` is given.
@@ -79,13 +80,13 @@ def train_step(
       `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if there is a `fast_axis_name` and no mesh, or `branches` is no
-        bool.
+      TypeError: if there is a `fast_axis_name` and no mesh, or `branches` is no bool.
+        When called: in a function that JAX traces.
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
         the axis, or `at` is neither of the two. From `init`: as `gravac.place`, and if
         `tx` holds no `gravac.transform`, or more than one. When called: as the parts;
-        if own params are asked for and an optimizer such as Adam comes after the
-        transform.
+        if the transform has other axes; if own params are asked for, or there is a
+        delay or rounds, and what comes after the transform is not linear, as Adam.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -104,7 +105,8 @@ def train_step(
     _refuse.optimizer(tx, call)
     tx = chain.checked(tx, "gravac.train_step")
     _refuse.one_of(at, "at", (None, "own", "shared"))
-    axes = _network.join(axis_name, fast_axis_name)
+    both = axis_name, fast_axis_name
+    axes = _network.join(*both)
     loss_and_grad = gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
@@ -117,8 +119,8 @@ def train_step(
             own = delivery.own_params(tx, params, opt_state)
         value, grads = loss_and_grad(own, batch)
         # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
-        known = {"at": where, "value": Comm(axes).mean(value[0] if has_aux else value)}
-        known |= kind._asdict() | times | {"over": axes}
+        mean = Comm(axes).mean(value[0] if has_aux else value)
+        known = {"at": where, "over": both, "value": mean, **kind._asdict(), **times}
         updates, opt_state = tx.update(grads, opt_state, params, **known)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)

@@ -139,8 +139,7 @@ def tables(
     sizes = buckets.sizes[:-1]
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
     apart = _network.mean_traffic(0 if rides else size, replicas)
-    first = size if rides else 0  # beside the others nothing travels
-    beside = list(zip(ladders, [first] + [0] * (len(ladders) - 1), strict=True))
+    beside = [(x, size if rides and i == 0 else 0) for i, x in enumerate(ladders)]
     rows = []
     for rung in range(len(ladders[0].encodings)):
         parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from gravac_jax import _refuse
-from gravac_jax._network import Axes, Comm, join
+from gravac_jax._network import Axes, Comm
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
@@ -27,7 +27,7 @@ class Delivery:
       how: "mean" sends what is held back to all replicas, "own" returns this replica's
         part, and "identity" hands on the updates, to look around the transform. None
         takes a step.
-      share: of these, by which all of them but "mean" are scaled.
+      share: by which what "own" and "identity" return is scaled.
       components: those of the transform that answered; None before.
     """
 
@@ -52,8 +52,8 @@ def update(
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
-    delivery = deliver or Delivery(None)
-    how, delivery.components = delivery.how, components
+    how = (delivery := deliver or Delivery(None)).how
+    delivery.components = components
     components.asked.add(how)
     if how == "identity":
         return optax.tree.scale(delivery.share, updates), _delivered(state)
@@ -108,11 +108,11 @@ def update(
 
 def _check(components: Components, params: Any, at: Any, rung: Any, over: Any) -> None:
     """Refuse wrong axes, `at` or `rung`, or no params; warn of the wrong gradients."""
-    own = join(components.axis_name, components.fast_axis_name)
-    if components.slices is None and over not in (None, own):
+    own, names = (components.axis_name, components.fast_axis_name), _refuse.axis_names
+    if over and components.slices is None and [*map(names, over)] != [*map(names, own)]:
         raise ValueError(
-            f"gravac.transform averages over {own!r}, got a step over {over!r}: give"
-            f" both the same `axis_name` and `fast_axis_name`."
+            f"gravac.transform has the axes {own}, got a step over {over}: give both"
+            f" the same `axis_name` and `fast_axis_name`."
         )
     _refuse.one_of(at, "at", (None, "own", "shared"))
     if at is None and components.needs_own_params and "own" not in components.asked:
