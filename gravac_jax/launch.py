@@ -118,21 +118,21 @@ def _run_job(options: argparse.Namespace) -> None:
         # nohup starts its program with SIGHUP ignored, which must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
-    members, last, pause = [*range(options.n)], None, 0
+    members, last, pause, said = [*range(options.n)], None, 0, ""
     for restart in range(options.restarts + 1):
         begun = time.monotonic() + pause
         try:
-            return _run_once(options, members, pause)
+            return _run_once(options, members, pause, said)
         except ProcessDiedError as died:
-            said = f"{died}; the others were ended"
+            said = f"{_PROGRAM}: {died}; the others were ended"
             if options.elastic or restart == options.restarts:
-                raise SystemExit(f"{_PROGRAM}: {said}") from None
+                raise SystemExit(said) from None
             before, last = last, members[died.index]
         if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
             said += f", and device {last} is left out, which leaves {len(members)}"
         pause = delay(time.monotonic() - begun, pause)
-        say(f"{said}; restart {restart + 1} of {options.restarts} in {pause} s")
+        said += f"; restart {restart + 1} of {options.restarts} in {pause} s\n"
 
 
 def _stop(number: int, _: Any) -> None:
@@ -142,12 +142,13 @@ def _stop(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-def _run_once(options: argparse.Namespace, members: Sequence[int], pause: int) -> None:
-    """Pause, start processes on this machine, one a device, and wait for their end."""
+def _run_once(options: Any, members: Sequence[int], pause: int, said: str) -> None:
+    """Say why, pause, start processes here, one a device, and wait for their end."""
     job = None
     # In memory: on a full disk members of an elastic job would show no sign of life.
     memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
     try:
+        sys.stderr.write(said)  # here, since a signal may come as soon as it is read
         time.sleep(pause)
         with tempfile.TemporaryDirectory(dir=memory) as path:
             coordinator = local_coordinator()

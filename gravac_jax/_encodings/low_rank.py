@@ -121,8 +121,7 @@ class LowRank(Encoding):
 
     def _low(self, bucket: Bucket) -> list[int]:
         """Return which arrays go as two thin matrices; the others go whole."""
-        matrices = enumerate(_matrices(bucket))
-        return [i for i, matrix in matrices if self.rank <= matrix.top_rank]
+        return [i for i, x in enumerate(_matrices(bucket)) if self.rank <= x.top_rank]
 
     def _sent(self, bucket: Bucket) -> tuple[int, int]:
         """Return the entries of the first message, and of the second."""
