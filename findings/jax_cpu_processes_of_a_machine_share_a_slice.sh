@@ -44,7 +44,7 @@ except ValueError as error:
     made = f"ValueError: {error}"
 by_process = mesh_utils.create_hybrid_device_mesh((2,), (2,), process_is_granule=True)
 if sys.argv[2] == "0":
-    print(f"  two processes: (process, slice)    expected: a slice each")
+    print("  two processes: (process, slice)    expected: a slice each")
     print(f"                                     seen: {found}")
     print(f"  a hybrid mesh of two hosts         seen: {made}")
     print(f"  with process_is_granule            seen: {by_process.shape}")

@@ -124,15 +124,15 @@ def _run_job(options: argparse.Namespace) -> None:
         try:
             return _run_once(options, members, pause, said)
         except ProcessDiedError as died:
-            said = f"{_PROGRAM}: {died}; the others were ended"
+            said = f"{died}; the others were ended"
             if options.elastic or restart == options.restarts:
-                raise SystemExit(said) from None
+                raise SystemExit(f"{_PROGRAM}: {said}") from None
             before, last = last, members[died.index]
         if last == before and len(members) > (options.min_processes or options.n):
             members.remove(last)
             said += f", and device {last} is left out, which leaves {len(members)}"
         pause = delay(time.monotonic() - begun, pause)
-        said += f"; restart {restart + 1} of {options.restarts} in {pause} s\n"
+        said += f"; restart {restart + 1} of {options.restarts} in {pause} s"
 
 
 def _stop(number: int, _: Any) -> None:
@@ -148,7 +148,8 @@ def _run_once(options: Any, members: Sequence[int], pause: int, said: str) -> No
     # In memory: on a full disk members of an elastic job would show no sign of life.
     memory = "/dev/shm" if options.elastic and sys.platform == "linux" else None
     try:
-        sys.stderr.write(said)  # here, since a signal may come as soon as it is read
+        if said:
+            say(said)  # here, since a signal may come as soon as it is read
         time.sleep(pause)
         with tempfile.TemporaryDirectory(dir=memory) as path:
             coordinator = local_coordinator()

@@ -125,7 +125,8 @@ class LowRank(Encoding):
 
     def _sent(self, bucket: Bucket) -> tuple[int, int]:
         """Return the entries of the first message, and of the second."""
-        low = [x for x in _matrices(bucket) if self.rank <= x.top_rank]
+        matrices = _matrices(bucket)
+        low = [matrices[i] for i in self._low(bucket)]
         saved = sum(x.entries - self.rank * x.rows for x in low)
         return bucket.n - saved, self.rank * sum(x.columns for x in low)
 

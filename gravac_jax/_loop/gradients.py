@@ -95,10 +95,10 @@ def value_and_grad(
             (_, out), grads = grad(params, *part[0], **part[1])
             return out, grads
 
+        batch = others, kwargs
         if micro_batches == 1:
-            (value, aux), grads = of_part((others, kwargs))
+            (value, aux), grads = of_part(batch)
         else:
-            batch = others, kwargs
             (value, aux), grads = _mean_over_parts(of_part, batch, micro_batches, comm)
         return ((value, aux) if has_aux else value), grads
 

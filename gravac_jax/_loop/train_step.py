@@ -150,9 +150,7 @@ def train_step(
     return TrainStep(
         init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
         _program=program,
-        flush=lambda params, state, **extra: deliver_all(
-            params, state, nothing, **extra
-        ),
+        flush=lambda params, state, **more: deliver_all(params, state, nothing, **more),
         _new_view=functools.partial(HostView, has_branches=branches),
         _new_clock=StepClock if len(devices) else None,
     )
