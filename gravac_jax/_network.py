@@ -5,6 +5,7 @@ Everything that crosses the network goes through `Comm`, in float32 or as intege
 replica is alone: the same code runs and nothing is exchanged.
 """
 
+import contextvars
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,9 @@ from gravac_jax import _arrays, _refuse, _xla
 from gravac_jax._refuse import axis_names
 
 AxisName = str | tuple[str, ...] | None
+
+# Over which axis or axes, and fast axis, the step that is traced splits its batch.
+SPLIT_OVER = contextvars.ContextVar[Any]("SPLIT_OVER", default=None)
 
 
 def inner_axes(mesh: Any, axis_name: AxisName) -> tuple[str, ...]:
@@ -124,12 +128,13 @@ class Comm:
                 _refuse.not_whole(path, self.axis_name)
 
     def is_shared(self, tree: Any) -> bool:
-        """Whether some leaf of `tree` is known to be the same on every replica."""
+        """Whether some leaf of `tree` is known to be the same along some axis."""
         return self.is_checked and any(self._alike_along(tree))
 
     def is_known_alike(self, tree: Any) -> bool:
         """Whether JAX knows `tree` to be the same on all, by its marks or in vmap."""
-        return all(x == set(self._names) for x in self._alike_along(tree))
+        can_tell = self.is_checked or self.is_simulated
+        return can_tell and all(x == set(self._names) for x in self._alike_along(tree))
 
     def cast(self, tree: Any) -> Any:
         """Mark `tree` as varying over the axis, if JAX keeps such marks."""
@@ -291,7 +296,7 @@ class Carrier(Comm):
 
         To join many entries with the figures would copy them.
         """
-        sizes = [x.size for x in jax.tree.leaves(tree)]
+        sizes = list(map(jnp.size, jax.tree.leaves(tree)))
         is_small = bool(sizes) and sum(sizes) <= COPIED_ENTRIES
         if not (is_small and self._is_ready("own", "all")):
             return super().mean(tree)

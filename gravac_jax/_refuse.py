@@ -3,7 +3,7 @@
 Each function raises before anything is changed, and in one voice: what must be, what
 was received, the remedy. Trouble that shows in values alone becomes a counter of
 `StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together wrongly.
-Beside them stands what refusals ask: names of axes, and what a traced function reaches.
+It also holds what they ask for: names of axes, and what a traced function reaches.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,13 @@ def number(
 ) -> None:
     """Refuse what is no finite number within bounds: `low`, `above`, `high`, `below`.
 
-    The first and third are themselves allowed.
+    `low` and `high` are themselves allowed.
     """
     fits = lambda: all(_BOUNDS[end][1](value, x) for end, x in bounds.items())
     if not is_number(value, is_whole) or not fits():
         limits = " and ".join(f"{_BOUNDS[end][0]} {x:g}" for end, x in bounds.items())
         if isinstance(value, jax.Array) and not is_whole:
-            hint = "optax.inject_hyperparams(lambda learning_rate: ...) injects one"
+            hint = "pass float(x), and only a learning rate to optax.inject_hyperparams"
         raise ValueError(
             f"`{name}` must be a {'whole ' * is_whole}number {limits}, got"
             f" {_arrays.brief(value)}{': ' * bool(hint)}{hint}."
@@ -64,7 +64,8 @@ def count(value: Any, name: str, what: str) -> None:
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
     """Refuse a value that is not among `allowed`."""
-    if isinstance(value, bool | float) or value not in allowed:  # 2.0 == 2
+    # 2.0 == 2, and an array may be, too.
+    if isinstance(value, bool | float | jax.Array) or value not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
@@ -95,7 +96,7 @@ def function(value: Any, name: str, call: str) -> None:
 
 
 def optimizer(tx: Any, call: str) -> None:
-    """Refuse what has not the two functions of an optimizer of Optax."""
+    """Refuse what lacks the two functions of an optimizer of Optax."""
     if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
         raise TypeError(
             f"`tx` must be an optimizer of Optax, as in {call}, got"
@@ -211,7 +212,7 @@ def no_array(path: str, x: Any) -> None:
         )
 
 
-def cut(path: str, sharding: Any, axis_name: Any) -> None:
+def cut(path: str, sharding: Any, axis_name: Any) -> NoReturn:
     """Refuse a leaf that would have to be gathered for each replica."""
     raise ValueError(
         f"the leaf at {path} is sharded over {getattr(sharding, 'spec', sharding)}, and"
@@ -246,7 +247,7 @@ def members(states: Sequence[Any]) -> None:
         )
 
 
-def not_whole(path: str, axis_name: Any) -> None:
+def not_whole(path: str, axis_name: Any) -> NoReturn:
     """Refuse a slice of params in a step that is mapped over a fast axis."""
     raise ValueError(
         f"the leaf at {path} is a slice along the fast axis {axis_name!r}: write"
@@ -290,7 +291,7 @@ def gradients(tree: Any, name: str = "gradients") -> None:
             )
 
 
-def summed(path: str, axes: Sequence[str]) -> None:
+def summed(path: str, axes: Sequence[str]) -> NoReturn:
     """Refuse a gradient that was summed over the axes before."""
     raise ValueError(
         f"the gradient at {path} does not vary over {tuple(axes)}, as if summed before:"
@@ -299,7 +300,7 @@ def summed(path: str, axes: Sequence[str]) -> None:
     )
 
 
-def no_params(name: str) -> None:
+def no_params(name: str) -> NoReturn:
     """Refuse an update without the params that `name` needs."""
     raise ValueError(
         f"gravac.transform({name}=...) uses the params, and `update` was given none:"
@@ -316,7 +317,7 @@ def pure(steps: Any) -> None:
         )
 
 
-def by_leaf(why: str) -> None:
+def by_leaf(why: str) -> NoReturn:
     """Refuse a memory that runs on whole leaves where leaves are cut."""
     raise ValueError(
         f"`memory` runs an optimizer on whole leaves, and {why}: use one that works"
@@ -462,7 +463,7 @@ def other_carry(results: Any, own: Any) -> None:
             )
 
 
-def differs(path: str, names: Sequence[str]) -> None:
+def differs(path: str, names: Sequence[str]) -> NoReturn:
     """Refuse state that is returned different on devices on which it was the same."""
     raise ValueError(
         f"the leaf at {path} of the returned state differs along {tuple(names)}, and"

@@ -162,7 +162,7 @@ class Checkpointer:
         self.save_every = save_every
         self._must_stop = False
         self._last_saves = -1  # calls of `save` since it must stop; -1 before any call
-        self._at: int | None = None  # the step that was last saved or restored
+        self._step: int | None = None  # the step that was last saved or restored
         self._is_reader = True  # until the first save
         newest: Any = ocp.training.preservation_policies.LatestN(keep)
         self._open = functools.partial(
@@ -234,16 +234,14 @@ class Checkpointer:
             self._must_stop = True
             _stop_all()
         self._last_saves = max(self._last_saves, 0) + self._must_stop
-        if step == self._at or (step % self.save_every and not self._must_stop):
+        if step == self._step or (step % self.save_every and not self._must_stop):
             return False
         named = _to_named(tree, params)
         label = _label(named, data, [x.layout for x in states.transform_states(tree)])
         try:
             self.wait()
-        except CheckpointError:  # this one may be written all the same
+        finally:  # this one may be written all the same
             self._save(step, named, label)
-            raise
-        self._save(step, named, label)
         if self._must_stop:
             self.wait()
         return True
@@ -258,14 +256,14 @@ class Checkpointer:
                 self._orbax = self._open(cleanup_tmp_directories=True)
             else:
                 self._orbax.reload()  # another run may have saved
-            last = step - 1 if self._at is None else min(self._at, step - 1)
+            last = step - 1 if self._step is None else min(self._step, step - 1)
             if max(self.steps, default=-1) > last:
                 raise ValueError(
                     f"it has {self.steps}, from the last of which this run did not go"
                     f" on: use another, or delete the later ones"
                 )
             self._orbax.save_async(step, named, force=True, custom_metadata=label)
-        self._at = step
+        self._step = step
 
     def _require_room(self, size: int) -> None:
         """Refuse a full disk, for which Orbax lets the other processes wait minutes."""
@@ -280,7 +278,7 @@ class Checkpointer:
         Raises:
           CheckpointError: if something could not be written.
         """
-        with self._errors(f"step {self._at} cannot be saved to"):
+        with self._errors(f"step {self._step} cannot be saved to"):
             self._orbax.wait()
 
     def restore(
@@ -355,7 +353,7 @@ class Checkpointer:
             if bad := dict(_checksums(found).items() - sums.items()):
                 raise ValueError(f"damaged arrays: {', '.join(sorted(bad)[:3])}")
         if self._is_reader:  # once it saves, it only looks back
-            self._at = step
+            self._step = step
         return Restored(step, _from_named(found, here, tree, params), label["data"])
 
     def close(self) -> None:
@@ -365,8 +363,8 @@ class Checkpointer:
           CheckpointError: if something could not be written.
         """
         _OPEN.discard(self)
-        at_last = contextlib.nullcontext() if _OPEN else _AT_LAST
-        with at_last, self._errors(f"step {self._at} cannot be saved to"):
+        undo = contextlib.nullcontext() if _OPEN else _UNDO_SIGTERM
+        with undo, self._errors(f"step {self._step} cannot be saved to"):
             self._orbax.close()
 
     def __enter__(self) -> "Checkpointer":
@@ -374,7 +372,7 @@ class Checkpointer:
         if jax.process_count() == 1 and signal.getsignal(signal.SIGTERM) != _stop_all:
             with contextlib.suppress(ValueError):  # not in the main thread
                 before = signal.signal(signal.SIGTERM, _stop_all)
-                _AT_LAST.callback(signal.signal, signal.SIGTERM, before)
+                _UNDO_SIGTERM.callback(signal.signal, signal.SIGTERM, before)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -393,9 +391,9 @@ class Checkpointer:
             raise CheckpointError(f"{what} {self.directory}: {why}.") from error
 
 
-# Those that are open in `with` blocks of this process, and what the last one undoes.
+# Those that are open in `with` blocks of this process; the last one undoes the handler.
 _OPEN: set[Checkpointer] = set()
-_AT_LAST = contextlib.ExitStack()
+_UNDO_SIGTERM = contextlib.ExitStack()
 
 
 def _stop_all(*_: object) -> None:
@@ -659,7 +657,7 @@ def _checksums(named: Named) -> dict[str, int]:
 
 
 def _checksum(name: str, x: Any) -> int:
-    # No checksum takes complex numbers, or an odd number of halves of a byte.
+    # JAX's takes no complex numbers, and neither an odd number of halves of a byte.
     with contextlib.suppress(TypeError, ValueError):
         if isinstance(x, jax.Array):
             # One after the other: a sharded array's has a collective, and many programs
@@ -675,13 +673,13 @@ def _checksum(name: str, x: Any) -> int:
 
 # Per-replica state on devices. ------------------------------------------------------
 #
-# Every device keeps the residuals of its slices of the compressed leaves in buckets,
+# Every device keeps the residuals of its slices of the leaves in buckets,
 # flat vectors. A checkpoint stores an array `[replicas, *shape]` for each leaf, so that
 # the buckets, the slices and the number of replicas may change.
 
 
 class _Leaf(NamedTuple):
-    """A compressed leaf of the params.
+    """A leaf of the params.
 
     Attributes:
       path: its path in the params, such as `['dense']['kernel']`.
@@ -784,9 +782,9 @@ def _layout_of(state: TransformState, params: Any) -> _Layout:
     expected, found = list(sizes.values()), [math.prod(x.slice) for x in leaves]
     if found != expected:
         raise ValueError(
-            f"`params` are not the params that the state was made for, whose compressed"
-            f" leaves have {expected[:8]} entries on a device, got {found[:8]}: pass"
-            f" those of tx.init, and give each of two models a directory."
+            f"`params` are not the params that the state was made for, whose leaves"
+            f" have {expected[:8]} entries on a device, got {found[:8]}: pass those of"
+            f" tx.init, and give each of two models a directory."
         )
     return _Layout(mesh, jax.P(slow + inner), tuple(leaves), tuple(buckets))
 

@@ -249,8 +249,8 @@ class Elastic:
                 taken = self._take(batches(self.steps))
             except (RuntimeError, ValueError) as error:
                 self._leave(error)
-                continue
-            yield taken
+            else:
+                yield taken
 
     def _take(self, batch: Any) -> tuple[Any, ...]:
         result, n = self._step(*self.state, batch), len(self.state)
@@ -284,7 +284,7 @@ class Elastic:
         shared.process_id, shared.num_processes = pids.index(own), len(pids)
         shared.client = _client(record["port"], shared.process_id)
         shared.client.connect()
-        self._port, self._over_since = record["port"], float("inf")
+        self._over_since, self._port = float("inf"), record["port"]  # `_watch` looks
         multihost_utils.sync_global_devices("connect")  # Gloo connects now
         self.process, joined = record["members"][own], record["joined"]
         self._step, fresh, self.steps = self._begin()
@@ -295,9 +295,10 @@ class Elastic:
         if record["start"] >= 0:
             self.steps, joins = record["start"], self.process in joined
             mine = rows if joins else self._copies[self.steps]
-            got = _broadcast(mine, self.process == record["source"]) if joined else mine
-            got = _with_empty_residual(got, rows) if joins else mine
-            rows = states.moved(got, rows)
+            is_source = self.process == record["source"]
+            theirs = _broadcast(mine, is_source) if joined else mine  # all take part
+            kept = _with_empty_residual(theirs, rows) if joins else mine
+            rows = states.moved(kept, rows)
         self.state, self._copies = put_rows(rows, fresh), {self.steps: rows}
 
     def _leave(self, error: Exception) -> None:
@@ -372,7 +373,7 @@ def _break_connections(port: int) -> None:
 
 
 def _answer_for_the_dead(client: Any, n: int) -> None:
-    """Let all fail that wait for what a dead member had to say when it connected.
+    """Fail all that wait for what a dead member should have said on connecting.
 
     JAX would wait for minutes, and Gloo for 30 seconds.
     """

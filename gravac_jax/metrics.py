@@ -29,7 +29,7 @@ and `lambda: TensorBoard("runs/one")`::
         def write(self, step, scalars):
             for name, x in scalars.items(): self.add_scalar(name, x, step)
 
-These need their libraries, and TensorBoard's calls `Bits(2)` `Bits_2_`. Of a run that
+These need their libraries; TensorBoard's writes `Bits(2)` as `Bits_2_`. Of a run that
 resumes at step k, `TensorBoard("runs/one", purge_step=k)` hides what was written for
 later steps before. `LiveView` needs an extra: `pip install '.[tools]'` in the clone.
 """
@@ -204,7 +204,10 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       Bits(2)       21.5      0.98                            21.9  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
-    state, controller = chain.the_transform(opt_state, "explain"), controller_of(send)
+    state, controller = (
+        chain.the_transform(opt_state, "metrics.explain"),
+        controller_of(send),
+    )
     if type(controller).explain is Controller.explain:
         raise TypeError(f"{send!r} predicts nothing to explain: give gravac.Fastest().")
     _check_ladder(controller.ladder, state.ladder.size)
@@ -300,10 +303,11 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     def __init__(
         self, *writers: Writer | _Writers, send: Encoding | Controller | None = None
     ) -> None:
-        self.writers = _Writers()
-        for x in writers:
-            self.writers += x if isinstance(x, _Writers) else [x]
-        self._named = list(map(repr, controller_of(send).ladder)) if send else []
+        each = (x if isinstance(x, _Writers) else [x] for x in writers)
+        self.writers = _Writers(itertools.chain.from_iterable(each))
+        self._named = (
+            [] if send is None else list(map(repr, controller_of(send).ladder))
+        )
         self._copied: dict[int, Fetch] = {}
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:
@@ -389,8 +393,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
         line = dict(step=int(step), seconds=seconds, **figures)
         if self._old is not None:  # lines from this step on, and a last one cut off
             is_kept = lambda x: x[1] is None or x[1]["step"] < step
-            kept = itertools.takewhile(is_kept, self._old)
-            size = sum(len(text) for text, _ in kept)
+            size = sum(len(x[0]) for x in itertools.takewhile(is_kept, self._old))
             if self._old and not size:
                 why = f"all {len(self._old)} lines, of an earlier run, are replaced"
                 warnings.warn(f"{self._file.name}: {why}", stacklevel=2)
@@ -424,7 +427,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
     Example:
       See `metrics.JsonlWriter`.
     """
-    return [line for _, line in _lines(Path(path).expanduser()) if line]
+    # A list, so that warnings name the line of the caller.
+    return [line for _, line in list(_lines(Path(path).expanduser())) if line]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
@@ -444,8 +448,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             line = None
         yield text + b"\n", line
     if rest:
-        why = "the last line was cut off and is left out"
-        warnings.warn(f"{path}: {why}", stacklevel=3)
+        warnings.warn(
+            f"{path}: the last line was cut off; it is left out", stacklevel=3
+        )
 
 
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}

@@ -205,10 +205,10 @@ def measure(
       seconds: How long to time. Compiling comes on top.
 
     Returns:
-      The results, as `--json` writes them, the same on all processes, but for the
-      verdict. `network` has arguments of `gravac.WireCost`. `headroom` is the speed-up
-      of a step that sends nothing, the most that compression can win. The first of
-      `rows` is dense.
+      The results, as `--json` writes them, without the verdict, the same on all
+      processes. `network` has arguments of `gravac.WireCost`. `headroom` is the
+      speed-up of a step that sends nothing, the most that compression can win. The
+      first of `rows` is dense.
 
     Raises:
       ValueError: If the gradient is not finite: the transform leaves it out.
@@ -313,7 +313,8 @@ def in_rounds(runs: Mapping[str, Run], meet: Run, seconds: float) -> Seconds:
     for run in [*runs.values()] * WARM_UP_CALLS:
         jax.block_until_ready(run())
     names, rounds = list(runs), []
-    # All processes see the same times, and so stop after the same round.
+    # All processes see the same times, and so stop after the same round. A round runs
+    # each program twice.
     while len(rounds) < MIN_ROUNDS or 2 * np.sum(rounds) < seconds:
         first = len(rounds) % len(names)
         taken = {x: timed(runs[x]) for x in names[first:] + names[:first]}
@@ -381,13 +382,13 @@ def text(results: dict[str, Any]) -> str:
     latency, speed = network["latency_seconds"], network["bytes_per_second"]
     said = _SUMMARY.format(1e6 * latency, speed / 1e6, **results)
     if headroom:
-        milliseconds = f"{1e3 * network['compute_seconds']:.3g} ms"
-        said += f"Without an exchange a step takes {milliseconds} and is {headroom}"
+        own = f"{1e3 * network['compute_seconds']:.3g} ms"
+        said += f"Without an exchange a step takes {own} and is {headroom}"
         said += " times as fast as a dense one\n"
     width = max(len(x["encoding"]) for x in rows)
     form = f"{{:<{width}}}  {{:>13}}  {{:>11}}  {{:>21}}  {{:>9}}".format
-    milliseconds = "step ms" if headroom else "exchange ms"
-    lines = [form("encoding", "MB sent", milliseconds, "speed-up (90%)", "pays")]
+    title = "step ms" if headroom else "exchange ms"
+    lines = [form("encoding", "MB sent", title, "speed-up (90%)", "pays")]
     for x in rows:
         sent, speed_up, pays = f"{x['wire_bytes'] / 1e6:.3g}", "1", ""
         if x is not rows[0]:

@@ -44,8 +44,7 @@ def pytest_configure(config):
     if cache is None or CACHE in os.environ:  # a user's, or inherited by a worker
         return
     folder = config.stash[FOLDER] = cache.mkdir(f"xla-{_processor()}")
-    settings = {CACHE: str(folder), **LIMITS}
-    for name, x in settings.items():
+    for name, x in {CACHE: str(folder), **LIMITS}.items():
         os.environ[name.upper()] = str(x)  # for child processes
         jax.config.update(name.lower(), x)
 

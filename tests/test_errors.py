@@ -43,7 +43,7 @@ ARGUMENTS = [
     (V, TOP_K, {"select": "random"}, "'exact'"),
     (V, TOP_K, {"values": "uint16"}, "'bfloat16'"),
     (V, gravac.Bits, {"bits": 3}, "8 or 4 or 2 or 1"),
-    (V, gravac.Bits, {"bits": 2.0}, "8 or 4 or 2 or 1"),
+    *((V, gravac.Bits, {"bits": x}, "8 or 4 or 2") for x in (2.0, jnp.int32(2))),
     (V, BITS, {"turns": 0}, "at least 1"),
     (V, BITS, {"row_entries": 100}, "multiple of 32"),
     (V, LOW_RANK, {"rank": 0}, "at least 1"),
@@ -77,7 +77,7 @@ ARGUMENTS = [
     (T, GRAD, {"axis_name": 0}, "None"),
     (V, GRAD, {"micro_batches": 0}, "at least 1"),
     (T, adamw, {"learning_rate": "1e-3"}, "schedule"),
-    (V, ADAMW, {"b1": jnp.float32(0.9)}, "inject_hyperparams(lambda"),
+    (V, ADAMW, {"b1": jnp.float32(0.9)}, "only a learning rate to"),
     (V, ADAMW, {"b2": 2}, "of at least 0 and below 1"),
     (V, ADAMW, {"eps": 0}, "a number above 0"),
     (T, sgd, {"learning_rate": None}, "schedule"),
@@ -137,9 +137,8 @@ def run(update=TX.update, tx=TX, grads=local, metrics=lambda x: ()):
         return optax.apply_updates(params, updates), after, *metrics(x)
 
     state = place((PARAMS, tx.init(PARAMS)), MESH)
-    step = gravac.data_parallel(train_step, MESH)
     try:
-        step(*state, np.ones(N, np.float32))
+        gravac.data_parallel(train_step, MESH)(*state, np.ones(N, np.float32))
     finally:
         jax.tree.map(np.asarray, state)  # raises if the state was donated
 

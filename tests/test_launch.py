@@ -309,8 +309,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(number, script):
     finally:
         launcher.kill()
     assert launcher.returncode == 128 + number
-    said = f"gravac_jax.launch: {number.name}; all processes have ended\n"
-    assert errors == said
+    assert errors == f"gravac_jax.launch: {number.name}; all processes have ended\n"
 
 
 def test_what_dies_early_waits_twice_as_long_up_to_a_minute():

@@ -163,8 +163,7 @@ def test_the_kth_of_many_lies_within_the_bracket_of_a_sample(k):
 def test_the_bracket_of_a_bucket_that_is_its_own_sample_has_no_width(n):
     bucket = np.random.default_rng(n).permutation(n).astype(np.float32) + 1
     for k in {1, 2, n // 2, n - 1, n} & {*range(1, n + 1)}:
-        key = jax.random.key(0)[None]
-        low, middle, high, slope = bracket_by_each(bucket, k, key)
+        low, middle, high, slope = bracket_by_each(bucket, k, jax.random.key(0)[None])
         assert np.sum(bits_of(bucket) >= middle) == k
         assert low == middle == high
         assert slope == 0

@@ -57,8 +57,7 @@ def way_of_a_gradient(tx):
 )
 def test_a_gradient_passes_few_files_and_seldom_another(send, most_files, most_changes):
     way = way_of_a_gradient(gravac.transform(send=send))
-    known = {"_step/update.py", "_step/phases.py", "_encodings/bits.py"}
-    assert known <= set(way)
+    assert {"_step/update.py", "_step/phases.py", "_encodings/bits.py"} <= set(way)
     assert len(set(way)) <= most_files, sorted(set(way))
     # A workaround reads as the function of JAX whose place it takes: no stop.
     stops = [file for file in way if file != "_xla.py"]

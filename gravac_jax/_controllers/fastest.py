@@ -21,7 +21,7 @@ MARGIN = 0.03  # how much faster another rung must be, so that noise moves nothi
 DWELL = 3  # steps at a rung before the next is chosen
 LATE = 2  # exchanges between a decision and the one that takes it
 REST = 50  # steps from one visit to the next on a network that does not change
-HASTE = 8  # after a change visits may be an eighth of the steps since then apart
+HASTE = 8  # after a change a visit may come after an eighth of the steps since
 TROUBLE = 0.5  # steps that a visit must be worth, so that a tie moves nothing
 HORIZON = 500  # steps for which the knowledge from a visit is of use
 LOOK_EVERY = 8  # steps, so that looking is cheap in dense ones
@@ -29,7 +29,7 @@ SMOOTHING = 0.1  # weight of the newest sample of a gradient
 
 # Each rung is a program. One more between two of these would save less than `MARGIN`
 # on any network: four bits 0.7%, two bits in two turns 1.7% by these predictions. One
-# bit is none of them: of a gradient of four images it kept 4% of the energy, and with
+# bit is not among them: of a gradient of four images it kept 4% of the energy, and with
 # sixteen such replicas one bit in four turns cost ten points more than two bits did.
 LADDER = (Dense(), Bits(8), Bits(2), Bits(2, turns=4), Bits(2, turns=8))
 
@@ -160,14 +160,13 @@ class Fastest(Controller):
         The first three exchanges are there whatever it decides, so that the first
         decision leaves it.
         """
-        whole = lambda x: jnp.full((), x, jnp.int32)
         first, rungs = int(isinstance(self.ladder[0], Dense)), len(self.ladder)
-        return whole(first), FastestState(
-            home=whole(rungs - 1),
-            current=whole(first),
-            dwelt=whole(DWELL - 1),
-            rested=whole(0),
-            known=whole(0),
+        return jnp.int32(first), FastestState(
+            home=jnp.int32(rungs - 1),
+            current=jnp.int32(first),
+            dwelt=jnp.int32(DWELL - 1),
+            rested=jnp.int32(0),
+            known=jnp.int32(0),
             averages=compression_gain.no_averages(rungs),
             timing=cost_model.no_times(),
             seconds=jnp.zeros(rungs, jnp.float32),
@@ -196,9 +195,10 @@ class Fastest(Controller):
         home, is_tie, may_visit = _home(cost, progress, state)
         least = cost_model.least_compute(state.timing) * of_a_second
         least = jnp.where(is_allowed, least, jnp.inf)
+        # Nobody visits a local step, the last kind.
         moved = _moved_by_a_visit(kinds, seconds, state.timing.noise)[:, :-1]
         moved *= of_a_second[:, None]
-        worth = value_of_visits(cost, moved, least, home, steps)
+        worth = _value_of_visits(cost, moved, least, home, steps)
         visited = jnp.argmax(worth).astype(jnp.int32)
         is_visit = may_visit & (worth[visited] > 0)
         rung = jnp.where(state.dwelt >= DWELL, home, state.current)
@@ -342,7 +342,7 @@ def _moved_by_a_visit(
     return rungs.covariance / jnp.maximum(spread, 1e-12)[None]
 
 
-def value_of_visits(
+def _value_of_visits(
     cost: jax.Array,
     moved: jax.Array,
     least: jax.Array,

@@ -50,7 +50,7 @@ class Section(NamedTuple):
         """Return how many rows each of some owners has; the last may be padded."""
         return -(-self.entries // (self.length * owners))
 
-    def size(self, owners: int) -> int:
+    def owner_bytes(self, owners: int) -> int:
         """Return the bytes of what one owner has of it."""
         scales = levels.SCALES * _network.FLOAT32_BYTES
         return self.rows(owners) * (self.length * self.bits // 8 + scales)
@@ -85,7 +85,7 @@ class Message(NamedTuple):
     def traffic(self, replicas: int) -> Traffic:
         """Return the cost of words and scales, in two stages or in one."""
         owners = _owners(replicas)
-        part_bytes = sum(x.size(owners) for x in self.sections)
+        part_bytes = sum(x.owner_bytes(owners) for x in self.sections)
         if owners == 1:
             return _network.all_gather_traffic(part_bytes, replicas)
         return _network.two_stage_traffic(part_bytes, replicas)
@@ -98,9 +98,9 @@ class Bits(Encoding):
     Nothing is selected and no index travels. It suits what has entries of like size,
     such as the steps of Adam, of which a sparse encoding would send little.
 
-    Every replica owns as many of the rows. In the first stage it receives these from
-    all replicas and averages them. In the second it rounds the mean and sends it to
-    all. What that rounding drops, N times, stays in the owner's residual, and comes
+    Each replica owns an equal share of the rows. In the first stage it receives these
+    from all replicas and averages them. In the second it rounds the mean and sends it
+    to all. What that rounding drops, N times, stays in the owner's residual, and comes
     with what it sends next. Two replicas exchange in one stage: a gather sends as many
     bytes in half the messages, and rounds once.
 
@@ -113,8 +113,8 @@ class Bits(Encoding):
 
     In turns, and in one bit, small leaves are spared: they go in every step, in four
     bits at least. These are leaves of fewer than 16,384 entries, the smallest first, as
-    long as they add a third at most to what a step sends. In turns, a VGG lost less
-    than half as much with it.
+    long as they add a third at most to what a step sends. With it, a VGG in turns lost
+    less than half as much.
 
     Law:
       What is sent of a row is orthogonal to what is held back of it, so the gain of a
@@ -229,7 +229,8 @@ class Bits(Encoding):
         plain = self._with_spared(n, 0, replicas)
         if plain.part == n and self.bits > 1:
             return plain
-        small = itertools.takewhile(SMALL_LEAF.__gt__, map(math.prod, bucket.shapes))
+        sizes = map(math.prod, bucket.shapes)
+        small = itertools.takewhile(lambda size: size < SMALL_LEAF, sizes)
         unit = row if n >= MANY_ROWS * row else WORD_BITS
         ends = {-(-end // unit) * unit for end in itertools.accumulate(small)}
         spared = sorted(end for end in ends if end < n)
@@ -240,12 +241,12 @@ class Bits(Encoding):
 
     def _with_spared(self, n: int, spared: int, replicas: int) -> Message:
         """Return what goes in one step if so many entries are spared."""
-        row, least = self._row(n), _owners(replicas)
+        row, owners = self._row(n), _owners(replicas)
         rows = -(-(n - spared) // row)
-        part = min(n - spared, max(-(-rows // self.turns), least) * row)
+        part = min(n - spared, max(-(-rows // self.turns), owners) * row)
         sections = [Section(part, self._row(part), self.bits)]
         if spared:
-            rows = -(-SMALL_BUCKET_ROWS // least) * least
+            rows = -(-SMALL_BUCKET_ROWS // owners) * owners
             bits = max(self.bits, SPARED_BITS)
             sections.append(Section(spared, self._row(spared, rows), bits))
         return Message(n, part, spared, tuple(sections))

@@ -139,7 +139,7 @@ def _fit_two_bits(x: jax.Array, entries: jax.Array) -> Levels:
     is_big = jnp.abs(x) > _of_rows(units, x)
     big = jnp.where(is_big, jnp.abs(x), 0)
     total, above, count = _xla.row_sums(jnp.abs(x), big, is_big)
-    # A row of equal magnitudes has none above, and a row has never all above.
+    # A row of equal magnitudes has none above; one whose squares are all 0 has all.
     high = _normal(above / jnp.maximum(count, 1))
     low = _normal(jnp.maximum(total - above, 0) / (entries - count))
     sent = jnp.square(high) * count + jnp.square(low) * (entries - count)
@@ -233,13 +233,8 @@ def _join(words: jax.Array, scales: jax.Array, parts: int) -> jax.Array:
 
     Parts have the same number of rows, with rows of 0 in the last ones.
     """
-    rows = -(-len(words) // parts)
-
-    def cut(x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1)
-        whole = rows * parts * (flat.size // len(x))
-        return jnp.pad(flat, (0, whole - flat.size)).reshape(parts, -1)
-
+    fill = lambda x: jnp.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
+    cut = lambda x: fill(x).reshape(parts, -1)
     return jnp.concatenate([cut(words), cut(_arrays.to_words(scales))], axis=1)
 
 

@@ -45,7 +45,7 @@ def flush(
         wrapper around the transform drops the arguments of `update`.
 
     Cost:
-      A float32 all-reduce of the compressed leaves.
+      A float32 all-reduce of all leaves.
 
     Law:
       The delivered gradient is the mean over replicas of what they held back.

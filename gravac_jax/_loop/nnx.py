@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from gravac_jax import _arrays, _network, _refuse
-from gravac_jax._loop import delivery, gradients, parallel, placement
+from gravac_jax._loop import delivery, gradients, parallel
 from gravac_jax._network import AxisName, Comm
 
 
@@ -128,12 +126,13 @@ def nnx_value_and_grad(
             with _only_values_change(objects, "the loss"):
                 out = loss_fn(*own[:-1], **own[-1])
             loss, aux = out if has_aux else (out, None)
-            # nnx.remat and nnx.jit write back all that they are given.
+            # nnx.remat and nnx.jit write back all that they are given, changed or not.
             kept = {*map(id, jax.tree.leaves((params, keys)))}
-            is_new = lambda path, x: (
-                kept.isdisjoint(map(id, before[path]))
-                and any(map(operator.is_not, jax.tree.leaves(x), before[path]))
-            )
+
+            def is_new(path: Any, x: Any) -> bool:
+                is_same = all(map(operator.is_, jax.tree.leaves(x), before[path]))
+                return not is_same and kept.isdisjoint(map(id, before[path]))
+
             return loss, (aux, nnx.state(objects, is_new))
 
         value_and_grad = gradients.value_and_grad(of_params, axis_name, has_aux=True)
@@ -158,13 +157,12 @@ def nnx_data_parallel(
 ) -> Callable[..., Any]:
     """Run a train step that changes nnx objects in place on every replica of a mesh.
 
-    It is to a step on many replicas what `nnx.jit` is to a step on one device, and
-    `gravac.data_parallel` with objects for its state. `train_step(*objects, batch)`
-    changes its objects (a model, an optimizer, metrics, random streams) in place, and
-    returns None, a metric, or several in any nesting. They are averaged over the
-    replicas, in float32. The objects must be placed by `gravac.place` first, with all
-    their variables their own. The batch may also stand between objects: it is the one
-    positional argument that is no nnx object.
+    It is `nnx.jit` for a step on many replicas: `gravac.data_parallel` of objects.
+    `train_step(*objects, batch)` changes its objects (a model, an optimizer, metrics,
+    random streams) in place, and returns None, a metric, or several in any nesting.
+    They are averaged over the replicas, in float32. The objects must be placed by
+    `gravac.place` first, with all their variables their own. The batch may also stand
+    between objects: it is the one positional argument that is no nnx object.
 
     Each replica updates metrics (`nnx.metrics.Average`, `nnx.metrics.Accuracy` or a
     subclass, also in an `nnx.MultiMetric`) with its part of the batch, and their sums
@@ -316,8 +314,7 @@ def _metrics_of(objects: Any, comm: Comm) -> Iterator[None]:
                 f" from the step and update it outside."
             )
     for x in sums.values():
-        so_far = x.get_value()
-        x.set_value(jnp.where(comm.replica() == 0, so_far, jnp.zeros_like(so_far)))
+        x.set_value(comm.owned(x.get_value()))
     for x in metrics:  # a function of the instance hides that of the class
         vars(x)["compute"] = _refuse_to_compute
     yield
@@ -366,7 +363,7 @@ def nnx_flush(
       ValueError: as `gravac.nnx_data_parallel` and `gravac.flush`.
 
     Cost:
-      A float32 all-reduce of the compressed leaves.
+      A float32 all-reduce of all leaves.
 
     Law:
       The params and the optimizer's state are those of `gravac.flush`.
@@ -381,14 +378,11 @@ def nnx_flush(
       >>> model, optimizer = gravac.place((model, optimizer), mesh)
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
-    deliver = _delivery(mesh, axis_name, fast_axis_name)
-    axes = _network.join(axis_name, fast_axis_name)
-    nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
-    deliver(model, optimizer, nothing, **extra)
+    _flush_step(mesh, axis_name, fast_axis_name)(model, optimizer, (), **extra)
 
 
 @functools.cache  # or each call would compile
-def _delivery(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., Any]:
+def _flush_step(mesh: Any, axis_name: Any, fast_axis_name: Any) -> Callable[..., Any]:
     """Return what delivers into a model and an optimizer of all replicas."""
     from flax import nnx
 

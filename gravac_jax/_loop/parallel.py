@@ -86,8 +86,9 @@ def data_parallel(
         Otherwise they are returned as each replica's own, `[replicas, ...]`.
 
     Returns:
-      The step, jitted, with the same arguments. Its `lower` is that of `jax.jit`, and
-      takes `jax.ShapeDtypeStruct`s, too.
+      The step, jitted, with the same arguments. Its `lower` shows the program, and
+      takes `jax.ShapeDtypeStruct`s, too. What it compiles has other arguments: to keep
+      an executable, or export one, take `jax.jit(step)`.
 
     Raises:
       TypeError: if there is a `fast_axis_name` and no mesh. When called: for too few
@@ -113,7 +114,8 @@ def data_parallel(
     is_mesh = isinstance(mesh, jax.sharding.Mesh)
     # Each process brings its own part of a batch.
     parts = max(1, parts // jax.process_count()) if is_mesh else parts
-    body = functools.partial(_on_one_replica, train_step, Comm(axes), average_metrics)
+    both = axis_name, fast_axis_name
+    body = functools.partial(_on_one_replica, train_step, both, average_metrics)
     by_vmap = functools.partial(_by_vmap, body, mesh, axis_name, average_metrics)
 
     def by_shard_map(state: Any, *others: Any) -> Any:
@@ -226,14 +228,18 @@ def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
         _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
 
-def _on_one_replica(train_step: Step, comm: Comm, averages: bool, *came: Any) -> Any:
+def _on_one_replica(train_step: Step, axes: Any, averages: bool, *came: Any) -> Any:
     """Take a step: split its results into state and metrics, and average these."""
-    state, own, batch, shared = came
+    comm, (state, own, batch, shared) = Comm(_network.join(*axes)), came
     given = (*state, *own)
     # A step may change nnx objects in place: it has a copy of what came in.
     copy = jax.tree.map(lambda x: x, given)
-    with _refuse.explained():
-        results = train_step(*copy, batch, **shared)
+    before = _network.SPLIT_OVER.set(axes)
+    try:
+        with _refuse.explained():
+            results = train_step(*copy, batch, **shared)
+    finally:
+        _network.SPLIT_OVER.reset(before)
     # Decided by type: a single NamedTuple is a state, not several results.
     results = results if type(results) is tuple else (results,)
     _refuse.other_state(results, given)
@@ -251,12 +257,10 @@ def _on_one_replica(train_step: Step, comm: Comm, averages: bool, *came: Any) ->
 
 def _reported(metrics: Any, comm: Comm) -> Any:
     """Return the mean of floats over replicas; what is no float is the same on all."""
-    can_tell = comm.is_checked or comm.is_simulated
-    is_alike = lambda x: can_tell and comm.is_known_alike(x)
     for path, x in _arrays.named_leaves(metrics):
         is_number = hasattr(x, "dtype") or isinstance(x, numbers.Number)
         is_ours = isinstance(x, jax.Array) and not _arrays.is_float(x)
-        if not is_number or (is_ours and not is_alike(x)):
+        if not is_number or (is_ours and not comm.is_known_alike(x)):
             raise TypeError(
                 f"the metric at {path} must be a float, which is averaged, got a"
                 f" {getattr(x, 'dtype', type(x).__name__)}: count over all replicas by"

@@ -105,8 +105,7 @@ def train_step(
     _refuse.optimizer(tx, call)
     tx = chain.checked(tx, "gravac.train_step")
     _refuse.one_of(at, "at", (None, "own", "shared"))
-    both = axis_name, fast_axis_name
-    axes = _network.join(*both)
+    axes = _network.join(axis_name, fast_axis_name)
     loss_and_grad = gradients.value_and_grad(
         loss_fn, axes, has_aux=has_aux, micro_batches=micro_batches
     )
@@ -120,7 +119,7 @@ def train_step(
         value, grads = loss_and_grad(own, batch)
         # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
         mean = Comm(axes).mean(value[0] if has_aux else value)
-        known = {"at": where, "over": both, "value": mean, **kind._asdict(), **times}
+        known = {"at": where, "value": mean, **kind._asdict(), **times}
         updates, opt_state = tx.update(grads, opt_state, params, **known)
         params = optax.apply_updates(params, updates)
         metrics = value if has_aux else (value,)
@@ -142,7 +141,6 @@ def train_step(
 
     deliver = functools.partial(delivery.flush, tx)
     deliver_all = run(lambda params, state, _, **extra: deliver(params, state, **extra))
-    nothing = np.zeros(placement.count_replicas(mesh, axes), np.float32)
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
         branches = all(x.platform == "cpu" for x in devices)
@@ -150,7 +148,7 @@ def train_step(
     return TrainStep(
         init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
         _program=program,
-        flush=lambda params, state, **more: deliver_all(params, state, nothing, **more),
+        flush=lambda params, state, **more: deliver_all(params, state, (), **more),
         _new_view=functools.partial(HostView, has_branches=branches),
         _new_clock=StepClock if len(devices) else None,
     )
@@ -196,7 +194,7 @@ class TrainStep:
         return params, opt_state, *metrics
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
-        """Lower a step that exchanges, with a branch for each rung, as `jax.jit` does.
+        """Lower a step that exchanges, with a branch for each rung, to show it.
 
         Arguments may be `jax.ShapeDtypeStruct`s, as `gravac.place` returns them.
         """

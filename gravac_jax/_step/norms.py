@@ -51,8 +51,8 @@ def _signs(shape: tuple[int, ...], salt: Any) -> jax.Array:
 
 def scaled(step: jax.Array, known: jax.Array, replicas: int) -> jax.Array:
     """Return a replica's own step, `[n]` float32, times each row's ratio."""
-    ratio = ratios(known, replicas)[:, None, None]
-    return (_rows(step) * ratio).ravel()[: step.size]
+    scaled_rows = _rows(step) * ratios(known, replicas)[:, None, None]
+    return scaled_rows.ravel()[: step.size]
 
 
 def ratios(known: jax.Array, replicas: int) -> jax.Array:

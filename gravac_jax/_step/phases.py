@@ -202,7 +202,7 @@ class Step:
           parts: the gradient.
           bad: whether it is bad, `[]` float32.
           local: this replica's own state.
-          own: from `_own_params`.
+          own: own params, from `_own_params`.
 
         Returns:
           parts: the gradient and what was held back.
@@ -218,19 +218,19 @@ class Step:
         decayed = map(add, parts, self.buckets.pack(self.params)) if decay else parts
         compensated = map(compensate, memories, decayed, local.memory, *own)
         fed, memory = zip(*compensated, strict=True)
-        told = untold = tuple(map(jnp.zeros_like, local.norms))
+        own_norms = no_norms = tuple(map(jnp.zeros_like, local.norms))
         replicas = self.axes.slow.replicas
         if local.norms and replicas > 1:  # one replica's mean is its own step
             steps = tuple(map(jnp.subtract, fed, unfed))
-            told = tuple(norms.told(x, self.state.steps) for x in steps)
+            own_norms = tuple(norms.told(x, self.state.steps) for x in steps)
             scaled = functools.partial(norms.scaled, replicas=replicas)
             fed = tuple(map(jnp.add, unfed, map(scaled, steps, local.norms)))
         # One device of a replica may see an entry that the others do not.
         is_bad = self.axes.slice_holders.mean(bad) != 0
         # This is no branch, because XLA would copy the memory in and out of one.
-        before = unfed, local.memory, untold
-        fed, memory, told = _arrays.where(is_bad, before, (fed, memory, told))
-        return fed, memory, self.told_of(parts, bad, local, told)
+        before = unfed, local.memory, no_norms
+        fed, memory, own_norms = _arrays.where(is_bad, before, (fed, memory, own_norms))
+        return fed, memory, self.told_of(parts, bad, local, own_norms)
 
     def _own_params(self, local: LocalState) -> tuple[Parts, ...]:
         """Return this replica's own params if asked, not rounded to narrow dtypes."""
@@ -292,8 +292,7 @@ class Step:
         residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
         after = map(components.memory.hold, residuals, fed, memory)
         known = tuple(map(norms.learnt, local.norms, figures.told.norms))
-        size = sum(x.size for x in jax.tree.leaves(figures))
-        given = size, self.axes.slow.replicas, self.rides
+        given = optax.tree.size(figures), self.axes.slow.replicas, self.rides
         tables = step_info.tables(self.buckets, self.ladders, *given)
         evidence = self.evidence(exchanged, figures, tables)
         decided, controller = components.controller.decide(evidence, state.controller)
@@ -306,7 +305,7 @@ class Step:
         parts = (*(x.sent.mean for x in exchanged), figures.dense)
         return parts, state._replace(
             local=local._replace(memory=tuple(after), encodings=encodings, norms=known),
-            # More would mean a local step.
+            # The number of rungs would mean a local step.
             decided=jnp.int32(jnp.clip(decided, 0, len(state.ladder) - 1)),
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
@@ -335,7 +334,7 @@ class Step:
         )
 
     def agree(self, own_figures: Figures) -> Figures:
-        """Average what all replicas must know, in one collective."""
+        """Average what all replicas must know: in one collective, or two if sliced."""
         axes = self.axes
         if not axes.is_sliced:
             return axes.both.mean(own_figures)
@@ -395,7 +394,7 @@ class Step:
         if self.components.controller.looks_at == "bucket":
             is_known = is_known | self.looks
         gains = jnp.where(is_known, now, before.gains)
-        at_rung = lambda figures: jnp.asarray(figures)[rung]
+        at_rung = lambda table: jnp.asarray(table)[rung]
         count = lambda before, happened: before + happened.astype(jnp.int32)
         is_bad = figures.told.bad != 0
         # A sample of all gradients has the same norm, and is not 0.

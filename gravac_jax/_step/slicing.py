@@ -108,13 +108,13 @@ class Slices:
         lies = states.per_leaf(jax.eval_shape(make), own, self._on_mesh(jax.P()))
         return jax.jit(of_all, out_shardings=lies)()
 
-    def run(self, update: Callable[..., Any], deliver: str | None, *given: Any) -> Any:
+    def run(self, update: Callable[..., Any], how: str | None, *given: Any) -> Any:
         """Call `update` on every device, with what it owns.
 
         Args:
           update: `(updates, state, params, numbers)` of one device; it returns
             updates and the new state.
-          deliver: what it is asked for, in place of a step.
+          how: it is asked, in place of a step: as in `update.Delivery`.
           given: gradients, or anything of the shapes of the params; the transform's
             state; the params, or None; numbers, such as step times.
 
@@ -133,7 +133,7 @@ class Slices:
         _refuse.placed(states.placed_replicas(state.local), self.inner_devices, True)
         # The gradient of what does not depend on the batch is alike on all replicas. In
         # a lax.cond nothing is known: JAX maps its branches after they are traced.
-        if deliver is None and comm.is_simulated and comm.is_known_alike(updates):
+        if how is None and comm.is_simulated and comm.is_known_alike(updates):
             for path, _ in _arrays.named_leaves(updates)[:1]:
                 _refuse.summed(path, axis_names(self.axis_name))
         cuts = self.cuts(jax.tree.leaves(updates))
@@ -159,7 +159,7 @@ class Slices:
             on_device,
             (specs(updates), lies, specs(params), all_of(jax.P(), numbers)),
             (specs(updates), lies),
-            (all_of(deliver == "own", updates), states.per_leaf(state, True, False)),
+            (all_of(how == "own", updates), states.per_leaf(state, True, False)),
         )
         updates, state = on_devices(each(as_model, updates), *given[1:])
         return each(as_model, updates), state

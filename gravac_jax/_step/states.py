@@ -42,8 +42,7 @@ class Told(NamedTuple):
 def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
     """Return what is told before the first step: nothing."""
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    looks = controller.looks_at == "gradient"
-    rungs = zeros(len(controller.ladder)) if looks else ()
+    rungs = zeros(len(controller.ladder)) if controller.looks_at == "gradient" else ()
     return Told(zeros(), zeros(), (zeros(), zeros()), rungs, zeros(2, kinds), norms)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from gravac_jax import _refuse
-from gravac_jax._network import Axes, Comm
+from gravac_jax._network import SPLIT_OVER, Axes, Comm
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
@@ -27,7 +27,7 @@ class Delivery:
       how: "mean" sends what is held back to all replicas, "own" returns this replica's
         part, and "identity" hands on the updates, to look around the transform. None
         takes a step.
-      share: by which what "own" and "identity" return is scaled.
+      share: a factor of what "own" and "identity" return.
       components: those of the transform that answered; None before.
     """
 
@@ -44,7 +44,6 @@ def update(
     *,
     deliver: Delivery | None = None,
     at: str | None = None,
-    over: Any = None,
     rung: int | None = None,
     is_due: bool | None = None,
     step_seconds: Any = None,
@@ -73,7 +72,8 @@ def update(
         """Work with what a device owns: check what came, before anything is changed."""
         _refuse.bound_axis(axes.both.axis_name, "update")
         if not how:
-            _check(components, params, at, rung, over)
+            _check_axes(components, updates)
+            _check(components, params, at, rung)
             axes.both.check_local(updates)
         if params is not None and not axes.is_sliced:
             fast.check_whole(params)
@@ -106,14 +106,22 @@ def update(
     return optax.tree.scale(delivery.share, found) if how == "own" else found, after
 
 
-def _check(components: Components, params: Any, at: Any, rung: Any, over: Any) -> None:
-    """Refuse wrong axes, `at` or `rung`, or no params; warn of the wrong gradients."""
-    own, names = (components.axis_name, components.fast_axis_name), _refuse.axis_names
-    if over and components.slices is None and [*map(names, over)] != [*map(names, own)]:
+def _check_axes(components: Components, updates: Any) -> None:
+    """Refuse gradients that differ along axes of the step that the transform lacks."""
+    own = components.axis_name, components.fast_axis_name
+    over = SPLIT_OVER.get() or own
+    known, split = (list(map(_refuse.axis_names, axes)) for axes in (own, over))
+    others = Comm(tuple({*sum(split, ())}.difference(*known)))
+    is_sliced = components.slices is not None
+    if not (split == known or is_sliced or others.is_known_alike(updates)):
         raise ValueError(
             f"gravac.transform has the axes {own}, got a step over {over}: give both"
             f" the same `axis_name` and `fast_axis_name`."
         )
+
+
+def _check(components: Components, params: Any, at: Any, rung: Any) -> None:
+    """Refuse a wrong `at` or `rung`, or no params; warn of the wrong gradients."""
     _refuse.one_of(at, "at", (None, "own", "shared"))
     if at is None and components.needs_own_params and "own" not in components.asked:
         warnings.warn(
@@ -186,7 +194,7 @@ def _rung(
     rung = state.next_rungs[0]
     if comm.is_simulated and not comm.is_known_alike(rung):
         # vmap would run the branches of all rungs if replicas had a rung each.
-        rung = jnp.int32(comm.mean(comm.of_first(rung)) + 0.5)
+        rung = comm.sum(comm.owned(rung))
     if len(reach) == len(state.ladder):
         return rung
     # Another program may have decided, with gradients at other params.
