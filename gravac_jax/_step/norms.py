@@ -7,9 +7,10 @@ steps by the ratio of the two norms, row by row of a bucket, before they are add
 what it holds back.
 
 The norm of the mean is estimated from what no encoding rounds: in each step the
-replicas average one number a row, the sum of the row's entries with random signs. With
-the same signs on all replicas, the square of that average is that of the mean's norm,
-but for a variance that many steps smooth away.
+replicas average one number a row, the sum of the row's entries with random signs over
+the row's norm. With the same signs on all replicas, the square of that average is that
+of the norm of the mean of rows of norm 1, but for a variance that many steps smooth
+away.
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ PRIOR = 3.0  # steps' worth of a ratio of 1 at the beginning
 def none(n: int) -> jax.Array:
     """Return what is known of a part before the first exchange: `[2, rows]` float32.
 
-    The first is the squared norm of the mean in units of that of each step, smoothed;
-    the second how many exchanges have told of the row.
+    The first is the squared norm of the mean of rows of norm 1, smoothed; the second
+    how many exchanges have told of the row.
     """
     return jnp.zeros((2, -(-n // ROW)), jnp.float32).at[0].set(1)
 
@@ -61,9 +62,9 @@ def ratios(known: jax.Array, replicas: int) -> jax.Array:
 
 
 def told(step: jax.Array, steps: jax.Array) -> jax.Array:
-    """Return what replicas average of a step: `[2, rows]` float32.
+    """Return what replicas average of a step: `[rows]` float32.
 
-    The first is the squared norm of each row, the second its sum with random signs.
+    It is the sum of each row with random signs, over its norm; 0 of a row of zeros.
 
     Args:
       step: `[n]` float32, a replica's own step, as it is.
@@ -71,7 +72,8 @@ def told(step: jax.Array, steps: jax.Array) -> jax.Array:
     """
     signed = step * _signs(step.shape, steps)
     total = lambda x: jnp.sum(_rows(x), axis=(1, 2))
-    return jnp.stack([total(jnp.square(step)), total(signed)])
+    norm = jnp.sqrt(total(jnp.square(step)))
+    return total(signed) / jnp.where(norm > 0, norm, 1)
 
 
 def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
@@ -79,11 +81,10 @@ def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
 
     A row without steps, or whose gradient was bad everywhere, stays as it is.
     """
-    (share, seen), (own, signed) = known, mean
+    share, seen = known
     weight = jnp.maximum(1 - DECAY, 1 / (seen + 1 + PRIOR))
-    now = jnp.square(signed) / jnp.where(own > 0, own, 1)
-    after = jnp.stack([share + weight * (now - share), seen + 1])
-    return jnp.where(own > 0, after, known)
+    after = jnp.stack([share + weight * (jnp.square(mean) - share), seen + 1])
+    return jnp.where(mean != 0, after, known)
 
 
 def norm_of_mean(tree: Any, axis_name: AxisName = "data") -> jax.Array:

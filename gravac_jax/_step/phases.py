@@ -218,7 +218,7 @@ class Step:
         decayed = map(add, parts, self.buckets.pack(self.params)) if decay else parts
         compensated = map(compensate, memories, decayed, local.memory, *own)
         fed, memory = zip(*compensated, strict=True)
-        own_norms = no_norms = tuple(map(jnp.zeros_like, local.norms))
+        own_norms = no_norms = tuple(jnp.zeros_like(x[0]) for x in local.norms)
         replicas = self.axes.slow.replicas
         if local.norms and replicas > 1:  # one replica's mean is its own step
             steps = tuple(map(jnp.subtract, fed, unfed))

@@ -27,8 +27,8 @@ class Told(NamedTuple):
         never asks.
       times: `[2, kinds]` float32, a measured step time at the kind of its step, and 1
         there; else 0. Kinds are the rungs, and with rounds local steps.
-      norms: what `norms.told` says of the last own step, `[2, rows]` float32 a part; ()
-        if the memory keeps no norm.
+      norms: what `norms.told` says of the last own step, `[rows]` float32 a part; () if
+        the memory keeps no norm.
     """
 
     bad: jax.Array
