@@ -103,7 +103,7 @@ class Comm:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
         if self.is_checked or self.axis_name is None:
             return [set(self._fixed_axes(x)) for x in leaves]
-        levels = self._differ(leaves) or [[False] * len(leaves)]
+        levels = self._differ(leaves) or [[True] * len(leaves)]  # nothing is known
         differ = map(any, zip(*levels, strict=True))
         return [set() if x else set(self._names) for x in differ]
 
@@ -133,8 +133,7 @@ class Comm:
 
     def is_known_alike(self, tree: Any) -> bool:
         """Whether JAX knows `tree` to be the same on all, by its marks or in vmap."""
-        can_tell = self.is_checked or self.is_simulated
-        return can_tell and all(x == set(self._names) for x in self._alike_along(tree))
+        return all(x == set(self._names) for x in self._alike_along(tree))
 
     def cast(self, tree: Any) -> Any:
         """Mark `tree` as varying over the axis, if JAX keeps such marks."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import core
 from jax.extend.core import Literal
@@ -64,8 +65,8 @@ def count(value: Any, name: str, what: str) -> None:
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
     """Refuse a value that is not among `allowed`."""
-    # 2.0 == 2, and an array may be, too.
-    if isinstance(value, bool | float | jax.Array) or value not in allowed:
+    # 2.0 == 2, and so is an array of 2.
+    if isinstance(value, bool | float | np.ndarray | jax.Array) or value not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 

@@ -240,8 +240,10 @@ class Checkpointer:
         label = _label(named, data, [x.layout for x in states.transform_states(tree)])
         try:
             self.wait()
-        finally:  # this one may be written all the same
+        except CheckpointError:  # this one may be written all the same
             self._save(step, named, label)
+            raise
+        self._save(step, named, label)
         if self._must_stop:
             self.wait()
         return True

@@ -284,7 +284,8 @@ class Elastic:
         shared.process_id, shared.num_processes = pids.index(own), len(pids)
         shared.client = _client(record["port"], shared.process_id)
         shared.client.connect()
-        self._over_since, self._port = float("inf"), record["port"]  # `_watch` looks
+        # The port last: `_watch` acts once it is set.
+        self._over_since, self._port = float("inf"), record["port"]
         multihost_utils.sync_global_devices("connect")  # Gloo connects now
         self.process, joined = record["members"][own], record["joined"]
         self._step, fresh, self.steps = self._begin()

@@ -204,10 +204,8 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
       Bits(2)       21.5      0.98                            21.9  taken
       The milliseconds are predicted by gravac.WireCost alone, since no step time ...
     """
-    state, controller = (
-        chain.the_transform(opt_state, "metrics.explain"),
-        controller_of(send),
-    )
+    state = chain.the_transform(opt_state, "metrics.explain")
+    controller = controller_of(send)
     if type(controller).explain is Controller.explain:
         raise TypeError(f"{send!r} predicts nothing to explain: give gravac.Fastest().")
     _check_ladder(controller.ladder, state.ladder.size)
@@ -305,9 +303,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     ) -> None:
         each = (x if isinstance(x, _Writers) else [x] for x in writers)
         self.writers = _Writers(itertools.chain.from_iterable(each))
-        self._named = (
-            [] if send is None else list(map(repr, controller_of(send).ladder))
-        )
+        ladder = () if send is None else controller_of(send).ladder
+        self._named = list(map(repr, ladder))
         self._copied: dict[int, Fetch] = {}
 
     def record(self, step: int, opt_state: Any, **others: Any) -> None:

@@ -205,7 +205,7 @@ def measure(
       seconds: How long to time. Compiling comes on top.
 
     Returns:
-      The results, as `--json` writes them, without the verdict, the same on all
+      The results as `--json` writes them, without the verdict. They are the same on all
       processes. `network` has arguments of `gravac.WireCost`. `headroom` is the
       speed-up of a step that sends nothing, the most that compression can win. The
       first of `rows` is dense.

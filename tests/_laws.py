@@ -518,8 +518,7 @@ def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
     held = np.asarray(memory.held(states[-1], gradients.shape[1]))
     total = add(compensated) - add(residuals) + held
     # Each addition to a residual rounds, where it is not one of integers.
-    is_exact = not np.any(oracle.made % 1)
-    rtol = 0 if is_exact else 2.0**-23 + oracle.rtol
+    rtol = 2.0**-23 + oracle.rtol if np.any(oracle.made % 1) else 0
     assert (np.abs(total - oracle.made) <= rtol * add(np.abs(compensated))).all()
 
 

@@ -140,8 +140,7 @@ def low_rank(
             mine = exact[:, start : start + a * b].reshape(-1, a, b)
             right = np.asarray(own.right, np.float64)[0, :, :rank]
             left = np.linalg.qr((mine @ right).mean(0))[0]
-            projected = left @ (left.T @ mine)
-            sent[:, start : start + a * b] = projected.reshape(-1, a * b)
+            sent[:, start : start + a * b] = (left @ (left.T @ mine)).reshape(-1, a * b)
         start += a * b
     return of_what_was_sent(exact, sent, 2.0**-16)
 

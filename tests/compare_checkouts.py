@@ -68,8 +68,7 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
         "one step late": {**bits, "delay": 1},
         "rounds": {**bits, "every": 4},
     }
-    each = {text: {"send": text} for text in SENDS}
-    for name, arguments in (each | more).items():
+    for name, arguments in ({text: {"send": text} for text in SENDS} | more).items():
         yield name, Recipe(sgd(momentum=0.9), arguments)
     for name, masking in (("momentum", False), ("momentum, masked", True)):
         memory = g.Momentum(0.9, True, masking)

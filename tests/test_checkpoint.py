@@ -474,7 +474,6 @@ def refused():
     # Not placed, it goes through pmap as if it were the same on all devices.
     numbers = jax.pmap(lambda i: i[None], "r", out_axes=None)(jnp.arange(N))
     mixed = optax.tree.set(begin(1), replica=numbers)
-    unplaced = PARAMS, Run(**BITS).tx.init(PARAMS)
     rows = [
         ((1, state, fewer), "not the params"),
         ((1, PARAMS, state), r"save\(step, \(params.*restore\(\(params"),
@@ -483,7 +482,7 @@ def refused():
         ((1, of_pmap, PARAMS), "gravac.data_parallel"),
         ((1, mixed, PARAMS), "of jax.pmap"),
         ((1, jax.device_get(state), PARAMS), "gravac.place makes it"),
-        ((1, unplaced, PARAMS), "gravac.place makes it"),
+        ((1, (PARAMS, Run(**BITS).tx.init(PARAMS)), PARAMS), "gravac.place makes it"),
         ((1, state, PARAMS, {1, 2}), "JSON serializable"),
         *(((x, state, PARAMS), r"save\(step, tree") for x in (-1, 1.5, "5", PARAMS)),
     ]

@@ -45,8 +45,7 @@ class Dgc:
             return w, b
         bound = self.max_norm * math.sqrt(len(w))
         exact = np.concatenate([w, b], axis=1).astype(np.float64)
-        norm = np.sqrt((exact**2).sum(1, keepdims=True))
-        scale = np.minimum(1, bound / norm)
+        scale = np.minimum(1, bound / np.linalg.norm(exact, axis=1, keepdims=True))
         return w * scale, b * scale
 
     def step(self, grads, params, kept):

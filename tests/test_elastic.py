@@ -267,8 +267,7 @@ def test_any_error_while_processes_connect_may_be_of_a_death(state, monkeypatch)
     monkeypatch.setattr(elastic.backend, "clear_backends", lambda: None)
     run = object.__new__(elastic.Elastic)
     run.state, run.generation, run._shared = state, {"number": 1}, mock.Mock()
-    expects = pytest.raises(ValueError, match="reshape") if state else nullcontext()
-    with expects:
+    with pytest.raises(ValueError, match="reshape") if state else nullcontext():
         run._leave(ValueError("cannot reshape array of size 2 into shape (3, 1)"))
 
 

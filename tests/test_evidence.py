@@ -84,8 +84,7 @@ def _jitted():
 
 def observed(rungs, seconds, timing=None, guess=GUESS):
     """Return the states after each time, the last one again, and the alarms."""
-    length = next(x for x in LENGTHS if x >= len(rungs))
-    no_times = [(0, length - len(rungs))]
+    no_times = [(0, next(x for x in LENGTHS if x >= len(rungs)) - len(rungs))]
     xs = (
         np.pad(np.int32(rungs), no_times),
         np.pad(np.float32(seconds), no_times, constant_values=np.nan),

@@ -159,8 +159,7 @@ def test_over_networks_of_all_kinds_it_is_nearly_as_fast_as_the_best_rung(
 ):
     rungs, costs = driven(factor, 2500, late)[0]
     if (late, factor) == (0, 1):
-        against_dense = taken(rungs, costs).sum(1) / costs[..., 0].sum(1) - 1
-        assert against_dense.max() < 0.05
+        assert (taken(rungs, costs).sum(1) / costs[..., 0].sum(1)).max() < 1.05
     found = regret(rungs, costs)
     assert np.median(found) < median
     assert np.quantile(found, 0.95) < most

@@ -279,8 +279,7 @@ def test_with_an_optimizer_it_trains_evaluates_and_flushes_as_plain_params_do(me
 def test_an_optimizer_may_ask_for_the_loss_in_steps_and_in_a_flush():
     def step(model, optimizer, x):
         loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
-        grad_fn = gravac.nnx_value_and_grad(loss_fn, optimizer=optimizer)
-        loss, grads = grad_fn(model, x)
+        loss, grads = gravac.nnx_value_and_grad(loss_fn, optimizer=optimizer)(model, x)
         optimizer.update(model, grads, value=jax.lax.pmean(loss, "data"))
         return loss
 

@@ -59,10 +59,18 @@ def test_signs_are_as_good_as_random():
 
 def test_nothing_is_scaled_before_a_step_and_where_there_are_none():
     assert norms.ratios(norms.none(ENTRIES), N).tolist() == [1, 1, 1]
-    zeros = jnp.zeros(3)
     with jax.debug_nans(True):
-        known = norms.learnt(norms.none(ENTRIES), zeros)
-        assert norms.ratios(known, N).tolist() == [1, 1, 1]
+        told = norms.told(jnp.zeros(ENTRIES), jnp.int32(0))
+        known = norms.learnt(norms.none(ENTRIES), told)
+    assert norms.ratios(known, N).tolist() == [1, 1, 1]
+
+
+def test_a_row_is_learnt_of_where_the_signs_of_replicas_cancel():
+    known = norms.none(1)
+    for i in range(4):
+        told = [norms.told(jnp.array([x]), jnp.int32(i)) for x in (1.0, -1.0)]
+        known = norms.learnt(known, (told[0] + told[1]) / 2)
+    assert norms.ratios(known, 2) == pytest.approx(2**0.5)
 
 
 PARAMS = {"b": np.zeros(5, np.float32), "w": np.zeros(ENTRIES - 5, np.float32)}

@@ -124,16 +124,21 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
 
 def test_a_step_over_an_axis_that_the_transform_does_not_know_is_refused():
     loss_fn, mesh = lambda params, batch: (batch @ params).mean(), two_axes()
-    for axis_name in (NAMES, "dcn"):
+    for axis_name in ("dcn", NAMES):
         tx = gravac.transform(axis_name, send=gravac.Bits(4))
-        update = lambda params, state, x, tx=tx: tx.update(x.mean(0), state, params)
+        mean = lambda params, state, x, tx=tx: tx.update(x.mean(0), state, params)
         step = gravac.train_step(loss_fn, tx, mesh, *NAMES, check_vma=False)
-        by_hand = gravac.data_parallel(update, mesh, *NAMES, check_vma=False)
+        by_hand = gravac.data_parallel(mean, mesh, *NAMES, check_vma=False)
         state = step.init(np.ones(256))
         for take in (step, by_hand):
             with pytest.raises(ValueError, match=r"has the axes .*same `axis_name`"):
                 take(*state, np.ones((8, 256)))
+
+
+def test_what_the_user_averages_over_the_fast_axis_is_no_mistake():
+    tx, mesh = gravac.transform("dcn", send=gravac.Bits(4)), two_axes()
     mean = lambda params, state, x: tx.update(jax.lax.pmean(x[0], "ici"), state, params)
+    state = gravac.place((np.ones(256), tx.init(np.ones(256))), mesh, "dcn")
     gravac.data_parallel(mean, mesh, *NAMES)(*state, np.ones((8, 256)))
 
 

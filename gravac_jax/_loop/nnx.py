@@ -378,6 +378,8 @@ def nnx_flush(
       >>> model, optimizer = gravac.place((model, optimizer), mesh)
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
+    if not _is_object(optimizer):
+        raise TypeError(f"`optimizer` must be an nnx.Optimizer, got {type(optimizer)}.")
     _flush_step(mesh, axis_name, fast_axis_name)(model, optimizer, (), **extra)
 
 

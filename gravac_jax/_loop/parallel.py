@@ -88,7 +88,7 @@ def data_parallel(
     Returns:
       The step, jitted, with the same arguments. Its `lower` shows the program, and
       takes `jax.ShapeDtypeStruct`s, too. What it compiles has other arguments: to keep
-      an executable, or export one, take `jax.jit(step)`.
+      an executable, take `jax.jit(step).trace(...).lower().compile()`.
 
     Raises:
       TypeError: if there is a `fast_axis_name` and no mesh. When called: for too few
@@ -98,8 +98,9 @@ def data_parallel(
         have the axis, or `carried` is not a number of arguments. When called: if the
         state is not placed on the mesh; if the first axis of a batch or a carry does
         not divide over the replicas; if the step does not return its state, or returns
-        it different on different replicas; if the compiler shards the model and the
-        transform was not told how.
+        it different on different replicas; if the transform lacks an axis along which
+        its gradients may differ; if the compiler shards the model and the transform was
+        not told how.
 
     Example:
       See `gravac.transform`.
@@ -228,13 +229,13 @@ def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
         _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
 
-def _on_one_replica(train_step: Step, axes: Any, averages: bool, *came: Any) -> Any:
+def _on_one_replica(train_step: Step, both: Any, averages: bool, *came: Any) -> Any:
     """Take a step: split its results into state and metrics, and average these."""
-    comm, (state, own, batch, shared) = Comm(_network.join(*axes)), came
+    comm, (state, own, batch, shared) = Comm(_network.join(*both)), came
     given = (*state, *own)
     # A step may change nnx objects in place: it has a copy of what came in.
     copy = jax.tree.map(lambda x: x, given)
-    before = _network.SPLIT_OVER.set(axes)
+    before = _network.SPLIT_OVER.set(both)
     try:
         with _refuse.explained():
             results = train_step(*copy, batch, **shared)

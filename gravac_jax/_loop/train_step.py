@@ -139,8 +139,7 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    deliver = functools.partial(delivery.flush, tx)
-    deliver_all = run(lambda params, state, _, **extra: deliver(params, state, **extra))
+    flush_all = run(lambda p, state, _, **extra: delivery.flush(tx, p, state, **extra))
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
         branches = all(x.platform == "cpu" for x in devices)
@@ -148,7 +147,7 @@ def train_step(
     return TrainStep(
         init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
         _program=program,
-        flush=lambda params, state, **more: deliver_all(params, state, (), **more),
+        flush=lambda params, state, **more: flush_all(params, state, (), **more),
         _new_view=functools.partial(HostView, has_branches=branches),
         _new_clock=StepClock if len(devices) else None,
     )

@@ -79,7 +79,7 @@ class OwnOptimizer(Memory):
         and not for momentum SGD, whose mean is short because noise cancels. Lion lost
         0.5% at most after an exchange of two bits, and up to 4.5% before it. What an
         optimizer adds besides, such as weight decay, is scaled, too: let it come after
-        the transform. Eight bytes a row are sent: 3% of two bits, and a quarter of two
+        the transform. Four bytes a row are sent: 2% of two bits, and a tenth of two
         bits of an eighth of the entries.
 
     Raises:

@@ -8,9 +8,9 @@ what it holds back.
 
 The norm of the mean is estimated from what no encoding rounds: in each step the
 replicas average one number a row, the sum of the row's entries with random signs over
-the row's norm. With the same signs on all replicas, the square of that average is that
-of the norm of the mean of rows of norm 1, but for a variance that many steps smooth
-away.
+the row's norm. With the same signs on all replicas, the square of that average is, but
+for a variance that many steps smooth away, the squared norm of the mean of the rows,
+each scaled to norm 1. A replica without a step in a row counts as 0.
 """
 
 from typing import Any
@@ -64,16 +64,18 @@ def ratios(known: jax.Array, replicas: int) -> jax.Array:
 def told(step: jax.Array, steps: jax.Array) -> jax.Array:
     """Return what replicas average of a step: `[rows]` float32.
 
-    It is the sum of each row with random signs, over its norm; 0 of a row of zeros.
+    It is the sum of each row with random signs, over its norm; 0 of a row of zeros, or
+    of entries whose squares are 0.
 
     Args:
       step: `[n]` float32, a replica's own step, as it is.
       steps: `[]` int32, which step it is.
     """
-    signed = step * _signs(step.shape, steps)
     total = lambda x: jnp.sum(_rows(x), axis=(1, 2))
     norm = jnp.sqrt(total(jnp.square(step)))
-    return total(signed) / jnp.where(norm > 0, norm, 1)
+    unit = total(step * _signs(step.shape, steps)) / jnp.where(norm > 0, norm, 1)
+    # A mean of 0 says that no replica had a step, not that signs cancel.
+    return jnp.where(norm > 0, unit + 2.0**-12, 0)
 
 
 def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:

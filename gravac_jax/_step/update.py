@@ -107,13 +107,14 @@ def update(
 
 
 def _check_axes(components: Components, updates: Any) -> None:
-    """Refuse gradients that differ along axes of the step that the transform lacks."""
+    """Refuse gradients not known to be alike along axes that the transform lacks."""
     own = components.axis_name, components.fast_axis_name
     over = SPLIT_OVER.get() or own
-    known, split = (list(map(_refuse.axis_names, axes)) for axes in (own, over))
-    others = Comm(tuple({*sum(split, ())}.difference(*known)))
-    is_sliced = components.slices is not None
-    if not (split == known or is_sliced or others.is_known_alike(updates)):
+    known, split = ([{*_refuse.axis_names(x)} for x in axes] for axes in (own, over))
+    lacking = tuple(sorted(set.union(*split).difference(*known)))
+    is_alike = not lacking or Comm(lacking).is_known_alike(updates)
+    # The state of each replica lies along the step's axis.
+    if components.slices is None and not (is_alike and known[0] <= split[0]):
         raise ValueError(
             f"gravac.transform has the axes {own}, got a step over {over}: give both"
             f" the same `axis_name` and `fast_axis_name`."
