@@ -125,10 +125,10 @@ def transform(
         floating-point arrays, and for `optax.MaskedNode`.
       ValueError: if the two axes are the same, or the arrays of `shardings` do not lie
         on one mesh or are sharded over `axis_name`. From `update`: outside the axes,
-        and in a `gravac.train_step` over others; for gradients that were already summed
-        over them, for a state that does not fit the gradients, for a ladder whose bytes
-        rise with this many replicas, and, if JAX knows what varies, for params of which
-        each device along the fast axis has a slice.
+        and in a `gravac.data_parallel` over others; for gradients that were already
+        summed over them, for a state that does not fit the gradients, for a ladder
+        whose bytes rise with this many replicas, and, if JAX knows what varies, for
+        params of which each device along the fast axis has a slice.
 
     Law:
       On every replica and step, sent + held back == gradient + residual: exactly where

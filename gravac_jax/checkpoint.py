@@ -675,8 +675,8 @@ def _checksum(name: str, x: Any) -> int:
 
 # Per-replica state on devices. ------------------------------------------------------
 #
-# Every device keeps the residuals of its slices of the leaves in buckets,
-# flat vectors. A checkpoint stores an array `[replicas, *shape]` for each leaf, so that
+# Every device keeps the residuals of its slices of the leaves in buckets, flat
+# vectors. A checkpoint stores an array `[replicas, *shape]` for each leaf, so that
 # the buckets, the slices and the number of replicas may change.
 
 

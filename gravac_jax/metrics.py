@@ -445,9 +445,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             line = None
         yield text + b"\n", line
     if rest:
-        warnings.warn(
-            f"{path}: the last line was cut off; it is left out", stacklevel=3
-        )
+        why = "the last line was cut off and is left out"
+        warnings.warn(f"{path}: {why}", stacklevel=3)
 
 
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}

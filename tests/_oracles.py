@@ -502,8 +502,7 @@ def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
 
     Both are in units of what home costs.
     """
-    local = [e.predicted_parts[0][0], 0, 0, 0]
-    guess = np.array([*e.predicted_parts, local], float)
+    guess = np.array([*e.predicted_parts, [e.predicted_parts[0][0], 0, 0, 0]], float)
     largest = guess.max(0)
     parts = guess / np.where(largest, largest, 1)
     seconds = parts @ (timing.scale if timing.times else largest)

@@ -83,9 +83,8 @@ def test_two_axes_act_as_one_axis_of_their_product(how):
         here = jnp.stack([comm.replica(), jnp.int32(comm.replicas)])
         return comm.mean(x), comm.gather(x), here[None]
 
-    mesh = make_mesh((2, 2), comm.axis_name)
     out = jax.P(), jax.P(), jax.P(comm.axis_name)
-    found = on_each(step, how, mesh, out)(TREE["b"])
+    found = on_each(step, how, make_mesh((2, 2), comm.axis_name), out)(TREE["b"])
     expected = 1.5, TREE["b"], [[0, 4], [1, 4], [2, 4], [3, 4]]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

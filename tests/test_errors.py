@@ -32,6 +32,7 @@ RUNG = partial(ALONE.update, PARAMS, STATE)
 ADAMW = partial(adamw, 1)
 
 FIGURES = "latency_seconds", "compute_seconds", "bytes_per_second"
+NO_WIDTHS = 3, 2.0, jnp.int32(2)
 NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
 
 # What is called, with what, and the remedy that its error must name, too.
@@ -42,8 +43,7 @@ ARGUMENTS = [
     (V, gravac.TopK, {"factor": True}, "number of at least 1"),
     (V, TOP_K, {"select": "random"}, "'exact'"),
     (V, TOP_K, {"values": "uint16"}, "'bfloat16'"),
-    (V, gravac.Bits, {"bits": 3}, "8 or 4 or 2 or 1"),
-    *((V, gravac.Bits, {"bits": x}, "8 or 4 or 2") for x in (2.0, jnp.int32(2))),
+    *((V, gravac.Bits, {"bits": x}, "8 or 4 or 2 or 1") for x in NO_WIDTHS),
     (V, BITS, {"turns": 0}, "at least 1"),
     (V, BITS, {"row_entries": 100}, "multiple of 32"),
     (V, LOW_RANK, {"rank": 0}, "at least 1"),

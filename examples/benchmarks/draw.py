@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 DOCS = Path(__file__).parents[2] / "docs"
 INK, FAINT = "#222222", "#b8b6b0"
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
+BLUE, RED = "#0072B2", "#D55E00"
 PINK, YELLOW, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 STYLE: Any = {
     "font.size": 11,

@@ -359,7 +359,7 @@ def nnx_flush(
 
     Raises:
       ImportError: if Flax is missing.
-      TypeError: if `optimizer` is no nnx object.
+      TypeError: if `optimizer` is no nnx.Optimizer.
       ValueError: as `gravac.nnx_data_parallel` and `gravac.flush`.
 
     Cost:
@@ -378,8 +378,9 @@ def nnx_flush(
       >>> model, optimizer = gravac.place((model, optimizer), mesh)
       >>> gravac.nnx_flush(model, optimizer, mesh)
     """
-    if not _is_object(optimizer):
-        raise TypeError(f"`optimizer` must be an nnx.Optimizer, got {type(optimizer)}.")
+    from flax import nnx
+
+    _refuse.instance(optimizer, nnx.Optimizer, "optimizer", "nnx.Optimizer(model, tx)")
     _flush_step(mesh, axis_name, fast_axis_name)(model, optimizer, (), **extra)
 
 

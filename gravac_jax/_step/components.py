@@ -145,7 +145,7 @@ class Components:
         if self.memory.keeps_norm:
             known = tuple(map(norms.none, buckets.sizes))
         if self.waits:
-            nothing = tuple(jnp.zeros_like(x[0]) for x in known)
+            nothing = tuple(map(norms.untold, known))
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
             first = self.round_steps(jnp.zeros((), jnp.int32))

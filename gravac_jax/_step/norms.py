@@ -78,6 +78,11 @@ def told(step: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.where(norm > 0, unit + 2.0**-12, 0)
 
 
+def untold(known: jax.Array) -> jax.Array:
+    """Return what a replica tells without a step: zeros, `[rows]` float32."""
+    return jnp.zeros_like(known[0])
+
+
 def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
     """Return what is `known` after an exchange, whose mean of what was `told` this is.
 

@@ -218,7 +218,7 @@ class Step:
         decayed = map(add, parts, self.buckets.pack(self.params)) if decay else parts
         compensated = map(compensate, memories, decayed, local.memory, *own)
         fed, memory = zip(*compensated, strict=True)
-        own_norms = no_norms = tuple(jnp.zeros_like(x[0]) for x in local.norms)
+        own_norms = no_norms = tuple(map(norms.untold, local.norms))
         replicas = self.axes.slow.replicas
         if local.norms and replicas > 1:  # one replica's mean is its own step
             steps = tuple(map(jnp.subtract, fed, unfed))
@@ -302,8 +302,7 @@ class Step:
             length = number(figures.round_steps[0])
             exchanges = jnp.asarray(optax.safe_increment(state.round.exchanges))
             following = Round(state.round.next_length, length, exchanges)
-        parts = (*(x.sent.mean for x in exchanged), figures.dense)
-        return parts, state._replace(
+        return (*(x.sent.mean for x in exchanged), figures.dense), state._replace(
             local=local._replace(memory=tuple(after), encodings=encodings, norms=known),
             # The number of rungs would mean a local step.
             decided=jnp.int32(jnp.clip(decided, 0, len(state.ladder) - 1)),
