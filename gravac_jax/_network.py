@@ -229,8 +229,8 @@ class Comm:
         own = jnp.where(self.replica() < 0, jnp.zeros_like(x), x)
         return jax.lax.all_to_all(self.cast(own), self.axis_name, 0, 0)
 
-    def share(self, x: jax.Array) -> jax.Array:
-        """Return the first replica's `x`, but for the sign of zeros."""
+    def first(self, x: jax.Array) -> jax.Array:
+        """Return the first replica's float `x`, but for the sign of zeros."""
         return jax.lax.psum(self.cast(self.owned(x)), self.axis_name or ())
 
     def owned(self, x: jax.Array) -> jax.Array:

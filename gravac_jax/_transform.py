@@ -64,8 +64,9 @@ def transform(
     By default they count as taken at the shared ones, or with `gravac.OwnOptimizer` at
     own ones, with a warning where that matters and own params were never asked for.
     `is_due`, static, is for who knows whether this step exchanges (`every`) and
-    compiles two programs without a branch. `rung`, static, is the rung of this step,
-    for callers who compile one program for each; all replicas must pass the same.
+    compiles two programs without a branch. `rung`, static, is the rung of this step, or
+    the next below within reach, for callers who compile one program for each; all
+    replicas must pass the same.
     `deliver` is for `gravac.flush` and `gravac.own_params`.
 
     Args:
@@ -123,12 +124,13 @@ def transform(
       TypeError: if an argument is of the wrong kind; if both `fast_axis_name` and
         `shardings` are given. From `init` and `update`: for leaves that are not real
         floating-point arrays, and for `optax.MaskedNode`.
-      ValueError: if the two axes are the same, or the arrays of `shardings` do not lie
-        on one mesh or are sharded over `axis_name`. From `update`: outside the axes,
-        and in a `gravac.data_parallel` over others; for gradients that were already
-        summed over them, for a state that does not fit the gradients, for a ladder
-        whose bytes rise with this many replicas, and, if JAX knows what varies, for
-        params of which each device along the fast axis has a slice.
+      ValueError: if a number is out of its range, the two axes are the same, or the
+        arrays of `shardings` do not lie on one mesh or are sharded over `axis_name`.
+        From `update`: outside the axes, and in a `gravac.data_parallel` over others;
+        for gradients that were already summed over them, for a state that does not fit
+        the gradients, for a ladder whose bytes rise with this many replicas, and, if
+        JAX knows what varies, for params of which each device along the fast axis has a
+        slice.
 
     Law:
       On every replica and step, sent + held back == gradient + residual: exactly where

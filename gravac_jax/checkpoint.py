@@ -724,7 +724,7 @@ class _Layout(NamedTuple):
         def body(buckets: list[jax.Array]) -> list[jax.Array]:
             filled = [x[:, :n] for x, (n, _) in zip(buckets, self.buckets, strict=True)]
             parts = _regroup(filled, [leaf.slice for leaf in self.leaves])
-            return [*map(Comm.share, (Comm(x.copies) for x in self.leaves), parts)]
+            return [*map(Comm.first, (Comm(x.copies) for x in self.leaves), parts)]
 
         return self._on_devices(body, self.spec, [x.spec for x in self.leaves])(buckets)
 

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("-n", type=int, help="start a job of N processes on this machine")
     add("--restarts", type=int, default=0, help="how often a job may start again")
-    add("--min-processes", type=int, help="leave out what dies twice, down to M")
+    add("--min-processes", type=int, help="go on without what dies, down to M")
     add("--grace", type=float, default=60, help="seconds from SIGTERM to SIGKILL")
     add("--elastic", action="store_true", help="go on without what dies: experimental")
     add("--devices", type=int, help="number of CPU devices of each process")
@@ -100,8 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--restarts and --elastic need -n")
     if not (options.coordinator or ":0").rpartition(":")[2].isdecimal():
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
-    if options.min_processes and not options.restarts:
-        parser.error("--min-processes needs --restarts")
+    if options.min_processes and not (options.restarts or options.elastic):
+        parser.error("--min-processes needs --restarts or --elastic")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)

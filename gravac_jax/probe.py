@@ -10,7 +10,7 @@ nothing to compute. To time your own computation too, give it your loss,
 steps without an exchange, which show the most that any compression can win. To time
 other encodings, write them as in Python:
 
-    python -m gravac_jax.probe --params 66e6 --send "Bits(1, turns=4)" "TopK(30)"
+    python -m gravac_jax.probe --params 66e6 --send "Bits(4)" "TopK(30)"
 
 On a cluster, start the probe as you start your training script:
 
@@ -46,11 +46,11 @@ from jax.sharding import Mesh
 
 import gravac_jax as gravac
 from gravac_jax import _network
-from gravac_jax._encodings import ENCODINGS, Bits, Dense, Encoding, LowRank, TopK
+from gravac_jax._encodings import ENCODINGS, Bits, Dense, Encoding
 
 __all__ = ["main", "read"]
 
-SEND = Bits(8), Bits(2), Bits(1), TopK(100), TopK(1000), LowRank(4), Dense("bfloat16")
+SEND = Dense("bfloat16"), Bits(8), Bits(2), *(Bits(2, turns=n) for n in (2, 4, 8))
 MIN_ROUNDS = 5  # the fewest samples that give a 90% confidence interval
 WARM_UP_CALLS = 2  # the first call compiles, and sometimes the second
 

@@ -169,7 +169,7 @@ def evidence(
         "predicted_parts": to_float32(np.tile(parts, (steps, 1, 1))),
         "measured_seconds": to_float32(measured),
         "local_seconds": to_float32(local),
-        "steps": rounds,
+        "round_steps": rounds,
         "at_own_params": 3 * np.arange(steps) // steps == 1,
     }
     return Evidence(**fields)

@@ -637,7 +637,7 @@ def survives_overflow(controller: Any, evidence: Evidence) -> None:
 
 def believes_only_looks(controller: Any, evidence: Evidence) -> None:
     """Energies of other rungs in a step that does not look change no decision."""
-    at = zip(evidence.step, evidence.steps - 1, strict=True)
+    at = zip(evidence.step, evidence.round_steps - 1, strict=True)
     looks = np.array([bool(controller.looks(*x)) for x in at])
     only = lambda x, other: np.where(looks[:, None], x, other).astype(np.float32)
     evidence = evidence._replace(gradient_energies=only(evidence.gradient_energies, 0))

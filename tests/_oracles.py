@@ -344,7 +344,7 @@ def scheduled(
     """Yield the last rung that has begun by the third exchange from here."""
     del states
     for e in evidence:
-        third = int(e.step) + 3 * int(e.steps)
+        third = int(e.step) + 3 * int(e.round_steps)
         yield Decision(sum(x <= third for x in controller.starts), (), math.inf)
 
 
@@ -382,7 +382,7 @@ def gravac_algorithm_1(
             rung = minimum if gains[minimum] >= controller.epsilon else 0
         predicted[rung] = gains[rung] / e.predicted_parts[kept[rung]].sum()
 
-        passed = range(int(e.step) + 2 - int(e.steps), int(e.step) + 2)
+        passed = range(int(e.step) + 2 - int(e.round_steps), int(e.step) + 2)
         if any(x % controller.window == 0 for x in passed) and not is_settled:
             minimum, candidate, is_settled, margin = check_gravac(
                 controller.omega, gains, minimum, candidate, measured or predicted
@@ -443,9 +443,9 @@ def fastest(
 
         has_changed = np.max(e.measured_seconds, initial=0) and not timing.surprise
         is_known = timing.times < 2 or not has_changed
-        known = min(known + int(e.steps), 400) if is_known else 0
+        known = min(known + int(e.round_steps), 400) if is_known else 0
         assert state.known == known, "steps since the network changed"
-        dwelt, rested = dwelt + 1, rested + int(e.steps)
+        dwelt, rested = dwelt + 1, rested + int(e.round_steps)
         has_begun = timing.times > 3 if timing.times else dwelt >= 5
         is_free, best = has_begun and dwelt >= 3, int(cost.argmin())
         margins = [abs(cost[best] - 0.97), *np.delete(cost - cost[best], best)]
@@ -488,7 +488,7 @@ def progress_of(controller: Any, e: Any, shares: Any, home: int) -> np.ndarray:
     asks_again = not all(suits)
     worth = []
     for share, is_suited in zip(np.minimum(shares, 1), suits, strict=True):
-        waiting = (e.steps - 1) / 2 + e.steps * (1 - share) / share
+        waiting = (e.round_steps - 1) / 2 + e.round_steps * (1 - share) / share
         found = 1 / (1 + (1.2 if asks_again else 0.15) * math.sqrt(waiting))
         worth.append(found if is_suited else 0)
     least = np.full(len(worth), controller.least_progress)
@@ -508,7 +508,7 @@ def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
     seconds = parts @ (timing.scale if timing.times else largest)
     seconds = np.maximum(seconds, 0.02 * timing.seconds)
     # A round is an exchange, and then local steps.
-    of_rounds = lambda x: (x[:-1] + (e.steps - 1) * x[-1]) / e.steps
+    of_rounds = lambda x: (x[:-1] + (e.round_steps - 1) * x[-1]) / e.round_steps
     cost = of_rounds(seconds) / progress
     unit, cost = cost[home], cost / cost[home]
 
@@ -527,7 +527,7 @@ def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
                 likely = excess(abs(cost[c] - cost[home]), abs(moved[c] - moved[home]))
                 most = cost[home] - compute * share[c, 0]  # if only compute took time
                 gains.append(min(likely, max(most, 0)))
-            price = 3 * e.steps * max(cost[v] - cost[home], 0)
+            price = 3 * e.round_steps * max(cost[v] - cost[home], 0)
             worth[v] = 500 * max(gains) - price - 0.5
         return worth
 

@@ -99,14 +99,15 @@ def test_replicas_that_drift_apart_are_counted_and_warned_about(entry, seen):
     state = gravac.place((jnp.ones(999), tx.init(jnp.ones(999))), MESH)
     step = gravac.data_parallel(train_step, MESH, check_vma=entry == 0)
     counts = []
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True, action="always") as said:
         for i in range(12):
             batch = np.full(N, i >= 6, np.float32)
             state = jax.block_until_ready(step(*state, batch))
             counts.append(int(state[1].info.disagreements))
     assert counts == [0] * 6 + seen
-    words = ["hold different params" in str(x.message) for x in said]
-    assert words == [True] * any(seen)
+    assert ["hold different params" in str(x.message) for x in said] == [True] * any(
+        seen
+    )
 
 
 # The guard around an optimizer

@@ -31,7 +31,7 @@ GUESS, FASTEST, MOMENTUM = gravac.GraVAC, gravac.Fastest, gravac.Momentum
 RUNG = partial(ALONE.update, PARAMS, STATE)
 ADAMW = partial(adamw, 1)
 
-FIGURES = "latency_seconds", "compute_seconds", "bytes_per_second"
+FIGURES = gravac.WireCost.__dataclass_fields__
 NO_WIDTHS = 3, 2.0, jnp.int32(2)
 NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
 
@@ -83,7 +83,10 @@ ARGUMENTS = [
     (T, sgd, {"learning_rate": None}, "schedule"),
     (V, partial(sgd, 1), {"momentum": 1.5}, "of at least 0 and below 1"),
     (V, MOMENTUM, {"decay": 1.0}, "of at least 0 and below 1"),
-    (T, MOMENTUM, {"nesterov": "no"}, "a bool"),
+    *((T, x, {"nesterov": "no"}, "a bool") for x in (MOMENTUM, partial(sgd, 1))),
+    (T, gravac.OwnOptimizer, {"optimizer": 0.9}, "optax.sgd(0.1)"),
+    (T, partial(gravac.OwnOptimizer, SGD), {"keeps_norm": "yes"}, "a bool"),
+    (T, partial(gravac.outer, TX), {"optimizer": 0.7}, "optax.sgd(0.7, momentum=0.9)"),
     (T, MOMENTUM, {"masking": "some"}, "a bool"),
     (V, gravac.dgc, {"warm_up_steps": -1}, "before the last stage"),
     (T, partial(gravac.dgc, warm_up_steps=9), {"send": TWO}, "gravac.TopK(1000)"),
@@ -272,6 +275,8 @@ VALUES = {
         (TX.update, PARAMS, STATE),
         (jax.jit(TX.update), PARTS, STATE),
         (gravac.value_and_grad(jnp.sum), jnp.ones(3)),
+        *((x, PARAMS) for x in (gravac.checksum, gravac.resync)),
+        (gravac.norm_of_mean, PARAMS, "data"),
         (jax.pmap(lambda x: TX.update(local(PARAMS, x), STATE)), jnp.ones(N)),
     ],
     "axis_name='batch'…the same axis": (run, transform("batch", compress=True).update),
@@ -283,7 +288,10 @@ VALUES = {
     "[0]…(6, 4)…rows first, a multiple of 4": (KEEPING[0], PARAMS, (np.ones((6, 4)),)),
     "[0]…(0, 4)…a multiple of 4 above 0": (KEEPING[1], PARAMS, (np.ones((0, 4)),)),
     "['w']…P('data',)…'data'…jax.device_put(x": (place, PARTS, MESH),
-    "(4,) members…tx.init…vmap the loss": (place, MEMBERS, MESH),
+    "(4,) members…tx.init…vmap the loss": [
+        (place, MEMBERS, MESH),
+        (train_step(abs, TX, MESH), PARAMS, MEMBERS, ROWS),
+    ],
     "MultiSteps…micro_batches": (placed, optax.MultiSteps(TX, 2)),
     "ApplyIfFinite…gravac.guard": (placed, optax.apply_if_finite(TX, 3)),
     "ConditionallyT…comes after": (placed, optax.conditionally_transform(TX, jnp.any)),
@@ -319,6 +327,12 @@ TYPES = {
         in_an_nnx_step,
         lambda model, _, batch: gravac.value_and_grad(MEAN)(model, batch),
     ),
+    "`optimizer`…built-in function abs…nnx.Optimizer": (
+        gravac.nnx_flush,
+        abs,
+        abs,
+        MESH,
+    ),
     "got Optimizer…nnx.as_pure(optimizer.opt_state)": (own, lambda x: x),
     "got OptArray…nnx.as_pure(optimizer.opt_state)": [
         (own, lambda optimizer: optimizer.opt_state),
@@ -336,6 +350,7 @@ TYPES = {
     ),
     "Mesh, got 4…along one axis…('data',) and": partial(MAPPED, 4, ("data",)),
     "0 arguments…batch": PAIR,
+    "two-element tuple": (gravac.value_and_grad(jnp.sum, None, has_aux=True), ROWS),
     "params…uint32…['x']…float params": (init, INTEGERS),
     "params…str…['x']…float params": (init, "ones"),
     "params…16 bits…float8…['x']": (init, jnp.ones(3, jnp.float8_e4m3fn)),

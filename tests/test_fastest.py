@@ -22,16 +22,10 @@ RUNGS = len(CONTROLLER.ladder)
 ENTRIES = np.array([1, 0.1, 0.05, 0.025, 0.0125, 1 / 160, 1 / 320, 1 / 640, 0.001])
 PROGRESS = ENTRIES**0.1  # about that of an LSTM
 FEW_BITS = (gravac.Dense(), gravac.Bits(8), gravac.Bits(2))
-TWO_BITS = (gravac.Dense(), gravac.Bits(2))
 # What each rung sends by default, and one rung more, as a share of a dense step.
 SIZES = 1 / np.array([1, 4, 16, 64, 128, 256])
 NOISE = 0.2  # of a time
 GUESSED = gravac.WireCost()
-SLOW = pytest.mark.slow
-
-
-def loss_of(params, batch):
-    return jnp.mean((batch @ params["w"]) ** 2)
 
 
 def parts(wire, params=1e7, replicas=4):
@@ -338,5 +332,5 @@ def test_a_decision_is_a_few_kernels():
     whole = text[text.index("ENTRY") :]
     kernels = re.findall(r" (fusion|dot|copy|while|conditional|custom-call)\(", whole)
     # A GPU takes some microseconds to start each. Filter and choice once had 105.
-    assert len(kernels) <= 70
+    assert 0 < len(kernels) <= 70
     assert set(kernels) <= {"fusion", "copy"}

@@ -55,7 +55,7 @@ def report(before, rung, gains, is_bad=False, apart=False, is_told_late=False):
         state=SimpleNamespace(info=before),
         axes=SimpleNamespace(slow=SimpleNamespace(replicas=N)),
         components=SimpleNamespace(
-            waits=is_told_late, controller=SimpleNamespace(looks_at="bucket")
+            is_told_late=is_told_late, controller=SimpleNamespace(looks_at="bucket")
         ),
     )
     evidence = SimpleNamespace(energies=gains, energy=energy)

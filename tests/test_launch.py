@@ -123,12 +123,12 @@ def test_a_job_does_not_outlive_the_process_that_created_it(tmp_path):
 # The command line.
 
 
-def test_wrong_options_are_refused(capsys):
+def test_wrong_options_are_refused(capsys, monkeypatch):
     for options, complaint in (
         ("", "arguments are required: script\n"),
         ("-n 2 --local-devices 0 train.py", "leave out --coordinator and the like"),
         ("-n 2 --devices 0 train.py", "counts must be at least 1"),
-        ("-n 2 --min-processes 1 train.py", "--min-processes needs --restarts"),
+        ("-n 2 --min-processes 1 train.py", "needs --restarts or --elastic"),
         ("--restarts 1 train.py", "--restarts and --elastic need -n"),
         ("--local-devices a,b train.py", "invalid indices value: 'a,b'"),
         ("--coordinator host0 train.py", "--coordinator must be HOST:PORT, got host0"),
@@ -136,6 +136,8 @@ def test_wrong_options_are_refused(capsys):
         with pytest.raises(SystemExit, match="2"):
             launch.main(options.split())
         assert complaint in capsys.readouterr().err
+    monkeypatch.setattr(launch, "_run_job", lambda options: None)
+    launch.main(["-n", "2", "--elastic", "--min-processes", "1", "train.py"])
 
 
 def test_a_process_outside_of_any_cluster_is_told_what_to_do(script):

@@ -23,12 +23,8 @@ TX = optax.chain(
 SIZE = 15  # entries of a dense layer from 4 to 3
 
 
-def train_step(params, opt_state, x):
-    loss = lambda p: jnp.sum((x @ p["w"] + p["b"][None]) ** 2)
-    value, grads = gravac.value_and_grad(loss)(params)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-    return params, opt_state, jax.lax.pmean(value, "data")
+loss_of = lambda params, x: jnp.sum((x @ params["w"] + params["b"][None]) ** 2)
+train_step = _harness.plain_step(TX, loss_of)
 
 
 def bare():

@@ -94,6 +94,7 @@ def trained(tx, state, gradients, params=PARAMS):
 def test_adamw_alone_and_dense_is_that_of_optax():
     rate = optax.linear_schedule(0.1, 0.01, STEPS)
     settings = {"b1": 0.8, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+    settings["mask"] = {"b": False, "w": True}
     dense = {"compress": COMPRESS, "send": gravac.Dense()}
     params = jax.tree.map(jnp.ones_like, PARAMS)
     own = jax.tree.map(lambda x: x[:, 0], GRADIENTS)

@@ -107,6 +107,23 @@ def test_the_exchange_tells_the_time_of_the_one_before(delay):
     np.testing.assert_array_equal(told, [H + 1, 0])
 
 
+class Looking(_harness.Scripted):
+    """Keeps what exchanges tell of gradients, at which one step in eight looks."""
+
+    look_every, looks_at = 8, "gradient"
+
+    def decide(self, evidence, state):
+        rung, _ = super().decide(evidence, state)
+        return rung, _harness.Heard(evidence.gradient_energies)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_every_exchange_of_a_long_round_has_looked(delay):
+    rounds = lambda step: jnp.where(step < 1, 1, 8)
+    gradients, when = _harness.gaussian_gradients(42), {"every": rounds, "delay": delay}
+    assert (run(gradients, send=Looking(LADDER), **when)[1].controller[0][-1] > 0).all()
+
+
 def test_a_late_round_sends_what_was_made_before_its_last_step():
     earlier = jax.tree.map(
         lambda x: np.concatenate([np.zeros_like(x[:1]), x[:-1]]), GRADIENTS
@@ -283,21 +300,25 @@ def own_params_of(tx, steps):
     return step.flush(*state)[0]["w"]  # where a replica alone is
 
 
-@pytest.mark.parametrize(
-    ("delay", "every"),
-    [(1, 1), (1, 3), pytest.param(0, 3, marks=pytest.mark.slow)],
-)
-def test_what_decays_are_own_params_however_late_an_exchange_is(delay, every):
-    adamw = optax.adamw(0.05, weight_decay=0.3)
-    late = {"memory": gravac.OwnOptimizer(adamw), "delay": delay, "every": every}
-    tx = gravac.transform(send=gravac.Dense(), **late)
-    expected = jnp.linspace(2, 3, 64)
-    state = adamw.init(expected)
+DECAYING = optax.adamw(0.05, weight_decay=0.3)
+OWN_STEPS = {"send": gravac.Dense(), "memory": gravac.OwnOptimizer(DECAYING)}
+LATER = {
+    "delay": gravac.transform(delay=1, **OWN_STEPS),
+    "both": gravac.transform(delay=1, every=3, **OWN_STEPS),
+    "rounds": gravac.transform(every=3, **OWN_STEPS),
+    "diloco": gravac.diloco(DECAYING, 1, outer=optax.sgd(1.0), send=gravac.Dense()),
+}
+
+
+@pytest.mark.parametrize("tx", _harness.choices(LATER, lambda x: x != "rounds"))
+def test_what_decays_are_own_params_however_late_an_exchange_is(tx):
+    tx, expected = LATER[tx], jnp.linspace(2, 3, 64)
+    state = DECAYING.init(expected)
     with jax.numpy_dtype_promotion("standard"):
         found = own_params_of(tx, 12)
         for _ in range(12):
             grads = jax.grad(lambda w: jnp.mean((w - 1.0) ** 2))(expected)
-            updates, state = adamw.update(grads, state, expected)
+            updates, state = DECAYING.update(grads, state, expected)
             expected = optax.apply_updates(expected, updates)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2.0**-18)
 

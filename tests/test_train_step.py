@@ -14,7 +14,7 @@ import pytest
 from _harness import COMPRESS, ROWS, N, Scripted, assert_same, make_mesh
 
 import gravac_jax as gravac
-from gravac_jax._loop.train_step import Kind
+from gravac_jax._loop.train_step import Kind, _numbers
 
 RNG = np.random.default_rng(0)
 TARGET = RNG.standard_normal((16, 8)).astype(np.float32)
@@ -116,11 +116,6 @@ def test_it_is_its_parts(part):
         assert others == losses
 
 
-def test_simulated_replicas_train_alike():
-    found = [trained(step_of("delayed", mesh))[1] for mesh in (MESH, N)]
-    np.testing.assert_allclose(*found, rtol=1e-5)
-
-
 def test_a_bad_batch_leaves_the_state_whole():
     step = step_of("plain")
     state = gravac.place(tuple(trained(step, batches=BATCHES[:2])[0]), MESH)
@@ -135,6 +130,10 @@ def test_a_bad_batch_leaves_the_state_whole():
     step(*state, BATCHES[0])
     with pytest.raises(ValueError, match="was given to an earlier step"):
         new_step("plain")(*state, BATCHES[1])
+
+
+def test_a_mean_of_rungs_may_be_off_by_a_rounding():
+    assert _numbers(np.float32([2.9999998, 1])) == (3, 1)
 
 
 def test_its_times_reach_the_controller():
@@ -281,8 +280,8 @@ def in_a_loop(params, x):
 
 
 def test_a_loop_of_a_library_runs_without_the_check():
-    dense = gravac.sgd(0.05, send=gravac.Dense())
-    make = functools.partial(gravac.train_step, in_a_loop, dense)
+    dense = gravac.sgd(0.05, send=gravac.Scheduled(LADDER, starts=(1000,)))
+    make = functools.partial(gravac.train_step, in_a_loop, dense, branches=False)
     with pytest.raises(TypeError) as caught:
         trained(make(MESH))
     assert any("check_vma=False" in note for note in caught.value.__notes__)

@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
         there is none.
       local_seconds: `[]` float32, the same of local steps, which exchange nothing; None
         without rounds.
-      steps: steps since the last decision: 1, unless some are local.
+      round_steps: steps since the last decision: 1, unless some are local.
       at_own_params: `[]` bool or static, whether gradients are known to be taken at
         own params.
 
@@ -61,7 +61,7 @@ class Evidence(NamedTuple):
     predicted_parts: jax.Array
     measured_seconds: jax.Array
     local_seconds: jax.Array | None = None
-    steps: Any = 1
+    round_steps: Any = 1
     at_own_params: jax.Array | bool = False
 
     @property
@@ -72,7 +72,7 @@ class Evidence(NamedTuple):
         during the exchange after that. With rounds it is the last step of one, if all
         stay as long as the last one was.
         """
-        return self.step + 3 * self.steps
+        return self.step + 3 * self.round_steps
 
 
 class Controller(abc.ABC):

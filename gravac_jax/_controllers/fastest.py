@@ -179,7 +179,7 @@ class Fastest(Controller):
         """Learn, predict the cost of every rung, and go home, stay, or visit."""
         may_wait, guess = self._may_wait(evidence.at_own_params), _guess(evidence)
         state = self._within_reach(_learned(evidence, guess, state), may_wait)
-        steps = jnp.float32(evidence.steps)
+        steps = jnp.float32(evidence.round_steps)
         # Seconds of each kind of step, and at each rung; what a step is worth.
         kinds = cost_model.predict(state.timing, guess)
         seconds = cost_model.in_rounds(kinds, steps)
@@ -256,7 +256,8 @@ class Fastest(Controller):
         has_such = any(x.needs_own_params for x in self.ladder)
         asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
         share = compression_gain.gain(*state.averages)
-        return compression_gain.progress(share, jnp.float32(evidence.steps), asks_again)
+        steps = jnp.float32(evidence.round_steps)
+        return compression_gain.progress(share, steps, asks_again)
 
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
         """Return which rungs make enough progress: `[rungs]` bool."""
@@ -284,10 +285,10 @@ def _learned(evidence: Evidence, guess: jax.Array, state: FastestState) -> Faste
     timing, has_changed = cost_model.observe(timing, guess, rung, seconds[rung])
     sampled, whole = evidence.gradient_energies, evidence.gradient_energy
     newer = compression_gain.smooth(state.averages, sampled, whole, SMOOTHING)
-    known = jnp.where(has_changed, 0, state.known + evidence.steps)
+    known = jnp.where(has_changed, 0, state.known + evidence.round_steps)
     return state._replace(
         dwelt=state.dwelt + 1,
-        rested=jnp.minimum(state.rested + evidence.steps, REST),
+        rested=jnp.minimum(state.rested + evidence.round_steps, REST),
         known=jnp.minimum(known, HASTE * REST),
         averages=_arrays.where(jnp.any(sampled > 0), newer, state.averages),
         timing=timing,

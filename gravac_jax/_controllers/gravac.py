@@ -155,7 +155,7 @@ class GraVAC(Controller):
         # does not limit how far the averages reach back. A step that gravac.guard skips
         # decides nothing, so a window that would end there goes on into the next.
         now = evidence.step + 1
-        is_end = now // self.window > (now - evidence.steps) // self.window
+        is_end = now // self.window > (now - evidence.round_steps) // self.window
         is_move = is_end & ~state.is_settled
         return rung, _arrays.where(is_move, self._move(state, gains), state)
 

@@ -31,7 +31,7 @@ class Scheduled(Controller):
 
     Raises:
       TypeError: if `ladder` is not a tuple of encodings.
-      ValueError: if the starts do not rise, or are not one fewer than the encodings.
+      ValueError: if the starts fall, or are not one fewer than the encodings.
 
     Example:
       >>> import gravac_jax as gravac

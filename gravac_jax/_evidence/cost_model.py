@@ -40,8 +40,8 @@ LEAST_SHARE = 0.02  # of the last time: no rung is predicted to take less
 class WireCost:
     """Predicts seconds from bytes and messages: the alpha-beta model.
 
-    Measured step times (`update(..., step_seconds=...)`) replace it as soon as the
-    first one arrives.
+    Measured step times (`update(..., step_seconds=...)`) correct it from the first one
+    on; the proportions of each part between rungs stay.
 
     Args:
       bytes_per_second: bandwidth of one replica's link. Default: 1 Gbit/s, commodity

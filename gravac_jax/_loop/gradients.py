@@ -47,10 +47,10 @@ def value_and_grad(
 
     Raises:
       TypeError: if `fun` is no function or `axis_name` not an axis name. When called:
-        if the first argument has leaves that are not real; if the loss is not
-        one number, or the batch does not divide.
+        if the first argument has leaves that are not real, the loss is not one number,
+        or with `has_aux` no pair is returned.
       ValueError: if `micro_batches` is not a positive number. When called: outside the
-        axis, or if `fun` changes its arguments.
+        axis, if `fun` changes its arguments, or if the batch does not divide.
 
     Law:
       If the loss is a mean over its batch, micro-batches give the value and the
@@ -84,6 +84,8 @@ def value_and_grad(
             before = jax.tree.map(lambda x: x, args)
             out = fun(*args, **kwargs)
             _refuse.changed_arguments(before, args)
+            if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+                return out  # for JAX to refuse
             value, aux = out if has_aux else (out, None)
             # Without the cast, a loss that JAX knows to be the same on all replicas
             # would count once, and any other loss once for each replica.

@@ -127,8 +127,8 @@ def train_step(
             # The state is donated, so that the host cannot read in it.
             state = _transform_of(opt_state)
             length = state.round.next_length if state.round else jnp.int32(1)
-            # The rung and the round after the next ones.
-            metrics = *metrics, jnp.stack([state.next_rungs[1], length])
+            # The rung and the round after the next ones; floats, which are averaged.
+            metrics = *metrics, jnp.asarray([state.next_rungs[1], length], jnp.float32)
         return params, opt_state, *metrics
 
     how: Any = {"mesh": mesh, "fast_axis_name": fast_axis_name, "check_vma": check_vma}
@@ -179,6 +179,7 @@ class TrainStep:
         state = _transform_of(opt_state)
         if state.steps is not self._steps:  # no two states share this array
             _refuse.traced((params, opt_state, batch))
+            _refuse.members([state])
             _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
             self._view = self._new_view(state)
             self._clock = self._new_clock and self._new_clock()
@@ -263,5 +264,6 @@ class HostView:
 def _numbers(x: Any) -> tuple[int, int]:
     """Return two numbers that all replicas have; a process reads its own copy."""
     own = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    first, second, *_ = map(int, np.ravel(own))  # simulated replicas each have both
+    # A mean may be off by a rounding. Simulated replicas each have both numbers.
+    first, second, *_ = (int(x + 0.5) for x in np.ravel(own))
     return first, second

@@ -1,8 +1,8 @@
 """One step of the transform.
 
 `update.py` checks what came and begins a step, of the `components.py` of a transform;
-`phases.py` takes its six phases in their order: prepare, feed, figures, exchange,
-decide, report. `states.py` and `step_info.py` are what is carried from step to step.
+`phases.py` takes its six phases in their order: prepare, feed, own figures, exchange,
+evidence, info. `states.py` and `step_info.py` are what is carried from step to step.
 
 With a delay of one step, the memory is fed last: the exchange sends what the last step
 left in the memory, so that it depends on nothing that this step computes, and the

@@ -270,8 +270,8 @@ def warn_if_empty(buckets: Buckets) -> None:
     if buckets.entries[-1] and not any(buckets.is_compressed):
         warnings.warn(
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
-            f" ({buckets.entries[-1]:,} entries): all are one-dimensional or small."
-            " Pass compress=True to compress all of them, or"
-            " compress=gravac.matrices(min_entries=...).",
+            f" ({buckets.entries[-1]:,} entries): all are one-dimensional, small, left"
+            " out by `compress`, or not cut by `shardings`. Pass compress=True for all"
+            " that may be, or compress=gravac.matrices(min_entries=...).",
             stacklevel=2,
         )

@@ -77,7 +77,7 @@ class Components:
             _refuse.by_leaf("with `shardings` each device has slices of them")
 
     @property
-    def waits(self) -> bool:
+    def is_told_late(self) -> bool:
         """Whether a gradient waits in the memory before the others hear of it."""
         return bool(self.delay) or self.has_rounds
 
@@ -86,7 +86,7 @@ class Components:
         """Whether gradients at the shared params cost much, whatever is decided."""
         at_shared = [self.controller.ladder[i] for i in self.controller.reach(False)]
         holds = self.memory.is_at_own_params and at_shared != [Dense()]
-        return self.waits or holds or any(x.needs_own_params for x in at_shared)
+        return self.is_told_late or holds or any(x.needs_own_params for x in at_shared)
 
     @property
     def has_rounds(self) -> bool:
@@ -124,7 +124,8 @@ class Components:
         """
         asked = tree if like is None else like
         suits = all(x.suits_small_leaves for x in self.controller.ladder)
-        buckets = bucketing.plan(asked, self.compress, self._padded_size, suits)
+        padded = lambda n: max(x.padded_size(n) for x in self.controller.ladder)
+        buckets = bucketing.plan(asked, self.compress, padded, suits)
         if like is not None:
             buckets = dataclasses.replace(buckets, leaves=bucketing.leaves_of(tree))
         if self.slices is None:
@@ -144,7 +145,7 @@ class Components:
         layout = [(*piece, sharing) for piece in buckets.layout]
         if self.memory.keeps_norm:
             known = tuple(map(norms.none, buckets.sizes))
-        if self.waits:
+        if self.is_told_late:
             nothing = tuple(map(norms.untold, known))
             told = states.nothing_told(self.controller, self.kinds, nothing)
         if self.has_rounds:
@@ -185,7 +186,3 @@ class Components:
         pairs = zip(buckets.sizes[:-1], buckets.parts[:-1], strict=True)
         each = [Bucket(n, tuple(x.shape for x in part)) for n, part in pairs]
         return [Ladder(ladder, bucket, is_looked_at) for bucket in each]
-
-    def _padded_size(self, n: int) -> int:
-        """Return the size of a bucket that suits all encodings."""
-        return max(x.padded_size(n) for x in self.controller.ladder)

@@ -52,8 +52,7 @@ def _signs(shape: tuple[int, ...], salt: Any) -> jax.Array:
 
 def scaled(step: jax.Array, known: jax.Array, replicas: int) -> jax.Array:
     """Return a replica's own step, `[n]` float32, times each row's ratio."""
-    scaled_rows = _rows(step) * ratios(known, replicas)[:, None, None]
-    return scaled_rows.ravel()[: step.size]
+    return (_rows(step) * ratios(known, replicas)[:, None, None]).ravel()[: step.size]
 
 
 def ratios(known: jax.Array, replicas: int) -> jax.Array:

@@ -105,9 +105,7 @@ class Step:
     @functools.cached_property
     def ladders(self) -> list[Ladder]:
         """The encodings of each bucket."""
-        ladders = self.components.ladders(self.buckets)
-        step_info.warn_if_dense(ladders, self.axes.slow.replicas)
-        return ladders
+        return self.components.ladders(self.buckets)
 
     @property
     def rides(self) -> bool:
@@ -154,14 +152,16 @@ class Step:
           state: the state after the step, which is not counted in it yet.
         """
         own = self._own_params(local)
-        if not self.components.waits:
+        if not self.components.is_told_late:
             return self.send(*self.feed(parts, bad, local, own), local)
         times = jnp.where(self.times[1] > 0, self.times, local.told.times)
         local = local._replace(told=local.told._replace(times=times))
         if not self.components.delay:
             return self._take_held(self.hold_back(parts, bad, local, own))
         arrived, after = self._take_held(local)
-        local = self.hold_back(parts, bad, after.local, own)
+        # The next exchange sends the gradient, and tells of it.
+        later = dataclasses.replace(self, state=after, is_due=None)
+        local = later.hold_back(parts, bad, after.local, own)
         return arrived, after._replace(local=local)
 
     def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
@@ -268,11 +268,8 @@ class Step:
                 shares = map(share, self.ladders, flat, local.encodings)
                 return always + _arrays.total(map(jnp.multiply, shares, each))
 
-            rungs = len(components.controller.ladder)
-            # With a delay the next exchange tells it; else only one that exchanges.
-            is_told = True if components.delay else self._exchanges
-            nothing = jnp.broadcast_to(0 * bad, (rungs,))
-            sampled = _xla.chosen(self.looks & is_told, look, nothing)
+            nothing = jnp.broadcast_to(0 * bad, len(components.controller.ladder))
+            sampled = _xla.chosen(self.looks & self._exchanges, look, nothing)
         largest = max(parts, key=jnp.size)
         some = _arrays.energy(largest[:: largest.size // SAMPLE + 1])
         sample = some, self.axes.slow.contrast(some)
@@ -348,6 +345,7 @@ class Step:
         self, fed: Parts, own_figures: Figures, local: LocalState
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
+        step_info.warn_if_dense(self.ladders, self.axes.slow.replicas)
         has_rounds = self.components.has_rounds
         turn = self.state.round.exchanges if has_rounds else self.state.steps
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
@@ -381,7 +379,7 @@ class Step:
             predicted_parts=step_info.predicted_parts(tables, network),
             measured_seconds=times[:rungs],
             local_seconds=times[-1] if components.has_rounds else None,
-            steps=state.info.local_steps + 1,
+            round_steps=state.info.local_steps + 1,
             at_own_params=self.is_own,
         )
 
@@ -410,7 +408,7 @@ class Step:
             wire_bytes=wire_bytes,
             dense_bytes=jnp.float32(tables.dense.payload_bytes),
             dense_wire_bytes=jnp.float32(tables.dense.wire_bytes),
-            is_finite=~is_bad | self.components.waits,
+            is_finite=~is_bad | self.components.is_told_late,
             dense_steps=count(before.dense_steps, at_rung(tables.is_dense)),
             bad_steps=count(before.bad_steps, is_bad),
             disagreements=count(before.disagreements, are_apart),

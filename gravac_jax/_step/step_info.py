@@ -46,7 +46,7 @@ class StepInfo(NamedTuple):
       is_finite: `[]` bool, whether every gradient of every replica was finite, and
         below 2**50. Always True with a delay or rounds, where replicas
         are told of a gradient after its step.
-      dense_steps: `[]` int32, steps so far that sent everything.
+      dense_steps: `[]` int32, steps so far in which nothing was encoded.
       bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
         because it was not finite. Where replicas are told late, exchanges that told of
         such a step.
@@ -138,7 +138,7 @@ def tables(
     """
     sizes = buckets.sizes[:-1]
     dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
-    apart = _network.mean_traffic(0 if rides else size, replicas)
+    apart = _network.mean_traffic(size, replicas)
     beside = [(x, size if rides and i == 0 else 0) for i, x in enumerate(ladders)]
     rows = []
     for rung in range(len(ladders[0].encodings)):

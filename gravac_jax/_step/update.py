@@ -190,7 +190,7 @@ def _rung(
     known: int | None, reach: tuple[int, ...], state: TransformState, comm: Comm
 ) -> jax.Array | np.int32:
     """Return the rung of this step: that decided, or the next one below in reach."""
-    if known is not None or len(state.ladder) == 1:
+    if known is not None or len(reach) == 1:
         return np.int32(max((x for x in reach if x <= (known or 0)), default=reach[0]))
     rung = state.next_rungs[0]
     if comm.is_simulated and not comm.is_known_alike(rung):
