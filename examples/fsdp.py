@@ -75,7 +75,7 @@ def is_large(leaf: Any) -> bool:
 
 
 def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
-    """Train one model that sends what an encoding or a controller says."""
+    """Train one model by AdamW, whose steps are exchanged in an encoding."""
     model = TransformerLanguageModel(256, config.width, layers=4, heads=4)
     tokens = jnp.zeros((1, config.length), jnp.int32)
     params = model.init(jax.random.key(config.seed), tokens)["params"]
@@ -83,18 +83,16 @@ def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
     place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, spec(x)))
     params = jax.tree.map(place, params)
 
-    tx = optax.chain(
-        gravac.transform(SLOW, shardings=params, send=send),  # gravac
-        optax.adamw(config.learning_rate),
-    )
+    rate, how = config.learning_rate, {"shardings": params, "send": send}
+    tx = gravac.adamw(rate, SLOW, weight_decay=1e-4, **how)  # gravac
 
     def loss_of(params: Any, batch: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params}, batch[:, :-1])
         return cross_entropy(logits, batch[:, 1:])
 
     def train_step(params: Any, opt_state: Any, batch: jax.Array) -> Any:
-        grad = gravac.value_and_grad(loss_of, SLOW)  # gravac
-        loss, grads = grad(params, batch)
+        own = gravac.own_params(tx, params, opt_state)  # gravac
+        loss, grads = gravac.value_and_grad(loss_of, SLOW)(own, batch)  # gravac
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -112,7 +110,7 @@ def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
         ends.append(time.perf_counter())
         info = optax.tree.get(opt_state, "StepInfo")
         wire_bytes, factor = wire_bytes + float(info.wire_bytes), float(info.factor)
-    residual = opt_state[0].local.memory[0].residual
+    residual = optax.tree.get(opt_state, "local").memory[0].residual
     return Run(
         name=name,
         loss=float(np.mean(losses[-20:])),
@@ -149,7 +147,7 @@ def main(config: Config) -> list[Run]:
     mesh = gravac.make_mesh((SLOW, FAST), hosts=config.slices, devices=devices)
     console = Console()
     console.print(f"{config.slices} slices of {config.devices} devices")
-    chosen = {"adaptive": gravac.GraVAC(window=20), "dense": gravac.Dense()}
+    chosen = {"Bits(2)": gravac.Bits(2), "dense": gravac.Dense()}
     runs = [train(name, x, config, mesh) for name, x in chosen.items()]
     console.print(summary(runs))
     console.print(f"Bytes are those that cross {SLOW!r}.")

@@ -55,14 +55,12 @@ class Run:
         del step
         for name, x in scalars.items():
             self.figures[name.removeprefix("gravac/")].append(x)
-        messages = 5 * (self.replicas - 1)  # about: of three rings
         is_dense = scalars["gravac/factor"] == 1
+        rings = 2 if is_dense else 5  # in N - 1 messages each, about
+        messages = rings * (self.replicas - 1)
         wire_bytes = scalars["gravac/wire_bytes"]
         parts = self.network.parts(wire_bytes, messages, is_dense)
         self.figures["network_seconds"].append(sum(parts))
-
-    def flush(self) -> None:
-        """Do nothing: all figures are in memory."""
 
     def close(self) -> None:
         """Do nothing: the figures stay."""
@@ -72,10 +70,11 @@ class Run:
         """The loss of every step."""
         return self.figures["loss"]
 
-    def smaller(self, what: str) -> float:
-        """Return dense bytes over bytes of the whole run; `what`: "payload", "wire"."""
-        dense = {"payload": "dense_bytes", "wire": "dense_wire_bytes"}[what]
-        return sum(self.figures[dense]) / max(sum(self.figures[f"{what}_bytes"]), 1)
+    @property
+    def byte_factor(self) -> float:
+        """How many times fewer bytes than dense steps the whole run has sent."""
+        sent = sum(self.figures["wire_bytes"])
+        return sum(self.figures["dense_wire_bytes"]) / max(sent, 1)
 
 
 def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
@@ -98,7 +97,7 @@ def summary(runs: list[Run], bandwidth_mbit: float) -> Table:
             f"{run.held_out:.4f}",
             f"{100 * (run.held_out / dense - 1):+.1f}%" if dense > 0 else "-",
             f"{np.mean(run.figures['wire_bytes']) / 1e3:,.0f}",
-            f"{run.smaller('wire'):.1f}",
+            f"{run.byte_factor:.1f}",
             f"{1e3 * np.mean(run.figures['network_seconds']):.0f}",
             f"{len(run.loss)}",
             f"{1e3 * run.step_seconds:.0f}",
@@ -119,7 +118,7 @@ def _verdict(run: Run, dense: Run, bandwidth_mbit: float) -> str:
     modeled = [1e3 * np.mean(x.figures["network_seconds"]) for x in (run, dense)]
     here = [1e3 * x.step_seconds for x in (run, dense)]
     return (
-        f"{run.name} sent {run.smaller('wire'):.1f} times fewer bytes than dense, and"
+        f"{run.name} sent {run.byte_factor:.1f} times fewer bytes than dense, and"
         f" its held-out loss ended {abs(gap):.1f}% {'above' if gap > 0 else 'below'}."
         f" On the modeled network of {bandwidth_mbit:g} Mbit/s a step takes"
         f" {modeled[0]:.0f} ms in place of {modeled[1]:.0f}; here, without a network,"

@@ -45,8 +45,8 @@ def test_fsdp_trains_on_two_slices(tmp_path, text):
     output = run(*options, "--data", str(text), cwd=tmp_path, example="fsdp.py")
     assert "2 slices of 4 devices" in output
     rows = {x.split()[0]: x.split() for x in output.splitlines() if x.strip()}
-    adaptive, dense = rows["adaptive"], rows["dense"]
-    assert float(adaptive[2]) > float(dense[2]) == 1
-    assert float(adaptive[3]) < float(dense[3])  # bytes
-    # kB: a quarter of the matrices, and of all leaves.
-    assert (adaptive[4], dense[4]) == ("854", "861")
+    few, dense = rows["Bits(2)"], rows["dense"]
+    assert float(few[2]) > 10 > float(dense[2]) == 1
+    assert 10 * float(few[3]) < float(dense[3])  # bytes
+    # kB: a quarter of all leaves; those that go dense have a residual, too.
+    assert (few[4], dense[4]) == ("862", "861")

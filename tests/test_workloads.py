@@ -96,7 +96,8 @@ def test_models_have_the_papers_sizes(model, inputs, options, size):
 def test_every_program_trains_and_a_killed_run_goes_on_to_the_same_bits(
     name, data_dir, tmp_path, monkeypatch
 ):
-    send, factor = ("TopK(10)", 10) if name == "lstm_ptb" else ("Bits(2)", 15.8)
+    sends = {"lstm_ptb": ("TopK(10)", 10), "transformer_lm": ("default", 15.8)}
+    send, factor = sends.get(name, ("Bits(2)", 15.8))
     asked = {"send": send, "bfloat16": name == "resnet_cifar"}
     run = functools.partial(train, name, data_dir, monkeypatch=monkeypatch, **asked)
     tested, state, lines = run(out=tmp_path / "whole")

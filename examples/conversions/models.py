@@ -1,4 +1,4 @@
-"""The models and the made-up data of the seven loops, and how each is run."""
+"""The models and the made-up data of the six loops, and how each is run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

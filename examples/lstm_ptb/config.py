@@ -18,7 +18,7 @@ class Config:
       warm_up_steps: Steps in which it rises from 0; the paper mentions none.
       momentum: The momentum of SGD.
       weight_decay: Decay that is added to the gradient.
-      clip: The largest global norm of the averaged gradient; the paper mentions none.
+      clip: The bound of the averaged gradient's norm; the paper mentions none.
       dropout: The share of entries dropped before, between and after layers; the paper
         mentions none. Zaremba et al., 2014, have 0.65 at this size.
       steps: Steps of a run; the paper's curves go as far.

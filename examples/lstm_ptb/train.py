@@ -52,10 +52,10 @@ def train(config: Config, options: Options) -> dict[str, float]:
     rate = config.learning_rate
     if config.warm_up_steps:
         rate = optax.linear_schedule(0.0, rate, config.warm_up_steps)
-    exchange = {**options.exchange, "weight_decay": config.weight_decay}
+    clip = gravac.ClipByGlobalNorm(config.clip) if config.clip else None
+    exchange = {**options.exchange, "clip": clip, "weight_decay": config.weight_decay}
     tx = optax.chain(
         gravac.transform(**exchange),  # gravac
-        *([optax.clip_by_global_norm(config.clip)] if config.clip else []),
         optax.sgd(rate, momentum=config.momentum),
     )
 
@@ -64,8 +64,9 @@ def train(config: Config, options: Options) -> dict[str, float]:
     ) -> Any:
         key = replica_key(options.seed, opt_state)
         grad = gravac.value_and_grad(loss_fn, has_aux=True)  # gravac
-        (loss, states), grads = grad(params, states, batch, key)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        own = gravac.own_params(tx, params, opt_state)  # gravac
+        (loss, states), grads = grad(own, states, batch, key)
+        updates, opt_state = tx.update(grads, opt_state, params, at="own", **times)
         return optax.apply_updates(params, updates), opt_state, states, loss
 
     step = replicas.parallel(train_step, carried=1)
@@ -88,7 +89,8 @@ def train(config: Config, options: Options) -> dict[str, float]:
     with Run("lstm_ptb", config, options, replicas, batches) as run:
         validate = lambda state: evaluate(state[0], held_out[0])
         state = run.train(step, (*state, states), validate)
-    return evaluate(state[0], held_out[1])
+    params, _ = replicas.flush(tx, *state[:2])  # gravac
+    return evaluate(params, held_out[1])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Config:
         42,000.
       momentum: The momentum of SGD.
       weight_decay: Decay that is added to the gradient.
-      clip: The largest global norm of the averaged gradient; the paper mentions none.
+      clip: The bound of the averaged gradient's norm; the paper mentions none.
       steps: Steps of a run; the paper's curves go as far.
       evaluate_every: Steps from one evaluation to the next.
       evaluation_rows: Images per replica; the 10,000 of the test divide by 4, 16 and

@@ -152,7 +152,6 @@ TASKS = {
     "small-gpt-bytes": _language(TransformerLanguageModel, SMALL_GPT, *_BYTES),
     "gpt-bytes": _language(TransformerLanguageModel, GPT, *_BYTES),
     "resnet-cifar10": _images(ResNet, RESNET, cifar.CIFAR10),
-    "resnet-cifar100": _images(ResNet, RESNET, cifar.CIFAR100),
     "resnet20-cifar10": _images(ResNet, RESNET20, cifar.CIFAR10),
     "resnet18-cifar10": _images(ResNet, RESNET18, cifar.CIFAR10),
     "cnn-cifar10": _images(VGG, SMALL_CNN, cifar.CIFAR10),

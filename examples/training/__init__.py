@@ -2,7 +2,6 @@
 
 from training.replicas import Replicas as Replicas
 from training.replicas import replica_key as replica_key
-from training.run import DEFAULT as DEFAULT
 from training.run import Options as Options
 from training.run import Run as Run
 from training.run import file_name as file_name

@@ -44,10 +44,10 @@ def train(
     init = jax.jit(model.init, static_argnames="is_training")
     variables: Any = init(key, one, is_training=False)
     params, statistics = variables["params"], variables["batch_stats"]
-    exchange = {**options.exchange, "weight_decay": config.weight_decay}
+    clip = gravac.ClipByGlobalNorm(config.clip) if config.clip else None
+    exchange = {**options.exchange, "clip": clip, "weight_decay": config.weight_decay}
     tx = optax.chain(
         gravac.transform(**exchange),  # gravac
-        *([optax.clip_by_global_norm(config.clip)] if config.clip else []),
         optax.sgd(learning_rate, momentum=config.momentum),
     )
 
@@ -67,10 +67,11 @@ def train(
             return cross_entropy(logits, batch["label"]), updated["batch_stats"]
 
         grad = gravac.value_and_grad(loss_fn, has_aux=True)  # gravac
-        (loss, own), grads = grad(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **times)
+        own = gravac.own_params(tx, params, opt_state)  # gravac
+        (loss, mine), grads = grad(own, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, at="own", **times)
         params = optax.apply_updates(params, updates)
-        return params, jax.lax.pmean(own, "data"), opt_state, loss
+        return params, jax.lax.pmean(mine, "data"), opt_state, loss
 
     @jax.jit
     def evaluated(params: Any, statistics: Any, batch: Any) -> dict[str, jax.Array]:
@@ -89,5 +90,7 @@ def train(
     state = gravac.place(state, replicas.where)  # gravac
     step = replicas.parallel(train_step)
     with Run(name, config, options, replicas, batches) as run:
-        state = run.train(step, state, lambda state: evaluate(state, held_out[0]))
-    return evaluate(state, held_out[1])
+        validate = lambda state: evaluate(state, held_out[0])
+        params, statistics, opt_state = run.train(step, state, validate)
+    params, _ = replicas.flush(tx, params, opt_state)  # gravac
+    return evaluate((params, statistics), held_out[1])

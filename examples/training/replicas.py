@@ -63,6 +63,12 @@ class Replicas:
         """
         return gravac.data_parallel(train_step, self.where, carried=carried)
 
+    def flush(self, tx: Any, params: Any, opt_state: Any) -> Any:
+        """Return both after all has been sent that was held back."""
+        deliver = lambda params, state, _: gravac.flush(tx, params, state)
+        step = gravac.data_parallel(deliver, self.where, donate=False)
+        return step(params, opt_state, ())
+
     def shard(self, batch: Any) -> Any:
         """Return this process's rows on its devices, as a part of the whole batch."""
         if isinstance(self.where, int):

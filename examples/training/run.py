@@ -61,14 +61,14 @@ class Options:
 
     @property
     def exchange(self) -> dict[str, Any]:
-        """The arguments of `gravac.transform`.
+        """The arguments of `gravac.transform` or `gravac.adamw`.
 
         Raises:
           SystemExit: If there is nothing of that name to send.
         """
         network = gravac.WireCost(bytes_per_second=125e3 * self.bandwidth_mbit)
-        send = None if self.send == DEFAULT else parse(self.send)
-        return {"send": send, "network": network}
+        chosen = {} if self.send == DEFAULT else {"send": parse(self.send)}
+        return {"network": network, **chosen}
 
 
 class Run:

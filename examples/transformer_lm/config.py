@@ -26,7 +26,7 @@ class Config:
       b1: Adam's decay of the first moment.
       b2: Adam's decay of the second moment.
       weight_decay: Decoupled decay of matrices.
-      clip: The largest global norm of the averaged gradient.
+      clip: The bound of the averaged gradient's norm.
       steps: Steps of a run; arbitrary.
       evaluate_every: Steps from one evaluation to the next.
       evaluation_rows: Windows per replica.

@@ -1,9 +1,8 @@
 """Train a small GPT with AdamW.
 
-By default each replica has an AdamW of its own, takes gradients at params of its own,
-and exchanges steps in two bits: `gravac.adamw`. With `--send`, replicas exchange
-gradients, and AdamW comes after. Lines marked `# gravac` are all that is particular to
-either.
+Each replica has an AdamW of its own, takes gradients at params of its own, and
+exchanges its steps: `gravac.adamw`. Lines marked `# gravac` are all that is particular
+to it.
 
     python examples/transformer_lm/train.py --data-dir TEXT --preset paper
 """
@@ -18,7 +17,7 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tasks import cross_entropy, pipeline, text
-from training import DEFAULT, Options, Replicas, Run, main, mean
+from training import Options, Replicas, Run, main, mean
 from transformer_lm.config import PRESETS, Config
 from transformer_lm.model import LanguageModel
 
@@ -35,16 +34,14 @@ def optimizer(config: Config, options: Options) -> optax.GradientTransformation:
         end_value=config.learning_rate / 10,
     )
     is_matrix = lambda params: jax.tree.map(lambda x: x.ndim == 2, params)
-    decay = {"weight_decay": config.weight_decay, "mask": is_matrix}
-    if options.send == DEFAULT:
-        clip = gravac.ClipByGlobalNorm(config.clip)
-        return gravac.adamw(  # gravac
-            schedule, b1=config.b1, b2=config.b2, clip=clip, **decay
-        )
-    return optax.chain(
-        gravac.transform(**options.exchange),  # gravac
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(schedule, config.b1, config.b2, **decay),
+    return gravac.adamw(  # gravac
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask=is_matrix,
+        clip=gravac.ClipByGlobalNorm(config.clip),
+        **options.exchange,
     )
 
 
@@ -72,9 +69,7 @@ def train(config: Config, options: Options) -> dict[str, float]:
     )
 
     def train_step(params: Any, opt_state: Any, batch: Any, **times: Any) -> Any:
-        own = params
-        if options.send == DEFAULT:
-            own = gravac.own_params(tx, params, opt_state)  # gravac
+        own = gravac.own_params(tx, params, opt_state)  # gravac
         loss, grads = grad(own, batch)
         updates, opt_state = tx.update(grads, opt_state, params, **times)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -89,7 +84,8 @@ def train(config: Config, options: Options) -> dict[str, float]:
     step = replicas.parallel(train_step)
     with Run("transformer_lm", config, options, replicas, batches) as run:
         state = run.train(step, state, lambda state: evaluate(state[0], held_out[0]))
-    return evaluate(state[0], held_out[1])
+    params, _ = replicas.flush(tx, *state)  # gravac
+    return evaluate(params, held_out[1])
 
 
 if __name__ == "__main__":

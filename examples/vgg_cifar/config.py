@@ -24,7 +24,7 @@ class Config:
       learning_rate: The learning rate; fixed.
       momentum: The momentum of SGD.
       weight_decay: Decay that is added to the gradient.
-      clip: The largest global norm of the averaged gradient. The paper mentions none;
+      clip: The bound of the averaged gradient's norm. The paper mentions none;
         without it dense steps at its learning rate diverged within eight steps, from
         these initial params and from torchvision's (one replica, 64 images).
       steps: Steps of a run; the paper's curves go as far.

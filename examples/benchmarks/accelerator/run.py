@@ -1,7 +1,7 @@
 """Time steps and updates on this machine's devices, in twenty minutes on a GPU.
 
-The record 2026-11-26_h200 is of one GPU; nobody has run it on a TPU or on several
-GPUs. It asks two questions, in this order:
+Rows `gpu-step` and `gpu-update` of results.csv are of one GPU; nobody has run it on a
+TPU or on several GPUs. It asks two questions, in this order:
 
 - `step`: milliseconds of a GPT's whole step, by method, over all devices.
 - `passes`: the work of an update without other replicas, at 100 million entries, in
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common.journal import Journal, Line
+from common.journal import Journal, Line, configuration
 from common.report import markdown
 from programs import gpt
 from training import file_name
@@ -127,8 +127,8 @@ def _top_k(gradient: jax.Array, residual: jax.Array) -> tuple[Any, jax.Array]:
 
 def main(args: Args) -> None:
     """Time what is missing, and print the table."""
-    setting = {"millions": args.millions, "entries": args.entries, "rows": args.rows}
     devices = [x.device_kind for x in jax.devices()]
+    setting = configuration(args, "methods", "alone", "trace")
     journal = Journal(args.out, {**setting, "devices": devices})
     for name in args.methods:
         make = lambda name=name: whole_step(name, args)

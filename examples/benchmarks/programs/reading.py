@@ -190,7 +190,7 @@ class Program:
     def _cost_of(self, x: Operation, there: dict[str, Operation]) -> Cost:
         inner = [self.cost(name) for name in self.inner(x)]
         if x.kind == "while":
-            # Loops of unknown length take at most one turn here: `_arrays.only_if`.
+            # Loops of unknown length take at most one turn here: `_xla.only_if`.
             return Cost().plus(inner[0], _turns(x) or 1)
         if inner:
             return max(inner, key=lambda cost: cost.bytes)

@@ -19,7 +19,6 @@ from common.statistics import upper_bound
 from quality.results import (
     Result,
     by_method,
-    edges,
     ended,
     gaps,
     paired,
@@ -44,11 +43,12 @@ class Args:
 
 def tuning_rows(lines: list[Line]) -> list[list[str]]:
     """Return what every learning rate gave; the heading is the first row."""
-    losses_of, best, outermost = tuning(lines), tuned(lines), edges(lines)
+    losses_of, best = tuning(lines), tuned(lines)
     tried = sorted({rate for losses in losses_of.values() for rate in losses})
     rows = [["validation loss at the rate", *(f"{x:g}" for x in tried)]]
     for name, losses in losses_of.items():
-        mark = {best[name]: " (edge)" if best[name] in outermost else " (taken)"}
+        is_edge = best[name] in (min(losses), max(losses))
+        mark = {best[name]: " (edge)" if is_edge else " (taken)"}
         said = lambda x, losses=losses, mark=mark: f"{losses[x]:.4f}{mark.get(x, '')}"
         rows.append([name, *(said(x) if x in losses else "" for x in tried)])
     return rows

@@ -70,12 +70,6 @@ def tuned(lines: Iterable[Line]) -> dict[str, float]:
     }
 
 
-def edges(lines: Iterable[Line]) -> set[float]:
-    """Return the lowest and the highest learning rate that were tried."""
-    rates = {rate for losses in tuning(lines).values() for rate in losses}
-    return {min(rates), max(rates)} if rates else set()
-
-
 def paired(runs: list[Result], others: list[Result]) -> list[tuple[Result, Result]]:
     """Return each run with the dense run of its seed, if `others` has one."""
     dense = {x.seed: x for x in others if x.method == "dense"}

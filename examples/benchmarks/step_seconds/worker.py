@@ -188,7 +188,6 @@ class Replica(Member):
             **{name: quartiles(x) for name, x in seconds.items()},
             "steps": len(step),
             "mean_step_seconds": round(float(step.mean()), 6),
-            "timed_alone": whole.shape[1],
             "taken": {x: n for x, n in taken.items() if n},
             "wire_bytes": float(np.mean(log.wire_bytes)),
             "interface_bytes": interface_bytes,
