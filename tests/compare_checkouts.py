@@ -60,7 +60,7 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
     """Yield every recipe of a package with its name."""
     bits, top_k = {"send": "Bits(2)"}, {"send": "TopK(10)"}
     more = {
-        "clip, decay, checks": {
+        "clip, decay": {
             **bits,
             "clip": g.ClipByGlobalNorm(0.5),
             "weight_decay": 1e-3,

@@ -43,8 +43,7 @@ CHOOSES = {**ADAM, "send": gravac.Fastest((DENSE, TWO_BITS))}
 PADDED = {"compress": True, "send": gravac.Bits(2, turns=4, row_entries=32)}
 
 RECIPES = {
-    "clip, decay, checks": BITS
-    | {"clip": gravac.ClipByGlobalNorm(1.0), "weight_decay": 0.01},
+    "clip, decay": BITS | {"clip": gravac.ClipByGlobalNorm(1.0), "weight_decay": 0.01},
     "nothing compressed": {"compress": False, "send": FEW},
     "several buckets": CHOOSES,
     "several encodings": {"send": Scripted((DENSE, gravac.LowRank(4), FEW))},
