@@ -83,8 +83,9 @@ def train(name: str, send: Any, config: Config, mesh: Any) -> Run:
     place = lambda x: jax.device_put(x, jax.NamedSharding(mesh, spec(x)))
     params = jax.tree.map(place, params)
 
-    rate, how = config.learning_rate, {"shardings": params, "send": send}
-    tx = gravac.adamw(rate, SLOW, weight_decay=1e-4, **how)  # gravac
+    tx = gravac.adamw(  # gravac
+        config.learning_rate, SLOW, weight_decay=1e-4, shardings=params, send=send
+    )
 
     def loss_of(params: Any, batch: jax.Array) -> jax.Array:
         logits: Any = model.apply({"params": params}, batch[:, :-1])

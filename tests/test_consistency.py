@@ -105,9 +105,8 @@ def test_replicas_that_drift_apart_are_counted_and_warned_about(entry, seen):
             state = jax.block_until_ready(step(*state, batch))
             counts.append(int(state[1].info.disagreements))
     assert counts == [0] * 6 + seen
-    assert ["hold different params" in str(x.message) for x in said] == [True] * any(
-        seen
-    )
+    words = ["hold different params" in str(x.message) for x in said]
+    assert words == [True] * any(seen)
 
 
 # The guard around an optimizer

@@ -21,8 +21,6 @@ TX = optax.chain(
     optax.sgd(0.1, momentum=0.9),
 )
 SIZE = 15  # entries of a dense layer from 4 to 3
-
-
 loss_of = lambda params, x: jnp.sum((x @ params["w"] + params["b"][None]) ** 2)
 train_step = _harness.plain_step(TX, loss_of)
 

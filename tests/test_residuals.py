@@ -141,8 +141,7 @@ def test_a_step_that_never_asked_for_own_params_where_they_matter_warns(
     said = pytest.warns(UserWarning, match=r"not taken at gravac\.own_params")
     with said if warns else warnings.catch_warnings(action="error"):
         step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         step(at="shared")
         each(lambda x: gravac.own_params(tx, x, state))(params)
         step()

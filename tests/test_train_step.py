@@ -116,6 +116,11 @@ def test_it_is_its_parts(part):
         assert others == losses
 
 
+def test_simulated_replicas_train_alike():
+    found = [trained(step_of("delayed", mesh))[1] for mesh in (MESH, N)]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def test_a_bad_batch_leaves_the_state_whole():
     step = step_of("plain")
     state = gravac.place(tuple(trained(step, batches=BATCHES[:2])[0]), MESH)

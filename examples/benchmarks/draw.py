@@ -79,12 +79,11 @@ def speed_ups(found: list[Row], method: str) -> tuple[list[float], list[float]]:
 
 def time_to_quality() -> None:
     """Draw speed-ups over r: a GPT with AdamW, an LSTM with momentum SGD."""
+    older = "transform(send={}, memory=OwnOptimizer(sgd))"
+    longer = "Fastest up to Bits(2, turns=16)"
     tasks = {
         "a GPT, gravac.adamw": ("time-adamw", "adamw(send={})", "Fastest()"),
-        "an LSTM, gravac.sgd": (
-            *("time-ptb-steps", "transform(send={}, memory=OwnOptimizer(sgd))"),
-            "Fastest up to Bits(2, turns=16)",
-        ),
+        "an LSTM, gravac.sgd": ("time-ptb-steps", older, longer),
     }
     lines = {
         "dense float16": (FAINT, "D-"),

@@ -83,9 +83,9 @@ class Ladder:
         """Return the cost of a rung, with its energies and so many figures beside."""
         own = self.taken(replicas)[rung].traffic(self.bucket, replicas)
         energies = 2 + len(self.encodings) * self.is_looked_at
-        takes_all = _carries_all(own, replicas)
-        beside = own.figures(energies + figures * takes_all, replicas)
-        if figures and not takes_all:
+        carries_all = _carries_all(own, replicas)
+        beside = own.figures(energies + figures * carries_all, replicas)
+        if figures and not carries_all:
             beside = beside.plus(_network.mean_traffic(figures, replicas))
         return own.plus(beside)._replace(bits=own.bits)
 
@@ -159,12 +159,12 @@ class Ladder:
 
         def branch(encoding: Encoding) -> tuple[Sent, jax.Array, Any]:
             kind, traffic = _kind(encoding), encoding.traffic(self.bucket, replicas)
-            takes_all = _carries_all(traffic, replicas)
-            carrier = Carrier(comm.axis_name, all_figures if takes_all else own)
+            carries_all = _carries_all(traffic, replicas)
+            carrier = Carrier(comm.axis_name, all_figures if carries_all else own)
             state = states.get(kind, ())
             sent, after = encoding.exchange(x, state, **given, comm=carrier)
             means = carrier.mean_of_figures(sent.energy)
-            if not takes_all:
+            if not carries_all:
                 means = jnp.concatenate([means, comm.mean(others)])
             return sent, means, states | {kind: after} if kind in states else states
 
