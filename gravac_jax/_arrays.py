@@ -86,11 +86,11 @@ def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         return list(map(cut, _xla.unknown(ends[:-1]), sizes))
 
     fixed = lambda vector: jnp.split(vector, ends[1:])[:-1]
-    if len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32:
-        # CPUs compile one kernel for all leaves of one size.
-        parts = jax.lax.platform_dependent(vector, cpu=unknown, default=fixed)
-    else:
-        parts = fixed(vector)
+    are_alike = len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32
+    # CPUs compile one kernel for all leaves of one size. TPUs would lay out the whole
+    # vector anew for each width of a leaf.
+    cpu, tpu = unknown if are_alike else fixed, lambda x: _xla.once(fixed(x))
+    parts = jax.lax.platform_dependent(vector, cpu=cpu, tpu=tpu, default=fixed)
     pairs = zip(parts, like, strict=True)
     return [_saturated(part.reshape(x.shape), x.dtype) for part, x in pairs]
 

@@ -93,13 +93,14 @@ def mean(messages: jax.Array, rows: int, bits: int) -> jax.Array:
     return _mean(*_split(messages, rows, bits), bits)
 
 
-def in_order(messages: jax.Array, rows: int, bits: int) -> jax.Array:
-    """Return the rows of several replicas, one after the other: `[rows, entries]`.
+def in_order(messages: jax.Array, rows: int, bits: int, whole: int) -> jax.Array:
+    """Return the rows of several replicas, one after the other: `[whole, entries]`.
 
-    The arguments are those of `mean`, with the whole message of each replica.
+    The arguments are those of `mean`, with the whole message of each replica, and how
+    many rows they have without the fill of the last ones.
     """
     words, scales = _split(messages, rows, bits)
-    joined = lambda x: x.reshape(1, -1, *x.shape[2:])
+    joined = lambda x: x.reshape(1, -1, *x.shape[2:])[:, :whole]
     return _mean(joined(words), joined(scales), bits)
 
 
