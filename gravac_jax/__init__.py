@@ -27,6 +27,7 @@ from gravac_jax._loop.guard import guard as guard
 from gravac_jax._loop.nnx import nnx_data_parallel as nnx_data_parallel
 from gravac_jax._loop.nnx import nnx_flush as nnx_flush
 from gravac_jax._loop.nnx import nnx_value_and_grad as nnx_value_and_grad
+from gravac_jax._loop.outer import outer as outer
 from gravac_jax._loop.parallel import data_parallel as data_parallel
 from gravac_jax._loop.placement import make_mesh as make_mesh
 from gravac_jax._loop.placement import place as place
@@ -39,7 +40,6 @@ from gravac_jax._memory import OwnOptimizer as OwnOptimizer
 from gravac_jax._memory import Residual as Residual
 from gravac_jax._network import Comm as Comm
 from gravac_jax._network import Traffic as Traffic
-from gravac_jax._outer import outer as outer
 from gravac_jax._step.bucketing import matrices as matrices
 from gravac_jax._step.clipping import ClipByGlobalNorm as ClipByGlobalNorm
 from gravac_jax._step.consistency import checksum as checksum

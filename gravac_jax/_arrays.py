@@ -1,6 +1,7 @@
 """Arithmetic on pytrees and vectors, in float32 and on the bits of float32.
 
-Nothing here knows about compression, replicas or optimizers.
+Here is also how values and leaves are named in errors. Nothing here knows about
+compression or optimizers.
 """
 
 import dataclasses
@@ -36,6 +37,8 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 def brief(value: Any) -> str:
     """Return what an error shows of a value, cut short: arrays may fill pages."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 120 else f"{text[:116]} ..."
 
@@ -43,10 +46,11 @@ def brief(value: Any) -> str:
 def constructor(x: Any) -> str:
     """Return how a dataclass is made, with what differs from the defaults.
 
-    The first field goes by position.
+    The first field goes by position. Of other classes no fields are known.
     """
     words = []
-    for i, field in enumerate(dataclasses.fields(x)):
+    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    for i, field in enumerate(fields):
         value = getattr(x, field.name)
         if value != field.default:
             value = value.item() if hasattr(value, "item") else value  # of NumPy

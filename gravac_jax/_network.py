@@ -1,11 +1,11 @@
 """All that a training step says to other replicas, and what it costs.
 
-Everything that crosses the network goes through `Comm`, in float32 or as integers.
+All that crosses the network goes through `Comm`: in float32 or as integers, and
+parts that one replica has alone in their own dtype.
 `Comm` also answers what differs from replica to replica. With `axis_name=None` a
 replica is alone: the same code runs and nothing is exchanged.
 """
 
-import contextvars
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,6 @@ from gravac_jax import _arrays, _refuse, _xla
 from gravac_jax._refuse import axis_names
 
 AxisName = str | tuple[str, ...] | None
-
-# Over which axis or axes, and fast axis, the step that is traced splits its batch.
-SPLIT_OVER = contextvars.ContextVar[Any]("SPLIT_OVER", default=None)
 
 
 def inner_axes(mesh: Any, axis_name: AxisName) -> tuple[str, ...]:

@@ -6,12 +6,11 @@ was received, the remedy. Trouble that shows in values alone becomes a counter o
 It also holds what they ask for: names of axes, and what a traced function reaches.
 """
 
-import contextlib
 import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -77,14 +76,8 @@ def instance(value: Any, kind: type, name: str, example: str) -> None:
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(
             f"`{name}` must be {article} {kind.__name__}, such as {example}, got"
-            f" {shown(value)}."
+            f" {_arrays.brief(value)}."
         )
-
-
-def shown(value: Any) -> str:
-    """Return what an error shows of a value in the place of a component."""
-    is_class = isinstance(value, type)
-    return f"the class {value.__name__}" if is_class else _arrays.brief(value)
 
 
 def function(value: Any, name: str, call: str) -> None:
@@ -208,8 +201,8 @@ def no_array(path: str, x: Any) -> None:
     """Refuse a leaf that is neither an array nor a number, such as a function."""
     if not (hasattr(x, "dtype") or isinstance(x, numbers.Number)):
         raise TypeError(
-            f"gravac.place takes arrays and numbers, got {shown(x)} at {path}: place"
-            f" eqx.filter(model, eqx.is_array), and eqx.combine it in the step."
+            f"gravac.place takes arrays and numbers, got {_arrays.brief(x)} at {path}:"
+            f" place eqx.filter(model, eqx.is_array), and eqx.combine it in the step."
         )
 
 
@@ -339,16 +332,6 @@ def state_of_others(received: Any, expected: Any) -> None:
         )
 
 
-def scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
-    """Return `value`, or `default` for None, as a `[]` array of `dtype`."""
-    array = jnp.asarray(default if value is None else value)
-    if array.shape != ():
-        raise ValueError(
-            f"`{name}` must be one number, or None if unknown, got shape {array.shape}."
-        )
-    return array.astype(dtype)
-
-
 def mask(compress: Any, tree: Any) -> None:
     """Refuse a `compress` mask of another structure than the params."""
     is_bool = all(isinstance(leaf, bool) for leaf in jax.tree.leaves(compress))
@@ -472,45 +455,6 @@ def differs(path: str, names: Sequence[str]) -> NoReturn:
         f" in one argument such as (x, y), micro-batches in one step, and jax.lax.pmean"
         f" around what else varies (metrics of Flax take gravac.nnx_data_parallel)."
     )
-
-
-_NOTES = {
-    "update_fn() missing": """
-gravac: a part of the optimizer is told more than gradients: write step.flush(params,
-opt_state, value=loss); in a step of your own tx.update(..., value=jax.lax.pmean(loss)).
-""",
-    "manual ax": """
-gravac: "V:" marks what may differ between replicas: accumulate gradients by
-gravac.value_and_grad(loss, micro_batches=...), tell an optimizer
-value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and begin
-other loops with jax.lax.pcast. For one in a library, such as an RNN, give what makes
-the step check_vma=False.
-""",
-    "AssertionError": """
-gravac: if no assert of yours failed, JAX has met a mean over the axis of a jax.vmap, as
-equinox.nn.BatchNorm has one: give what makes the step check_vma=False.
-""",
-    "The context mesh": """
-gravac: the step runs in a shard_map over all axes of the mesh. In place of a second one
-call its function, on this replica's rows. Where jit shards the model it may stay.
-""",
-    "vmap spmd_axis_name": """
-gravac: sharding constraints, and Flax's logical rules, must not name the axis of the
-replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
-""",
-}
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Add to errors of JAX and Optax in a step what they mean for its author."""
-    try:
-        yield
-    except (AssertionError, TypeError, ValueError) as error:
-        for words, note in _NOTES.items():
-            if words in (str(error) or type(error).__name__):
-                error.add_note(note)
-        raise
 
 
 # What a function does. --------------------------------------------------------------

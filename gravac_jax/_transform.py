@@ -18,11 +18,12 @@ from typing import Any
 
 import optax
 
-from gravac_jax import _arrays, _outer, _refuse
+from gravac_jax import _arrays, _refuse
 from gravac_jax._controllers import Fastest, Scheduled, controller_of
 from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings import Bits, Dense, Encoding, TopK
 from gravac_jax._evidence.cost_model import WireCost
+from gravac_jax._loop.outer import outer as step_on_means
 from gravac_jax._memory import Momentum, OwnOptimizer, Residual
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
@@ -65,9 +66,9 @@ def transform(
     own ones, with a warning where that matters and own params were never asked for.
     `is_due`, static, is for who knows whether this step exchanges (`every`) and
     compiles two programs without a branch. `rung`, static, is the rung of this step, or
-    the next below within reach, for callers who compile one program for each; all
-    replicas must pass the same.
-    `deliver` is for `gravac.flush` and `gravac.own_params`.
+    the next below within reach, or the lowest if none is, for callers who compile one
+    program for each; all replicas must pass the same. `deliver` is for `gravac.flush`
+    and `gravac.own_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one
@@ -135,7 +136,8 @@ def transform(
     Law:
       On every replica and step, sent + held back == gradient + residual: exactly where
       whole entries are sent (apart from numbers below 2**-126, which XLA may flush to
-      zero), and to a rounding of float32 in few bits and at low rank. Clip, decay and
+      zero), and to a rounding of float32 in few bits and at low rank; a mean in
+      `Dense("bfloat16")` is rounded once more, for good. Clip, decay and
       momentum come before: the law holds for what they make of the gradient. Without
       them the update of `send=Dense()` is `jax.lax.pmean` of the gradients. What all
       replicas made in a round is what was sent plus what is held back. What
@@ -257,7 +259,7 @@ def _warmed_up(send: Any, steps: int) -> Encoding | Controller:
     _refuse.count(steps, "warm_up_steps", "the steps before the last stage")
     if not isinstance(send, TopK):
         raise TypeError(
-            f"`warm_up_steps` lead to a gravac.TopK, got send={_refuse.shown(send)}:"
+            f"`warm_up_steps` lead to a gravac.TopK, got send={_arrays.brief(send)}:"
             f" write send=gravac.TopK(1000), or make stages with gravac.Scheduled(...)."
         )
     below = [x for x in WARM_UP if x < send.factor]
@@ -314,8 +316,9 @@ def adamw(
         here: `clip=gravac.ClipByGlobalNorm(1.0)`.
 
     Returns:
-      `optax.chain(gravac.transform(memory=gravac.OwnOptimizer(optax.adam(...)), ...),
-      optax.add_decayed_weights(-learning_rate * weight_decay, mask))`.
+      `optax.chain(gravac.transform(memory=gravac.OwnOptimizer(optax.adam(...),
+      keeps_norm=True), ...), optax.add_decayed_weights(-learning_rate * weight_decay,
+      mask))`.
 
     Raises:
       TypeError: as `gravac.transform`, and for a `memory`.
@@ -449,7 +452,7 @@ def diloco(
     outer = outer or optax.sgd(0.7, momentum=0.9, nesterov=True)
     memory = OwnOptimizer(inner)
     tx = transform(axis_name, send=send, every=every, memory=memory, **others)
-    return _outer.outer(tx, outer)
+    return step_on_means(tx, outer)
 
 
 def _refuse_rate(rate: Any) -> None:

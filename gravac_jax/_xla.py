@@ -7,7 +7,6 @@ order of operations differs between devices, `jax.lax.platform_dependent` stands
 the computation.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,10 +52,9 @@ def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any)
     """
     if isinstance(predicate, bool):
         return make() if predicate else otherwise
-    where = functools.partial(jnp.where, predicate)
     traced_once = jax.jit(make)
     branch = lambda: jax.lax.cond(predicate, traced_once, lambda: otherwise)
-    both = lambda: jax.tree.map(where, traced_once(), otherwise)
+    both = lambda: jnp.where(predicate, traced_once(), otherwise)
     return jax.lax.platform_dependent(cpu=branch, default=both)
 
 

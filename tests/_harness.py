@@ -7,7 +7,6 @@ import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +47,6 @@ def gaussian_gradients(steps):
     rng = np.random.default_rng(0)
     draw = lambda x: rng.standard_normal((steps, N, *x.shape)).astype(np.float32)
     return {name: draw(x) for name, x in PARAMS.items()}
-
-
-def in_bucket_order(leaves: Sequence[Any]) -> np.ndarray:
-    """Return the entries of all leaves in one vector, those of small leaves first."""
-    return np.concatenate(sorted(map(np.ravel, leaves), key=np.size))
 
 
 def residual(tree):
@@ -312,7 +306,7 @@ def on_each(f, how, mesh=None, out=None):
     if how == "pmap":
         return jax.pmap(f, "data")
     mesh = mesh or make_mesh()
-    split = jax.P(mesh.axis_names)
+    split = jax.P(mesh.axis_names)  # as many devices as replicas
     own = lambda tree: f(jax.tree.map(lambda x: x[0], tree))
     stacked = lambda tree: jax.tree.map(lambda x: x[None], own(tree))
     body, out = (stacked, split) if out is None else (own, out)

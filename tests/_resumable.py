@@ -19,7 +19,6 @@ import gravac_jax as gravac
 from gravac_jax import checkpoint
 
 WIDTH = 256
-SAVE_EVERY = 3
 
 
 def main(directory: str, steps: int, seconds: float = 0.0) -> None:
@@ -40,7 +39,7 @@ def main(directory: str, steps: int, seconds: float = 0.0) -> None:
 
     step = gravac.data_parallel(train_step, mesh)
     state, start = gravac.place((params, tx.init(params)), mesh), 0
-    with checkpoint.Checkpointer(directory, save_every=SAVE_EVERY) as checkpointer:
+    with checkpoint.Checkpointer(directory, save_every=3) as checkpointer:
         if saved := checkpointer.restore(state, state[0]):
             state, start = saved.tree, saved.step
             say(f"restored {start}")

@@ -9,13 +9,12 @@ recipe whether the params and what each replica holds back have the same bits af
 The exit status is 1 if a recipe differs, or fails in the new checkout.
 """
 
-import argparse
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ STEPS, LOOKS, REPLICAS = 100, (1, 10, 100), 4
 BAD_STEP = 7  # one replica's gradient is not finite
 
 Arguments = dict[str, Any]  # of `gravac.transform`
+SGD = optax.sgd(0.05)
 
 
 class Recipe(NamedTuple):
@@ -60,11 +60,7 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
     """Yield every recipe of a package with its name."""
     bits, top_k = {"send": "Bits(2)"}, {"send": "TopK(10)"}
     more = {
-        "clip, decay": {
-            **bits,
-            "clip": g.ClipByGlobalNorm(0.5),
-            "weight_decay": 1e-3,
-        },
+        "clip, decay": {**bits, "clip": g.ClipByGlobalNorm(0.5), "weight_decay": 1e-3},
         "one step late": {**bits, "delay": 1},
         "rounds": {**bits, "every": 4},
     }
@@ -73,7 +69,8 @@ def recipes(g: Any) -> Iterator[tuple[str, Recipe]]:
     for name, masking in (("momentum", False), ("momentum, masked", True)):
         memory = g.Momentum(0.9, True, masking)
         yield name, Recipe(sgd(momentum=None), {**top_k, "memory": memory})
-    yield "deep gradient compression", Recipe(paper, {})
+    dgc = g.dgc(warm_up_steps=50, max_norm=1.0)
+    yield "deep gradient compression", Recipe(lambda g: optax.chain(dgc, SGD), {})
     yield "adamw", Recipe(lambda g: g.adamw(1e-2), {}, "own params")
     yield "sgd", Recipe(lambda g: g.sgd(1e-2), {}, "own params")
     yield "diloco", Recipe(lambda g: g.diloco(optax.adam(1e-2), 5), {}, "own params")
@@ -96,19 +93,13 @@ def sgd(momentum: float | None) -> Callable[..., Any]:
     return make
 
 
-def paper(g: Any) -> Any:
-    """Return Deep Gradient Compression with all of its parts."""
-    return optax.chain(g.dgc(warm_up_steps=50, max_norm=1.0), optax.sgd(0.05))
-
-
 def train(g: Any, recipe: Recipe) -> list[str]:
     """Return a hash of params and memories after each of `LOOKS` steps."""
-    sizes = {"dcn": 2, "ici": 2} if recipe.run == "two axes" else {"data": REPLICAS}
-    axes = tuple(sizes)
-    given = recipe.arguments
+    sizes, names = {"data": REPLICAS}, {}
     if recipe.run == "two axes":
-        given = given | {"axis_name": "dcn", "fast_axis_name": "ici"}
-    tx, rng = recipe.make(g, **given), np.random.default_rng(0)
+        sizes, names = {"dcn": 2, "ici": 2}, dict(axis_name="dcn", fast_axis_name="ici")
+    axes, rng = tuple(sizes), np.random.default_rng(0)
+    tx = recipe.make(g, **recipe.arguments, **names)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {"a": 0.1 * draw(96, 128), "b": draw(128), "c": 0.1 * draw(128, 96)}
 
@@ -161,7 +152,7 @@ def results(chosen: list[str]) -> dict[str, list[str] | str]:
     return found
 
 
-def results_of(checkout: str, chosen: list[str]) -> dict[str, list[str] | str]:
+def results_of(checkout: str, chosen: Sequence[str]) -> dict[str, list[str] | str]:
     """Return the results of a checkout, from a process that imports it."""
     print(checkout, file=sys.stderr)
     environment = os.environ | {
@@ -170,23 +161,14 @@ def results_of(checkout: str, chosen: list[str]) -> dict[str, list[str] | str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",  # XLA's default optimisation
     }
-    command = [sys.executable, __file__, "--inside", checkout, "", *chosen]
+    command = [sys.executable, __file__, "--inside", *chosen]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
 
-def main() -> None:
+def main(old_dir: str, new_dir: str, *chosen: str) -> None:
     """Print a table of all recipes; exit with 1 if one differs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("old")
-    parser.add_argument("new")
-    parser.add_argument("recipes", nargs="*")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.inside:
-        print(json.dumps(results(options.recipes)))
-        return
-    old, new = (results_of(x, options.recipes) for x in (options.old, options.new))
+    old, new = (results_of(x, chosen) for x in (old_dir, new_dir))
     has_moved = False
     for name in old:
         a, b = old[name], new[name]
@@ -204,4 +186,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--inside"]:
+        print(json.dumps(results(sys.argv[2:])))
+    else:
+        main(*sys.argv[1:])

@@ -87,7 +87,7 @@ def test_a_time_runs_from_the_end_of_the_step_before_and_without_pauses(wall):
 
 def test_the_host_runs_four_steps_ahead_and_no_more(wall):
     clock = gravac.StepClock()
-    outputs = [begin(clock)[0] for _ in range(step_clock.AHEAD)]
+    outputs = [begin(clock)[0] for _ in range(4)]
     asking = threading.Thread(target=clock.times)
     asking.start()
     asking.join(0.2)

@@ -286,8 +286,10 @@ def test_connections_outside_of_tcp_stay():
 
 
 def test_what_cannot_work_is_refused_before_anything_changes(monkeypatch):
-    monkeypatch.delenv(elastic.FOLDER, raising=False)
+    for name in (elastic.FOLDER, retries := "GLOO_DISABLE_CONNECTION_RETRIES"):
+        monkeypatch.delenv(name, raising=False)
     for tried, said in (((), "needs one of"), ([HERE], "start it by")):
         monkeypatch.setattr(elastic, "TRIED", tried)
         with pytest.raises(RuntimeError, match=said):
             elastic.Elastic(lambda: None)
+    assert retries not in os.environ

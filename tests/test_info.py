@@ -1,9 +1,9 @@
 """StepInfo reports what a step sent, down to the byte."""
 
 import functools
-import itertools
 import operator
 import warnings
+from itertools import product
 from types import SimpleNamespace
 
 import _laws
@@ -15,8 +15,9 @@ from _harness import COMPRESS, ROWS, choices, covering
 
 import gravac_jax as gravac
 from gravac_jax import _network
+from gravac_jax._encodings import rung_costs
 from gravac_jax._encodings.ladder import Ladder
-from gravac_jax._step import step_info
+from gravac_jax._step import phases, step_info
 from gravac_jax._step.phases import Step
 
 N, LADDER = 4, (gravac.Dense(), gravac.TopK(4), gravac.TopK(1000))
@@ -24,14 +25,14 @@ LOCAL = len(LADDER)
 
 
 def traced(send, size=8, compress=True, replicas=N):
-    """Return the program of a step, and the tables from which it reports."""
+    """Return the program of a step, and the costs from which it reports."""
     tx = gravac.transform(send=send, compress=compress)
-    found, tables = [], step_info.tables
+    found, costs = [], rung_costs.rung_costs
     params = {"w": np.zeros((size, size), np.float32), "b": np.zeros(5, np.float32)}
     state, axis_env = tx.init(params), [("data", replicas)]
     with pytest.MonkeyPatch.context() as patch:
-        keep = lambda *args: found.append(tables(*args)) or found[-1]
-        patch.setattr(step_info, "tables", keep)
+        keep = lambda *args: found.append(costs(*args)) or found[-1]
+        patch.setattr(rung_costs, "rung_costs", keep)
         update = functools.partial(tx.update, at="own")  # where all rungs are taken
         jaxpr = jax.make_jaxpr(update, axis_env=axis_env)(params, state).jaxpr
     return jaxpr, found[-1]
@@ -39,7 +40,7 @@ def traced(send, size=8, compress=True, replicas=N):
 
 @functools.cache
 def usual(replicas=N):
-    """Return the tables of `LADDER`."""
+    """Return the costs of `LADDER`."""
     return traced(gravac.GraVAC(LADDER), replicas=replicas)[1]
 
 
@@ -93,7 +94,6 @@ BITS = {  # that the large leaf takes alone
 KINDS = gravac.GraVAC, gravac.Fastest
 PLACES = (True, N), (COMPRESS, N), (False, N), (COMPRESS, 2)
 COPIED = (N, 0), (N, 2**20), (2, 2**20)
-product = itertools.product
 CASES = [(x, y, 8, *where, 2**20) for x, y, where in product(KINDS, LADDERS, PLACES)]
 CASES += [(alone, (x,), 128, COMPRESS, *how) for x, how in product(BITS, COPIED)]
 # Each choice in the default run, any two together in it or in the slow one.
@@ -130,7 +130,7 @@ def test_dense_figures_are_those_of_a_plain_mean_and_one_replica_sends_nothing()
 
 def test_the_seconds_of_every_rung_are_predicted_from_its_bytes():
     table, wire = usual(), gravac.WireCost(1024, latency_seconds=1, compute_seconds=2)
-    compute, selection, latency, sent = step_info.predicted_parts(table, wire).T
+    compute, selection, latency, sent = phases._predicted_parts(table, wire).T
     assert sent.dtype == np.float32
     assert (compute == 2).all()
     np.testing.assert_array_equal(selection, np.float32([0, 1e-3, 1e-3]))
@@ -181,7 +181,7 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
     usual = gravac.Fastest().ladder, LADDERS[1][:2], gravac.TopK.geometric(10, 1000)
     for ladder, replicas in zip(usual, (32, 32, 16), strict=True):
         with warnings.catch_warnings(action="error"):
-            step_info.warn_if_dense([Ladder(ladder, gravac.Bucket(10_000))], replicas)
+            rung_costs.warn_if_dense([Ladder(ladder, gravac.Bucket(10_000))], replicas)
 
 
 def test_a_search_begins_at_the_top_where_so_many_replicas_make_every_rung_dense():

@@ -17,8 +17,7 @@ from flax.training.train_state import TrainState
 import gravac_jax as gravac
 
 TX = optax.chain(
-    gravac.transform(compress=True, send=gravac.TopK(4)),
-    optax.sgd(0.1, momentum=0.9),
+    gravac.transform(compress=True, send=gravac.TopK(4)), optax.sgd(0.1, momentum=0.9)
 )
 SIZE = 15  # entries of a dense layer from 4 to 3
 loss_of = lambda params, x: jnp.sum((x @ params["w"] + params["b"][None]) ** 2)

@@ -90,7 +90,6 @@ CASES = {
     "alone": Case("float32", 1, bits(2)),
     "mesh": Case("mixed", 4, bits(2), is_mapped=True),
 }
-SOME = ("adam", "mesh")
 
 
 @functools.cache
@@ -198,7 +197,7 @@ def bucket_of(case, tree):
 
 @pytest.mark.parametrize(
     ("name", "is_quick"),
-    [(name, True) for name in SOME]
+    [(name, True) for name in ("adam", "mesh")]
     + [pytest.param(name, False, marks=pytest.mark.slow) for name in CASES],
 )
 def test_whatever_comes_nothing_is_lost_and_all_stays_finite(name, is_quick):

@@ -11,6 +11,7 @@ import pytest
 from _harness import COMPRESS, PARAMS, ROWS, SUM_ROUNDING, assert_same, at
 
 import gravac_jax as gravac
+from gravac_jax import _transform
 
 STEPS = 12
 GRADIENTS = _harness.gaussian_gradients(STEPS)
@@ -55,6 +56,12 @@ def test_the_recipe_is_the_papers_parts():
     found, expected = (updates_of(tx, params=params) for tx in (recipe, parts))
     assert_same(found, expected)
     assert found[1].info.rung.tolist() == [0] * 6 + [1] * 6
+
+
+def test_dgc_warms_up_in_the_papers_stages_of_equal_length():
+    stages = [gravac.TopK(x, select="sampled") for x in (4, 16, 64, 250, 1000)]
+    expected = gravac.Scheduled(tuple(stages), (100, 200, 300, 400))
+    assert _transform._warmed_up(stages[-1], 400) == expected
 
 
 def test_what_dgc_is_given_takes_precedence():

@@ -107,6 +107,18 @@ def test_the_exchange_tells_the_time_of_the_one_before(delay):
     np.testing.assert_array_equal(told, [H + 1, 0])
 
 
+class Local(_harness.Scripted):
+    """Keeps the time of local steps that it hears of."""
+
+    def decide(self, evidence, state):
+        rung, heard = super().decide(evidence, state)
+        return rung, _harness.Heard(jnp.full_like(heard[0], evidence.local_seconds))
+
+
+def test_the_exchange_tells_the_time_of_a_step_that_sends_nothing():
+    assert timed(Local).controller.measured_seconds[-1].tolist() == 2 * [2 * H]
+
+
 class Looking(_harness.Scripted):
     """Keeps what exchanges tell of gradients, at which one step in eight looks."""
 
@@ -221,8 +233,7 @@ MADE_BY = [ROWS, gravac.LowRank(1), gravac.TopK(8), gravac.Bits(1, turns=2)]
 
 
 @pytest.mark.parametrize(
-    "send",
-    _harness.choices(MADE_BY, lambda x: x == ROWS or "LowRank" in repr(x), repr),
+    "send", _harness.choices(MADE_BY, lambda x: x == ROWS or "LowRank" in repr(x), repr)
 )
 def test_what_was_made_was_sent_or_is_held(send):
     updates, states = run(**LATE, send=send)

@@ -5,14 +5,10 @@ A law that no saboteur breaks is decoration; a saboteur that no law catches is a
 
 import _examples
 import _laws
-import _oracles
 import _saboteurs
 import pytest
 
 import gravac_jax as gravac
-from gravac_jax._controllers import CONTROLLERS
-from gravac_jax._encodings import ENCODINGS
-from gravac_jax._memory import MEMORIES
 
 # What the laws of each family are tried on, for an honest component.
 EVIDENCE = _examples.evidence(4, seed=5, measured_from=90)
@@ -60,11 +56,3 @@ def test_the_law_catches_the_saboteur_and_spares_the_honest(kind, law):
 def test_every_law_catches_a_saboteur_and_says_what_it_demands():
     assert EXAMPLES.keys() == set().union(*_saboteurs.CAUGHT_BY.values())
     assert all(law.__doc__.count("\n") == 0 for law in EXAMPLES)
-
-
-REGISTRIES = ENCODINGS, MEMORIES, CONTROLLERS
-ORACLES = _oracles.ENCODINGS, _oracles.MEMORIES, _oracles.CONTROLLERS
-
-
-def test_every_member_of_a_registry_has_an_oracle():
-    assert list(map(set, REGISTRIES)) == list(map(set, ORACLES))

@@ -18,7 +18,7 @@ from gravac_jax._encodings.selection import PAD, Marks
 
 magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_words))
 mark, clear = map(jax.jit, (selection.mark, selection.clear))
-places = jax.jit(selection.places, static_argnums=1)
+places = jax.jit(selection.places_of_first, static_argnums=1)
 places_of_ranks = jax.jit(selection.places_of_ranks)
 thin_by_each = jax.jit(jax.vmap(selection.thin, (None, None, 0)))
 kth = jax.jit(selection.kth)
@@ -80,7 +80,7 @@ def test_a_run_of_marks_that_begins_at_the_gap_and_wraps_around_is_removed(n):
 
 def test_nothing_is_sorted_and_only_words_are_scattered():
     n, k = 2**16, 1000
-    program = jax.jit(lambda mask: selection.places(selection.mark(mask), k))
+    program = jax.jit(lambda mask: selection.places_of_first(selection.mark(mask), k))
     assert updates(program, n) == [n // 32]
     # What this replaces scatters every entry, and is seen to.
     assert n in updates(jax.jit(lambda mask: jnp.nonzero(mask, size=k)[0]), n)

@@ -186,7 +186,8 @@ def slices(mesh, tree, lead=()):
         cuts = {x: jax.NamedSharding(mesh, P(*lead, *LEAVES[x][2])) for x in tree}
         where = {x: cuts[x].devices_indices_map(tree[x].shape)[device] for x in tree}
         parts = [np.asarray(tree[x])[where[x]] for x in sorted(tree)]
-        own[at_device] = _harness.in_bucket_order(parts)
+        # As in a bucket: small leaves first.
+        own[at_device] = np.concatenate(sorted(map(np.ravel, parts), key=np.size))
     return np.array(own.tolist())
 
 

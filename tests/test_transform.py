@@ -93,6 +93,13 @@ def story(recipe, how):
     return gradients, updates, states
 
 
+def test_a_gain_stays_until_its_rung_is_taken_again():
+    info, kept = story("scripted", "vmap")[2].info, np.zeros(3)
+    for rung, gain, gains in zip(info.rung, info.gain, info.gains, strict=True):
+        kept[rung] = gain
+        np.testing.assert_allclose(gains, kept, rtol=1e-6)
+
+
 def residuals(states):
     """Return every replica's residual after and before each step."""
     kept = states.local.memory[0].residual

@@ -118,6 +118,8 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
     for state in states:
         agreed(state.decided)
         agreed(state.info.gains)
+        # The bytes of a device, over the slow axis.
+        assert float(state.info.dense_wire_bytes) == 4 * (ROWS + 1) * COLUMNS
     assert len({int(x.info.rung) for x in states}) > 1
     assert {x.data.size for x in residual(state).addressable_shards} == {ROWS * COLUMNS}
 

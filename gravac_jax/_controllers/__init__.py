@@ -8,7 +8,7 @@ their bytes and seconds, what is estimated of them, and whether they need own pa
 
 from typing import Any
 
-from gravac_jax import _refuse
+from gravac_jax import _arrays
 from gravac_jax._controllers.base import Controller
 from gravac_jax._controllers.fastest import Fastest
 from gravac_jax._controllers.gravac import GraVAC
@@ -26,6 +26,6 @@ def controller_of(send: Any) -> Controller:
         raise TypeError(
             f"`send` must be an encoding such as gravac.Bits(2), or a controller such"
             f" as gravac.Fastest((gravac.Dense(), gravac.Bits(2))) or gravac.Fastest(),"
-            f" got {_refuse.shown(send)}."
+            f" got {_arrays.brief(send)}."
         )
     return send

@@ -5,6 +5,7 @@ decide alike; a decision that differed between devices would hang the job.
 """
 
 import abc
+import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -25,10 +26,10 @@ class Evidence(NamedTuple):
         below it are dense steps whatever their encodings, because with so many replicas
         their payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
-        would have sent in this step. If the controller does not look at the bucket
-        (`looks_at`), or the step does not (`looks`), only that of the rung taken is
-        right.
-      energy: `[]` float32, the mean energy of the error-fed gradient.
+        would have sent in this step of the leaves that are compressed. If the
+        controller does not look at the bucket (`looks_at`), or the step does not
+        (`looks`), only that of the rung taken is right.
+      energy: `[]` float32, the mean energy of the error-fed gradient of these leaves.
       gradient_energy: `[]` float32, the mean energy of the gradient after the clip,
         without decay, residual and momentum.
       gradient_energies: `[rungs]` float32, the energy that an exchange by chance would
@@ -166,11 +167,13 @@ class Controller(abc.ABC):
 
 def check_ladder(value: Any, owner: str, least: int = 1) -> None:
     """Refuse what is no tuple of encodings, each of them once."""
-    is_tuple = isinstance(value, tuple) and all(isinstance(x, Encoding) for x in value)
+    is_frozen = lambda x: dataclasses.is_dataclass(x) and x.__hash__ is not None
+    is_one = lambda x: isinstance(x, Encoding) and is_frozen(x)
+    is_tuple = isinstance(value, tuple) and all(map(is_one, value))
     if not is_tuple or len(value) < least or len({*value}) < len(value):
         raise (ValueError if is_tuple else TypeError)(
             f"the ladder of {owner} must be a tuple of {least} encodings or more, each"
-            f" of them once, as (gravac.Dense(), gravac.Bits(8)) is, got"
-            f" {_arrays.brief(value)}: for one alone write"
+            f" of them once and a frozen dataclass, as (gravac.Dense(), gravac.Bits(8))"
+            f" is, got {_arrays.brief(value)}: for one alone write"
             f" gravac.transform(send=gravac.Bits(2))."
         )

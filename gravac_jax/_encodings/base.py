@@ -59,7 +59,7 @@ class Encoding(abc.ABC):
     Law:
       On every replica `sent = x - residual`, and `mean` is the mean of `sent` over
       replicas, the same bits on all of them (in float32, payloads added in the order of
-      the replicas).
+      the replicas; `gravac.Dense("bfloat16")` rounds that mean once more).
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp

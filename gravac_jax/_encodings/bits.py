@@ -324,7 +324,7 @@ class Bits(Encoding):
 
         def kept(length: int, bits: int) -> jax.Array:
             rows, entries = few_rows(length)
-            return (levels.energy(rows, entries, bits) + least) / whole(rows)
+            return (levels.sent_energy(rows, entries, bits) + least) / whole(rows)
 
         of_first = lambda entries: _arrays.energy(x[:entries]) / whole(x)
         return functools.cache(kept), functools.cache(of_first)

@@ -1,4 +1,4 @@
-"""The encodings of one bucket: which one a step takes, and what all of them cost.
+"""The encodings of one bucket: which one a step takes, and what it costs.
 
 Each encoding is a branch, from the bucket to the residual, compiled as if it were the
 only one: nothing is laid out for those that are not taken, and XLA fuses what it can.

@@ -104,7 +104,7 @@ def in_order(messages: jax.Array, rows: int, bits: int, whole: int) -> jax.Array
     return _mean(joined(words), joined(scales), bits)
 
 
-def energy(x: jax.Array, entries: jax.Array, bits: int) -> jax.Array:
+def sent_energy(x: jax.Array, entries: jax.Array, bits: int) -> jax.Array:
     """Return the energy that rounding would send of rows, `[]` float32."""
     return jnp.sum(fit(_in_blocks(x), entries, bits).sent)
 

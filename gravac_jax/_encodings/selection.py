@@ -178,7 +178,7 @@ def _bits_below(marks: Marks, place: jax.Array) -> jax.Array:
     return jnp.where(width == WORD_BITS, jnp.uint32(2**32 - 1), ones)
 
 
-def places(marks: Marks, k: int) -> jax.Array:
+def places_of_first(marks: Marks, k: int) -> jax.Array:
     """Return the indices of the first `k` marked entries, rising: `[k]` int32.
 
     If fewer are marked, `PAD` and above fill the rest.

@@ -153,12 +153,10 @@ class TopK(Encoding):
         """Return k, how many entries of `n` are sent at most."""
         return min(n, max(1, math.floor(n / self.factor)))
 
-    def _wire(self, n: int) -> payload.WireFormat:
-        return payload.WireFormat(self.values, n)
-
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of gathering all payloads."""
-        payload_bytes = self._wire(bucket.n).payload_bytes(self.slots(bucket.n))
+        format_ = payload.WireFormat(self.values, bucket.n)
+        payload_bytes = format_.payload_bytes(self.slots(bucket.n))
         return _network.all_gather_traffic(payload_bytes, replicas)
 
     def init(self, bucket: Bucket) -> TopKState:
@@ -176,9 +174,9 @@ class TopK(Encoding):
         comm: Comm,
     ) -> tuple[Sent, TopKState]:
         """Gather the selections of all replicas, and add them up in their order."""
-        format_, k = self._wire(bucket.n), self.slots(bucket.n)
+        format_, k = payload.WireFormat(self.values, bucket.n), self.slots(bucket.n)
         marks, state = self._choose(x, state, k, key)
-        chosen = payload.take(x, selection.places(marks, k))
+        chosen = payload.take(x, selection.places_of_first(marks, k))
         chosen = chosen._replace(values=format_.rounded(chosen.values))
         energy = _arrays.energy(chosen.values)
         comm.tell(energy)

@@ -16,8 +16,8 @@ import optax
 
 from gravac_jax import _arrays, _refuse
 from gravac_jax._encodings.base import Bucket
+from gravac_jax._loop.outer import OuterState
 from gravac_jax._memory.momentum import MomentumState
-from gravac_jax._outer import OuterState
 from gravac_jax._step import states
 from gravac_jax._step.states import TransformState, transform_states
 from gravac_jax._step.update import Delivery

@@ -9,6 +9,7 @@ import optax
 
 from gravac_jax import _arrays, _refuse
 from gravac_jax._loop import chain
+from gravac_jax._memory.own_optimizer import OwnOptimizerState
 from gravac_jax._step.states import is_transform_state
 
 
@@ -31,7 +32,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     Raises:
       TypeError: if `tx` is no optimizer of Optax.
       ValueError: by `init` and `update`, if `tx` holds no `gravac.transform`, or more
-        than one.
+        than one, or a second momentum.
 
     Cost:
       One select per leaf of the state, and as much memory as the state takes: the old
@@ -59,6 +60,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     def init(params: Any) -> Any:
         state: Any = tx.init(params)
         local = chain.the_transform(state, "gravac.guard").local
+        has_optimizer = isinstance(local.memory[0], OwnOptimizerState)
         if local.told:
             warnings.warn(
                 "gravac.guard does nothing with a delay or with rounds, where replicas"
@@ -66,7 +68,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
                 " or what delays the news.",
                 stacklevel=2,
             )
-        elif is_transform_state(state) and not hasattr(local.memory[0], "optimizer"):
+        elif is_transform_state(state) and not has_optimizer:
             warnings.warn(
                 "gravac.guard holds gravac.transform alone, and momentum or decay after"
                 " it could move params in a bad step: guard the whole chain, as"

@@ -187,8 +187,8 @@ def nnx_data_parallel(
 
     Raises:
       ImportError: if Flax is missing.
-      TypeError: when called: if another argument than the batch is no nnx object; if
-        the step returns nnx objects.
+      TypeError: if `train_step` is no function. When called: if another argument than
+        the batch is no nnx object; if the step returns nnx objects.
       ValueError: if `mesh` is neither a mesh nor a positive number; otherwise as
         `gravac.data_parallel`, also for a variable that the step leaves different on
         different replicas. When called: if objects share a variable;

@@ -1,8 +1,9 @@
 """Run a train step, written for one replica, on all of them: on a mesh or simulated."""
 
+import contextlib
 import functools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -14,12 +15,38 @@ from gravac_jax import _arrays, _network, _refuse
 from gravac_jax._loop import placement, watch
 from gravac_jax._network import AxisName, Comm
 from gravac_jax._step import states
+from gravac_jax._step.update import SPLIT_OVER
 
-Step = Callable[..., Any]
+Function = Callable[..., Any]
+_NOTES = {
+    "update_fn() missing": """
+gravac: a part of the optimizer is told more than gradients: write step.flush(params,
+opt_state, value=loss); in a step of your own tx.update(..., value=jax.lax.pmean(loss)).
+""",
+    "manual ax": """
+gravac: "V:" marks what may differ between replicas: accumulate gradients by
+gravac.value_and_grad(loss, micro_batches=...), tell an optimizer
+value=jax.lax.pmean(loss, axis_name), skip updates by zeros like the params, and begin
+other loops with jax.lax.pcast. For one in a library, such as an RNN, give what makes
+the step check_vma=False.
+""",
+    "AssertionError": """
+gravac: if no assert of yours failed, JAX has met a mean over the axis of a jax.vmap, as
+equinox.nn.BatchNorm has one: give what makes the step check_vma=False.
+""",
+    "The context mesh": """
+gravac: the step runs in a shard_map over all axes of the mesh. In place of a second one
+call its function, on this replica's rows. Where jit shards the model it may stay.
+""",
+    "vmap spmd_axis_name": """
+gravac: sharding constraints, and Flax's logical rules, must not name the axis of the
+replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
+""",
+}
 
 
 def data_parallel(
-    train_step: Step,
+    train_step: Function,
     mesh: jax.sharding.Mesh | int,
     axis_name: AxisName = "data",
     fast_axis_name: AxisName = None,
@@ -91,7 +118,8 @@ def data_parallel(
       an executable, take `jax.jit(step).trace(...).lower().compile()`.
 
     Raises:
-      TypeError: if there is a `fast_axis_name` and no mesh. When called: for too few
+      TypeError: if `train_step` is no function or `average_metrics` no bool, or if
+        there is a `fast_axis_name` and no mesh. When called: for too few
         arguments; for a metric without a mean that is not known to be the same on all
         replicas.
       ValueError: if `mesh` is neither a mesh nor a positive number, the mesh does not
@@ -185,7 +213,7 @@ def _put(sharding: Any, stays: bool, x: Any) -> Any:
 
 
 def _by_vmap(
-    body: Step, mesh: Any, axis_name: Any, averages: bool, state: Any, *others: Any
+    body: Function, mesh: Any, axis_name: Any, averages: bool, state: Any, *others: Any
 ) -> Any:
     """Run the step of one replica on all: on one device, or in slices on a mesh.
 
@@ -229,18 +257,18 @@ def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
         _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
 
-def _on_one_replica(train_step: Step, both: Any, averages: bool, *came: Any) -> Any:
+def _on_one_replica(train_step: Function, both: Any, averages: bool, *came: Any) -> Any:
     """Take a step: split its results into state and metrics, and average these."""
     comm, (state, own, batch, shared) = Comm(_network.join(*both)), came
     given = (*state, *own)
     # A step may change nnx objects in place: it has a copy of what came in.
     copy = jax.tree.map(lambda x: x, given)
-    before = _network.SPLIT_OVER.set(both)
+    before = SPLIT_OVER.set(both)
     try:
-        with _refuse.explained():
+        with _explained():
             results = train_step(*copy, batch, **shared)
     finally:
-        _network.SPLIT_OVER.reset(before)
+        SPLIT_OVER.reset(before)
     # Decided by type: a single NamedTuple is a state, not several results.
     results = results if type(results) is tuple else (results,)
     _refuse.other_state(results, given)
@@ -269,3 +297,15 @@ def _reported(metrics: Any, comm: Comm) -> Any:
                 f" .astype(jnp.float32) behind, and add names outside of the step."
             )
     return comm.reported_mean(jax.tree.map(jnp.asarray, metrics))
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add to errors of JAX and Optax in a step what they mean for its author."""
+    try:
+        yield
+    except (AssertionError, TypeError, ValueError) as error:
+        for words, note in _NOTES.items():
+            if words in (str(error) or type(error).__name__):
+                error.add_note(note)
+        raise

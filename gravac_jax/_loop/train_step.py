@@ -40,8 +40,8 @@ def train_step(
 
     Args:
       loss_fn: `(params, batch) -> loss`, a mean over the batch of one replica. A loss
-        that is divided by a count of tokens, or draws random numbers, must say which:
-        see `gravac.data_parallel`.
+        that is divided by a count of tokens must say which, and one that draws random
+        numbers needs a step of its own: see `gravac.data_parallel`.
       tx: the optimizer, with exactly one `gravac.transform` in it, such as
         `gravac.adamw(1e-3)`.
       mesh: the mesh; or a number of replicas, to simulate them on one device without
@@ -80,13 +80,15 @@ def train_step(
       `loss.addressable_data(0)`.
 
     Raises:
-      TypeError: if there is a `fast_axis_name` and no mesh, or `branches` is no bool.
-        When called: in a function that JAX traces.
+      TypeError: if `loss_fn` is no function, `tx` no optimizer of Optax, or `branches`
+        no bool; if there is a `fast_axis_name` and no mesh. When called: in a function
+        that JAX traces.
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
-        the axis, or `at` is neither of the two. From `init`: as `gravac.place`, and if
-        `tx` holds no `gravac.transform`, or more than one. When called: as the parts;
-        if the transform has other axes; if own params are asked for, or there is a
-        delay or rounds, and what comes after the transform is not linear, as Adam.
+        the axis, `micro_batches` is no positive number, or `at` neither of the two.
+        From `init`: as `gravac.place`, and if `tx` holds no `gravac.transform`, or more
+        than one. When called: as the parts; if the transform has other axes; if own
+        params are asked for, or there is a delay or rounds, and what comes after the
+        transform is not linear, as Adam.
 
     Example:
       >>> import jax, jax.numpy as jnp

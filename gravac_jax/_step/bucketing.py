@@ -26,13 +26,13 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _refuse, _xla
+from gravac_jax import _arrays, _refuse
 
 MAX_ENTRIES = 2**30  # of a bucket: places, and slots without one, fit in int32
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
@@ -179,10 +179,6 @@ class Buckets:
         cut = lambda x: jax.lax.slice_in_dim(flat[x.leaf], x.start, x.start + x.size)
         parts = [list(map(cut, part)) for part in self.parts]
         return tuple(map(_arrays.ravel, parts, self.sizes))
-
-    def cleared(self, buckets: Iterable[jax.Array]) -> tuple[jax.Array, ...]:
-        """Return `buckets` with 0 in their padding, where rounding leaves something."""
-        return tuple(map(_xla.zero_after, buckets, self.entries))
 
     def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
         """Undo `pack`: return the leaves in their own dtypes."""

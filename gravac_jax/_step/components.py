@@ -5,7 +5,7 @@ import functools
 import operator
 import zlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,6 @@ class Components:
     compress: Any
     delay: int
     network: WireCost | None
-    # For a warning alone: how deliveries were asked for by any transform so far.
-    asked: ClassVar[set[str | None]] = set()
 
     def __post_init__(self) -> None:
         _refuse.two_axes(self.axis_name, self.fast_axis_name)
@@ -126,13 +124,11 @@ class Components:
         suits = all(x.suits_small_leaves for x in self.controller.ladder)
         padded = lambda n: max(x.padded_size(n) for x in self.controller.ladder)
         buckets = bucketing.plan(asked, self.compress, padded, suits)
-        if like is not None:
-            buckets = dataclasses.replace(buckets, leaves=bucketing.leaves_of(tree))
-        if self.slices is None:
-            return buckets
-        # Few bits would round the zeros that stand for a leaf of another device.
-        leaves, are_cut = self.slices.slices_of(buckets.leaves)
-        chosen = tuple(map(operator.and_, buckets.is_compressed, are_cut))
+        leaves, chosen = bucketing.leaves_of(tree), buckets.is_compressed
+        if self.slices is not None:
+            # Few bits would round the zeros that stand for a leaf of another device.
+            leaves, are_cut = self.slices.slices_of(leaves)
+            chosen = tuple(map(operator.and_, chosen, are_cut))
         return dataclasses.replace(buckets, leaves=leaves, is_compressed=chosen)
 
     def initial(self, buckets: Buckets) -> TransformState:

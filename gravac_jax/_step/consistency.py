@@ -17,7 +17,7 @@ from gravac_jax._step.states import map_local
 
 GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio
 LEAVES, SIDE = 4, 32  # leaves of a sample, and the root of its entries; arbitrary
-WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+WORDS = {1: np.uint8, 2: np.uint16}  # of an item of so many bytes; else uint32
 
 
 def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
@@ -69,8 +69,7 @@ def leaf_checksum(leaf: Any) -> jax.Array:
 def host_checksum(leaf: Any) -> int:
     """Return the checksum of a NumPy array or a number, as `leaf_checksum` does."""
     x = np.asarray(leaf).reshape(-1)
-    kind = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    words = x.view(kind).astype(np.uint32)
+    words = x.view(WORDS.get(x.dtype.itemsize, np.uint32)).astype(np.uint32)
     mixed = _mixed(words + np.arange(words.size, dtype=np.uint32) * np.uint32(GOLDEN))
     return int(np.sum(mixed, dtype=np.uint32))
 
@@ -165,4 +164,4 @@ def _words(x: Any) -> jax.Array:
         return jax.random.key_data(x)
     if x.dtype == bool:
         return x.astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])
+    return jax.lax.bitcast_convert_type(x, WORDS.get(x.dtype.itemsize, np.uint32))

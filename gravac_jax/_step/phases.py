@@ -24,7 +24,9 @@ import optax
 
 from gravac_jax import _arrays, _network, _xla
 from gravac_jax._controllers.base import Evidence
+from gravac_jax._encodings import rung_costs
 from gravac_jax._encodings.ladder import Exchanged, Ladder
+from gravac_jax._encodings.rung_costs import RungCosts
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
@@ -33,7 +35,7 @@ from gravac_jax._step import consistency, norms, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
 from gravac_jax._step.states import LocalState, Round, Told, TransformState
-from gravac_jax._step.step_info import StepInfo, Tables
+from gravac_jax._step.step_info import StepInfo
 
 # Bound of an entry of a gradient, so that sums of squares stay finite.
 LIMIT = 2.0**50
@@ -285,13 +287,15 @@ class Step:
         own_figures = self.own_figures(told, fed[-1])
         exchanged, encodings = self.exchange(fed, own_figures, local)
         figures = exchanged[0].figures if self.rides else self.agree(own_figures)
-        rests = self.buckets.cleared(x.sent.residual for x in exchanged)
-        residuals = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
-        after = map(components.memory.hold, residuals, fed, memory)
+        entries, replicas = self.buckets.entries, self.axes.slow.replicas
+        # Rounding leaves something in the zeros that fill up a bucket.
+        rests = map(_xla.zero_after, (x.sent.residual for x in exchanged), entries)
+        rests = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
+        after = map(components.memory.hold, rests, fed, memory)
         known = tuple(map(norms.learnt, local.norms, figures.told.norms))
-        given = optax.tree.size(figures), self.axes.slow.replicas, self.rides
-        tables = step_info.tables(self.buckets, self.ladders, *given)
-        evidence = self.evidence(exchanged, figures, tables)
+        count = sum(entries), optax.tree.size(figures)
+        costs = rung_costs.rung_costs(self.ladders, *count, replicas, self.rides)
+        evidence = self.evidence(exchanged, figures, costs)
         decided, controller = components.controller.decide(evidence, state.controller)
         number = lambda mean: jnp.int32(mean + 0.5)
         following = state.round
@@ -306,7 +310,7 @@ class Step:
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
             round=following,
-            info=self.info(figures, evidence, tables),
+            info=self.info(figures, evidence, costs),
         )
 
     def own_figures(self, told: Told, dense: jax.Array) -> Figures:
@@ -345,7 +349,7 @@ class Step:
         self, fed: Parts, own_figures: Figures, local: LocalState
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
-        step_info.warn_if_dense(self.ladders, self.axes.slow.replicas)
+        rung_costs.warn_if_dense(self.ladders, self.axes.slow.replicas)
         has_rounds = self.components.has_rounds
         turn = self.state.round.exchanges if has_rounds else self.state.steps
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
@@ -357,7 +361,7 @@ class Step:
         return exchanged, encodings
 
     def evidence(
-        self, exchanged: Sequence[Exchanged], figures: Figures, tables: Tables
+        self, exchanged: Sequence[Exchanged], figures: Figures, costs: RungCosts
     ) -> Evidence:
         """Return what the controller decides by."""
         components, state, told = self.components, self.state, figures.told
@@ -371,19 +375,19 @@ class Step:
         return Evidence(
             step=state.steps,
             replicas=self.axes.slow.replicas,
-            first_sparse=jnp.int32(np.argmin([*tables.is_dense, 0])),
+            first_sparse=jnp.int32(np.argmin([*costs.is_dense, 0])),
             energies=energies,
             energy=energy,
             gradient_energy=told.gradient_energy,
             gradient_energies=told.gradient_energies if is_asked else jnp.zeros(rungs),
-            predicted_parts=step_info.predicted_parts(tables, network),
+            predicted_parts=_predicted_parts(costs, network),
             measured_seconds=times[:rungs],
             local_seconds=times[-1] if components.has_rounds else None,
             round_steps=state.info.local_steps + 1,
             at_own_params=self.is_own,
         )
 
-    def info(self, figures: Figures, evidence: Evidence, tables: Tables) -> StepInfo:
+    def info(self, figures: Figures, evidence: Evidence, costs: RungCosts) -> StepInfo:
         """Return what the step sent, and the counters of what went wrong."""
         before, rung = self.state.info, self.rung
         now = compression_gain.gain(evidence.energies, evidence.energy)
@@ -391,28 +395,35 @@ class Step:
         if self.components.controller.looks_at == "bucket":
             is_known = is_known | self.looks
         gains = jnp.where(is_known, now, before.gains)
-        at_rung = lambda table: jnp.asarray(table)[rung]
+        at_rung = lambda costs: jnp.asarray(costs)[rung]
         count = lambda before, happened: before + happened.astype(jnp.int32)
         is_bad = figures.told.bad != 0
         # A sample of all gradients has the same norm, and is not 0.
         energy, contrast = figures.told.sample
         is_alike = (self.axes.slow.replicas > 1) & (jnp.abs(contrast) < ALIKE * energy)
         are_apart = jnp.any(figures.apart != 0)
-        wire_bytes, steps = at_rung(tables.wire_bytes), before.local_steps + 1
+        wire_bytes, steps = at_rung(costs.wire_bytes), before.local_steps + 1
         return StepInfo(
             rung=jnp.asarray(rung, jnp.int32),
-            factor=at_rung(tables.factors),
+            factor=at_rung(costs.factors),
             gain=gains[rung],
             gains=gains,
-            payload_bytes=at_rung(tables.payload_bytes),
+            payload_bytes=at_rung(costs.payload_bytes),
             wire_bytes=wire_bytes,
-            dense_bytes=jnp.float32(tables.dense.payload_bytes),
-            dense_wire_bytes=jnp.float32(tables.dense.wire_bytes),
+            dense_bytes=jnp.float32(costs.dense.payload_bytes),
+            dense_wire_bytes=jnp.float32(costs.dense.wire_bytes),
             is_finite=~is_bad | self.components.is_told_late,
-            dense_steps=count(before.dense_steps, at_rung(tables.is_dense)),
+            dense_steps=count(before.dense_steps, at_rung(costs.is_dense)),
             bad_steps=count(before.bad_steps, is_bad),
             disagreements=count(before.disagreements, are_apart),
             alike_steps=count(before.alike_steps, is_alike),
             local_steps=jnp.zeros_like(before.local_steps),
             mean_wire_bytes=wire_bytes / steps.astype(jnp.float32),
         )
+
+
+def _predicted_parts(costs: RungCosts, wire: WireCost) -> jax.Array:
+    """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
+    each = zip(costs.wire_bytes, costs.messages, costs.is_dense, strict=True)
+    parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in each]
+    return jnp.asarray(parts, jnp.float32)

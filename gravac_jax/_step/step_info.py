@@ -3,21 +3,12 @@
 It travels inside the optimizer state, so it costs nothing until somebody reads it.
 """
 
-import functools
-import warnings
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from gravac_jax import _network
-from gravac_jax._encodings.dense import Dense
-from gravac_jax._encodings.ladder import Ladder
-from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._network import Traffic
-from gravac_jax._step.bucketing import Buckets
 
 
 class StepInfo(NamedTuple):
@@ -34,7 +25,7 @@ class StepInfo(NamedTuple):
       factor: `[]` float32, the papers' compression factor: the bits of a dense payload
         over those of this one, of the compressed leaves; 1 is a dense step.
       gain: `[]` float32 in [0, 1], the share of the energy of the error-fed gradient
-        that was sent, over all replicas.
+        that was sent, of the compressed leaves of all replicas; 0 if there are none.
       gains: `[rungs]` float32, the gain of every rung of the ladder when it was last
         taken, 0 before. With GraVAC, had it been taken in this step.
       payload_bytes: `[]` float32, bytes that one replica put into the collectives,
@@ -46,7 +37,7 @@ class StepInfo(NamedTuple):
       is_finite: `[]` bool, whether every gradient of every replica was finite, and
         below 2**50. Always True with a delay or rounds, where replicas
         are told of a gradient after its step.
-      dense_steps: `[]` int32, steps so far in which nothing was encoded.
+      dense_steps: `[]` int32, exchanges so far in which nothing was encoded.
       bad_steps: `[]` int32, steps so far in which a replica left its gradient out,
         because it was not finite. Where replicas are told late, exchanges that told of
         such a step.
@@ -56,7 +47,7 @@ class StepInfo(NamedTuple):
         `gravac.checksum` compares all, and `gravac.resync` mends them. A step that
         skips updates, or scales them, by its own gradient alone makes replicas part for
         good.
-      alike_steps: `[]` int32, steps so far in which a sample of the gradient had the
+      alike_steps: `[]` int32, exchanges so far in which a sample of gradients had the
         same norm on all replicas. They had been averaged before the exchange, which
         nothing else can tell under `pmap`, or all replicas had the same batch.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` makes
@@ -102,87 +93,6 @@ class StepInfo(NamedTuple):
         """
         dense = self.dense_wire_bytes
         return jnp.where(dense > 0, jnp.divide(dense, self.wire_bytes), 1.0)
-
-
-class Tables(NamedTuple):
-    """What each rung sends. Static.
-
-    Attributes:
-      factors: `[rungs]`, bits of the buckets in float32 over bits sent.
-      payload_bytes: `[rungs]`.
-      wire_bytes: `[rungs]`.
-      messages: `[rungs]`, sent one after the other.
-      is_dense: `[rungs]`, whether nothing is encoded.
-      dense: a float32 mean of all leaves.
-    """
-
-    factors: np.ndarray
-    payload_bytes: np.ndarray
-    wire_bytes: np.ndarray
-    messages: np.ndarray
-    is_dense: np.ndarray
-    dense: Traffic
-
-
-def tables(
-    buckets: Buckets, ladders: Sequence[Ladder], size: int, replicas: int, rides: bool
-) -> Tables:
-    """Work out what each rung sends.
-
-    Args:
-      buckets: what is fused, and what goes dense.
-      ladders: the encodings of each bucket.
-      size: how many numbers replicas average in every step, dense leaves included.
-      replicas: N.
-      rides: whether they travel with the first bucket.
-    """
-    sizes = buckets.sizes[:-1]
-    dense_bits = 8 * _network.FLOAT32_BYTES * sum(sizes)
-    apart = _network.mean_traffic(size, replicas)
-    beside = [(x, size if rides and i == 0 else 0) for i, x in enumerate(ladders)]
-    rows = []
-    for rung in range(len(ladders[0].encodings)):
-        parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
-        sent = functools.reduce(Traffic.plus, parts if rides else [*parts, apart])
-        bits = sum(x.bits for x in parts)
-        is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
-        rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
-    # Without figures: beside a few entries they weigh more, and each kind of message
-    # carries others.
-    bytes_of = lambda bucket, x: x.traffic(bucket, replicas).wire_bytes
-    alone = [[bytes_of(x.bucket, y) for y in x.taken(replicas)] for x in ladders]
-    sent = np.sum(alone, axis=0)
-    if np.any(np.diff(sent) > 0):
-        pairs = zip(ladders[0].encodings, sent, strict=True)
-        listed = "".join(f"\n  {x!r:<28} {n:14,.0f}" for x, n in pairs)
-        raise ValueError(
-            f"the bytes of a ladder must fall, got for {replicas} replicas and a step"
-            f" of {sum(sizes):,} entries:{listed}\nPut the encodings in the"
-            f" order of their bytes, or leave one out."
-        )
-    dense = _network.mean_traffic(sum(buckets.entries), replicas)
-    return Tables(*np.asarray(rows, np.float32).T, dense=dense)
-
-
-def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
-    """Warn about rungs that are dense because their payloads would weigh more."""
-    pairs = lambda x: zip(x.encodings, x.taken(replicas), strict=True)
-    sent = [dict(pairs(x)) for x in ladders if x.bucket.n]
-    is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
-    if named := list(filter(is_dense, ladders[0].encodings)):
-        warnings.warn(
-            f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
-            f" bytes than a dense step, and is one: but for the start of a warm-up,"
-            f" choose gravac.Bits(2) or gravac.LowRank(4).",
-            stacklevel=2,
-        )
-
-
-def predicted_parts(table: Tables, wire: WireCost) -> jax.Array:
-    """Return the seconds of each part of a step by the cost model: `[rungs, 4]`."""
-    costs = zip(table.wire_bytes, table.messages, table.is_dense, strict=True)
-    parts = [wire.parts(float(x), float(y), bool(z)) for x, y, z in costs]
-    return jnp.asarray(parts, jnp.float32)
 
 
 def before_the_first_step(rungs: int) -> StepInfo:

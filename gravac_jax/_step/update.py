@@ -1,5 +1,6 @@
 """`update` of the transform: check what came, then take a step or deliver."""
 
+import contextvars
 import dataclasses
 import functools
 import warnings
@@ -11,12 +12,17 @@ import numpy as np
 import optax
 
 from gravac_jax import _refuse
-from gravac_jax._network import SPLIT_OVER, Axes, Comm
+from gravac_jax._network import Axes, Comm
 from gravac_jax._step import plain_jit, states
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
 from gravac_jax._step.phases import Step, held_by
 from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
+
+# Over which axis or axes, and fast axis, the step that is traced splits its batch.
+SPLIT_OVER = contextvars.ContextVar[Any]("SPLIT_OVER", default=None)
+# For a warning alone: how deliveries were asked for by any transform so far.
+ASKED: set[str | None] = set()
 
 
 @dataclasses.dataclass
@@ -53,7 +59,7 @@ def update(
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
     how = (delivery := deliver or Delivery(None)).how
     delivery.components = components
-    components.asked.add(how)
+    ASKED.add(how)
     if how == "identity":
         return optax.tree.scale(delivery.share, updates), _delivered(state)
     is_mapped = _refuse.is_bound(components.axis_name)
@@ -124,7 +130,7 @@ def _check_axes(components: Components, updates: Any) -> None:
 def _check(components: Components, params: Any, at: Any, rung: Any) -> None:
     """Refuse a wrong `at` or `rung`, or no params; warn of the wrong gradients."""
     _refuse.one_of(at, "at", (None, "own", "shared"))
-    if at is None and components.needs_own_params and "own" not in components.asked:
+    if at is None and components.needs_own_params and "own" not in ASKED:
         warnings.warn(
             "gradients are not taken at gravac.own_params(tx, params, opt_state), which"
             ' costs much here: take them there, or if you cannot, pass at="shared".',
@@ -178,8 +184,8 @@ def _times(
             f" gravac.transform(network=gravac.WireCost(...)).",
             stacklevel=2,
         )
-    seconds = _refuse.scalar(step_seconds, 0, jnp.float32, "step_seconds")
-    ago = _refuse.scalar(steps_ago, 1, jnp.int32, "steps_ago")
+    seconds = _scalar(step_seconds, 0, jnp.float32, "step_seconds")
+    ago = _scalar(steps_ago, 1, jnp.int32, "steps_ago")
     kind = state.past_rungs[(state.steps - ago) % PAST_STEPS]
     is_known = jnp.isfinite(seconds) & (seconds > 0) & (ago >= 1) & (ago <= PAST_STEPS)
     is_here = is_known & (jnp.arange(components.kinds) == kind)
@@ -189,7 +195,10 @@ def _times(
 def _rung(
     known: int | None, reach: tuple[int, ...], state: TransformState, comm: Comm
 ) -> jax.Array | np.int32:
-    """Return the rung of this step: that decided, or the next one below in reach."""
+    """Return the rung of this step: that decided, or the next one in reach.
+
+    It is the next one below, or the lowest if none is.
+    """
     if known is not None or len(reach) == 1:
         return np.int32(max((x for x in reach if x <= (known or 0)), default=reach[0]))
     rung = state.next_rungs[0]
@@ -201,3 +210,13 @@ def _rung(
     # Another program may have decided, with gradients at other params.
     rungs = jnp.asarray(reach)
     return jnp.max(rungs, where=rungs <= rung, initial=reach[0])
+
+
+def _scalar(value: Any, default: Any, dtype: Any, name: str) -> jax.Array:
+    """Return `value`, or `default` for None, as a `[]` array of `dtype`."""
+    array = jnp.asarray(default if value is None else value)
+    if array.shape != ():
+        raise ValueError(
+            f"`{name}` must be one number, or None if unknown, got shape {array.shape}."
+        )
+    return array.astype(dtype)
