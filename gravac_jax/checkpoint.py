@@ -25,6 +25,7 @@ A checkpoint of version 8 holds named arrays. Every leaf is stored as it is, suc
     steps/.steps, info/...               what is the same on all replicas
     decided/.ladder, decided/...         what one ladder and one controller decided
     local/.local.told, local/...         `[N, ...]`, what one ladder and N replicas know
+    local/.local.norms[0], ...           `[N, 2, rows]`, as long as rows are the same
     memory/.residual['dense']['kernel']  `[replicas, *shape]`, an array for each leaf
     memory/.optimizer.count              `[N]`, numbers that the memory keeps
     memory/.optimizer.mu["['kernel']"]   `[N, ...]`, what an optimizer keeps by leaf
@@ -75,8 +76,9 @@ VERSION = 8
 
 Named = dict[str, Any]
 
-# What means something on one ladder and to one controller only, as does info.gains.
-_DECIDED = {".ladder", ".decided", ".next_rungs", ".past_rungs", ".controller"}
+# What means something on one ladder and to one controller only.
+_DECIDED = {".ladder", ".decided", ".next_rungs", ".past_rungs"}
+_DECIDED |= {".controller", ".info.gains"}
 
 _checksum_on_device = jax.jit(consistency.leaf_checksum)
 
@@ -469,7 +471,8 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
             stacklevel=3,
         )
     begins_anew = () if is_same else ("decided", "local")
-    fits = lambda k: _kind(k) == "memory" or _shape(saved[k]) == _shape(here[k])
+    rest = lambda x, k: _shape(x)[_kind(k) in ("memory", "norms") :]  # but replicas
+    fits = lambda k: rest(saved[k], k) == rest(here[k], k)
     names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
     _require_values(*(here[k] for k in here.keys() - names))
     return {k: _loading(here[k], _shape(saved[k])) for k in names}
@@ -573,8 +576,7 @@ def _stored_name(keys: Any) -> str:
     field, both = keystr(keys[:1]), keystr(keys[:2])
     if both == ".local.memory":
         return f"memory/{keystr(keys[3:])}"  # whichever bucket it is of
-    is_decided = field in _DECIDED or both == ".info.gains"
-    return f"{'decided' if is_decided else field[1:]}/{keystr(keys)}"
+    return f"{'decided' if _DECIDED & {field, both} else field[1:]}/{keystr(keys)}"
 
 
 def _is_shape(x: Any) -> bool:
@@ -592,7 +594,7 @@ def _require_values(*leaves: Any) -> None:
 
 
 def _kind(name: str) -> str:
-    return name.split("/", 1)[0]
+    return "norms" if name.startswith("local/.local.norms") else name.split("/", 1)[0]
 
 
 def _type_and_shape(x: Any) -> tuple[Any, tuple[int, ...]]:

@@ -306,7 +306,7 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
         checkpointer.save(4, there, there[0])
         checkpointer.wait()
         before, after = (checkpointer._orbax.load(i) for i in (3, 4))
-    for name in (name for name in before if name.startswith("memory/")):
+    for name in (x for x in before if x.startswith(("memory/", "local/.local.norms"))):
         x, y = (np.asarray(z[name], np.float64) for z in (before, after))
         assert x.shape[1:] == y.shape[1:]
         rounding = np.abs(x).max() * 2**-22
@@ -388,9 +388,9 @@ def test_with_another_ladder_or_controller_decisions_begin_anew(tmp_path, other)
         assert_same(getattr(received, name), getattr(begun, name), name)
     for name in ("gains", "encodings", "told"):
         assert_same(*(optax.tree.get(x, name) for x in (received, begun)), name)
-    assert received.steps == 3
-    assert received.info.dense_steps == saved.info.dense_steps
-    kept = lambda state: on_host((state[0], state[1][1:], ours(state).local.memory))
+    assert (received.steps, received.info.dense_steps) == (3, saved.info.dense_steps)
+    ofs = lambda x: (x.memory, x.norms)
+    kept = lambda state: on_host((state[0], state[1][1:], *ofs(ours(state).local)))
     assert_same(kept(there), kept(state))
     changed.can_go_on(there)
 

@@ -81,7 +81,7 @@ ARGUMENTS = [
     (T, GRAD, {"axis_name": 0}, "None"),
     (V, GRAD, {"micro_batches": 0}, "at least 1"),
     (T, adamw, {"learning_rate": "1e-3"}, "schedule"),
-    (V, ADAMW, {"b1": jnp.float32(0.9)}, "only a learning rate to"),
+    (V, ADAMW, {"b1": jnp.float32(0.9)}, "inject into lambda learning_rate"),
     (V, ADAMW, {"b2": 2}, "of at least 0 and below 1"),
     (V, ADAMW, {"eps": 0}, "a number above 0"),
     (T, sgd, {"learning_rate": None}, "schedule"),

@@ -107,7 +107,8 @@ def own_params(
         pass `nnx.as_pure(optimizer.opt_state)`. If `tx` is no optimizer of Optax.
       ValueError: if there is no `gravac.transform` in `tx`, or more than one; if a
         wrapper around the transform drops the arguments of `update`; if what comes
-        after the transform is not linear in the updates, as Adam and clips are not.
+        after the transform is not linear in the updates, as Adam and clips are not, as
+        far as its derivative shows.
 
     Cost:
       No collective; one pass over the params, and memory for another copy of them.

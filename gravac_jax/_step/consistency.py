@@ -28,7 +28,8 @@ def checksum(tree: Any, axis_name: AxisName = "data") -> jax.Array:
     compare all of them, for example after a memory fault in one entry.
 
     Args:
-      tree: arrays that should be the same on every replica, such as the params.
+      tree: arrays that should be the same on every replica, such as the params; no
+        complex ones.
       axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:
@@ -90,7 +91,7 @@ def resync(tree: Any, axis_name: AxisName = "data") -> Any:
     What the transform keeps per replica stays as it is.
 
     Args:
-      tree: arrays, such as params and optimizer state.
+      tree: arrays, such as params and optimizer state; no complex ones.
       axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:

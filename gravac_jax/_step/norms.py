@@ -105,7 +105,7 @@ def norm_of_mean(tree: Any, axis_name: AxisName = "data") -> jax.Array:
       axis_name: the axis of `gravac.transform`; with a fast one both, in a tuple.
 
     Returns:
-      `[]` float32. Not finite if an entry is not.
+      `[]` float32. Not finite if an entry is not, or if squares leave float32.
 
     Raises:
       ValueError: if called outside the axis.

@@ -368,7 +368,6 @@ class Step:
         times = told.times[0] / jnp.where(told.times[1] > 0, told.times[1], 1)
         rungs = len(components.controller.ladder)
         is_asked = components.controller.looks_at == "gradient"
-        network = components.network or WireCost()
         energies = _arrays.total(x.energies for x in exchanged)
         energy = _arrays.total(x.energy for x in exchanged)
         energies, energy = self.axes.slice_holders.mean((energies, energy))
@@ -380,7 +379,7 @@ class Step:
             energy=energy,
             gradient_energy=told.gradient_energy,
             gradient_energies=told.gradient_energies if is_asked else jnp.zeros(rungs),
-            predicted_parts=_predicted_parts(costs, network),
+            predicted_parts=_predicted_parts(costs, components.network or WireCost()),
             measured_seconds=times[:rungs],
             local_seconds=times[-1] if components.has_rounds else None,
             round_steps=state.info.local_steps + 1,
