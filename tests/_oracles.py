@@ -489,8 +489,8 @@ def progress_of(controller: Any, e: Any, shares: Any, home: int) -> np.ndarray:
     worth = []
     for share, is_suited in zip(np.minimum(shares, 1), suits, strict=True):
         waiting = (e.round_steps - 1) / 2 + e.round_steps * (1 - share) / share
-        found = 1 / (1 + (1.2 if asks_again else 0.15) * math.sqrt(waiting))
-        worth.append(found if is_suited else 0)
+        cost = 1.2 if asks_again else 0.15 * math.sqrt(max(1, e.replicas / 4))
+        worth.append(is_suited / (1 + cost * math.sqrt(waiting)))
     least = np.full(len(worth), controller.least_progress)
     least[home] *= 0.97
     may_be = (worth >= np.minimum(least, max(worth))) & suits

@@ -73,7 +73,8 @@ class Fastest(Controller):
     In plain words::
 
         waiting  = steps that an entry of the gradient waits before it is sent
-        progress = 1 / (1 + 0.15 sqrt(waiting)), what a step is worth in dense steps
+        progress = 1 / (1 + c sqrt(waiting)), what a step is worth in dense steps, where
+                   c is 0.15, or 0.15 sqrt(N / 4) with N > 4 replicas
         seconds  = compute + (selection + messages + bytes) / steps of a round,
                    each part fitted to the measured step times
         cost     = seconds / progress
@@ -257,7 +258,7 @@ class Fastest(Controller):
         asks_again = has_such & ~jnp.asarray(evidence.at_own_params)
         share = compression_gain.gain(*state.averages)
         steps = jnp.float32(evidence.round_steps)
-        return compression_gain.progress(share, steps, asks_again)
+        return compression_gain.progress(share, steps, asks_again, evidence.replicas)
 
     def _is_allowed(self, progress: jax.Array, home: jax.Array) -> jax.Array:
         """Return which rungs make enough progress: `[rungs]` bool."""
