@@ -91,8 +91,7 @@ def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
 
     fixed = lambda vector: jnp.split(vector, ends[1:])[:-1]
     are_alike = len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32
-    # CPUs compile one kernel for all leaves of one size. TPUs would lay out the whole
-    # vector anew for each width of a leaf.
+    # CPUs compile one kernel for all leaves of one size.
     cpu, tpu = unknown if are_alike else fixed, lambda x: _xla.once(fixed(x))
     parts = jax.lax.platform_dependent(vector, cpu=cpu, tpu=tpu, default=fixed)
     pairs = zip(parts, like, strict=True)

@@ -1,7 +1,7 @@
 """All that a training step says to other replicas, and what it costs.
 
-All that crosses the network goes through `Comm`: in float32 or as integers, and
-parts that one replica has alone in their own dtype.
+All that crosses the network goes through `Comm`, in float32 or as integers; what only
+one replica has goes in its own dtype.
 `Comm` also answers what differs from replica to replica. With `axis_name=None` a
 replica is alone: the same code runs and nothing is exchanged.
 """

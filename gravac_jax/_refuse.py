@@ -50,7 +50,7 @@ def number(
     if not is_number(value, is_whole) or not fits():
         limits = " and ".join(f"{_BOUNDS[end][0]} {x:g}" for end, x in bounds.items())
         if isinstance(value, jax.Array) and not is_whole:
-            hint = "pass float(x), or inject into lambda learning_rate: gravac.sgd(...)"
+            hint = "pass float(x); optax.inject_hyperparams takes a lambda of the rate"
         raise ValueError(
             f"`{name}` must be a {'whole ' * is_whole}number {limits}, got"
             f" {_arrays.brief(value)}{': ' * bool(hint)}{hint}."

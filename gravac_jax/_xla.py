@@ -21,6 +21,9 @@ def once(x: Any) -> Any:
     GPUs. XLA fuses what makes an array into everything that reads it, and computes it
     again for each: words of a mask for every entry that asks for its word. Programs for
     CPUs are the same without it.
+
+    TPUs. A slice behind it is laid out alone, in the shape of its leaf. Otherwise the
+    whole vector is laid out anew for each width of a leaf.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -45,7 +48,7 @@ def only_if(predicate: jax.Array, change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def chosen(predicate: jax.Array | bool, make: Callable[[], Any], otherwise: Any) -> Any:
-    """Return `make() if predicate else otherwise`; both vary over the same axes.
+    """Return `make() if predicate else otherwise`: arrays that vary over the same axes.
 
     Accelerators compute both: the host of a GPU would take longer to read the predicate
     than a cheap `make` takes.

@@ -25,7 +25,7 @@ A checkpoint of version 8 holds named arrays. Every leaf is stored as it is, suc
     steps/.steps, info/...               what is the same on all replicas
     decided/.ladder, decided/...         what one ladder and one controller decided
     local/.local.told, local/...         `[N, ...]`, what one ladder and N replicas know
-    local/.local.norms[0], ...           `[N, 2, rows]`, as long as rows are the same
+    local/.local.norms[0], ...           `[N, 2, rows]`, how short means of rows are
     memory/.residual['dense']['kernel']  `[replicas, *shape]`, an array for each leaf
     memory/.optimizer.count              `[N]`, numbers that the memory keeps
     memory/.optimizer.mu["['kernel']"]   `[N, ...]`, what an optimizer keeps by leaf
@@ -76,9 +76,8 @@ VERSION = 8
 
 Named = dict[str, Any]
 
-# What means something on one ladder and to one controller only.
-_DECIDED = {".ladder", ".decided", ".next_rungs", ".past_rungs"}
-_DECIDED |= {".controller", ".info.gains"}
+# What means something on one ladder and to one controller only, as does info.gains.
+_DECIDED = {".ladder", ".decided", ".next_rungs", ".past_rungs", ".controller"}
 
 _checksum_on_device = jax.jit(consistency.leaf_checksum)
 
@@ -471,8 +470,11 @@ def _wanted(here: Named, saved: Named, sums: dict[str, int]) -> Named:
             stacklevel=3,
         )
     begins_anew = () if is_same else ("decided", "local")
-    rest = lambda x, k: _shape(x)[_kind(k) in ("memory", "norms") :]  # but replicas
-    fits = lambda k: rest(saved[k], k) == rest(here[k], k)
+    firsts = [_shape(x)[0] for k, x in here.items() if _kind(k) == "memory"]
+    # Norms of slices are of one device each.
+    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(firsts)
+    of_one = lambda x, k: _shape(x)[1:] if may_move(k) else _shape(x)
+    fits = lambda k: _kind(k) == "memory" or of_one(saved[k], k) == of_one(here[k], k)
     names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
     _require_values(*(here[k] for k in here.keys() - names))
     return {k: _loading(here[k], _shape(saved[k])) for k in names}
@@ -511,7 +513,7 @@ def _from_named(found: Named, here: Named, tree: Any, params: Any) -> Any:
       params: the params in it.
     """
     for name in [x for x in found if _shape(found[x]) != _shape(here[x])]:
-        found[name] = _redistribute(found[name], here[name])
+        found[name] = _redistribute(found[name], here[name], _kind(name) != "norms")
 
     def fill(keys: Any, x: Any) -> Any:
         name = f"tree/{keystr(keys)}"
@@ -576,7 +578,8 @@ def _stored_name(keys: Any) -> str:
     field, both = keystr(keys[:1]), keystr(keys[:2])
     if both == ".local.memory":
         return f"memory/{keystr(keys[3:])}"  # whichever bucket it is of
-    return f"{'decided' if _DECIDED & {field, both} else field[1:]}/{keystr(keys)}"
+    is_decided = field in _DECIDED or both == ".info.gains"
+    return f"{'decided' if is_decided else field[1:]}/{keystr(keys)}"
 
 
 def _is_shape(x: Any) -> bool:
@@ -850,25 +853,27 @@ def _loading(like: Any, shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
 
 
-def _redistribute(x: jax.Array, like: jax.Array) -> jax.Array:
+def _redistribute(x: jax.Array, like: jax.Array, is_mean: bool = True) -> jax.Array:
     """Return for the replicas of this run what the replicas of a checkpoint kept.
 
     Old and new replicas divide the same line into equal parts. Each new replica gets
     the mean of the old ones that it overlaps, weighted by the overlap: of 4 old and 2
     new replicas, the first gets the mean of the first two. The mean over all replicas
-    stays the same, and numbers that are nowhere negative stay so. Of integers it gets
-    those of the old replica at the beginning of its part.
+    stays the same, and numbers that are nowhere negative stay so. Of integers, and of
+    what is the same on all replicas, it gets those of the old replica at the beginning
+    of its part.
 
     Args:
       x: `[old, ...]`.
       like: `[new, ...]`, an array with the shape and the sharding to return.
+      is_mean: whether it is a mean at all.
     """
     old, new = x.shape[0], like.shape[0]
     places = np.arange(old * new)  # of the line
     share = np.bincount(places // old * old + places // new).reshape(new, old) / old
 
     def change(x: jax.Array) -> jax.Array:
-        if not _arrays.is_float(x):
+        if not (is_mean and _arrays.is_float(x)):
             return x[np.arange(new) * old // new]
         wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
         mean = jnp.tensordot(share.astype(wide), x.astype(wide), 1, precision="highest")

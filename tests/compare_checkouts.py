@@ -154,7 +154,6 @@ def results(chosen: list[str]) -> dict[str, list[str] | str]:
 
 def results_of(checkout: str, chosen: Sequence[str]) -> dict[str, list[str] | str]:
     """Return the results of a checkout, from a process that imports it."""
-    print(checkout, file=sys.stderr)
     environment = os.environ | {
         "PYTHONPATH": os.path.abspath(checkout),
         "JAX_NUM_CPU_DEVICES": str(REPLICAS),

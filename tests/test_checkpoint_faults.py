@@ -56,7 +56,7 @@ def filled():
 
 
 def save(directory, state, *steps, data=None):
-    with Checkpointer(directory, save_every=1) as checkpointer:
+    with Checkpointer(directory, save_every=1, keep=2) as checkpointer:
         for step in steps:
             checkpointer.save(step, state, state[0], data)
 
@@ -89,7 +89,7 @@ def test_steps_are_saved_when_due_and_only_after_those_that_are_there(tmp_path):
     save(tmp_path, state, 9)
     largest = max((tmp_path / "9").rglob("d/*"), key=lambda x: x.stat().st_size)
     cut_short(largest)  # not every bit matters
-    with pytest.raises(CheckpointError, match=r"step 9 \(of \[6, 8, 9\]\) cannot"):
+    with pytest.raises(CheckpointError, match=r"step 9 \(of \[8, 9\]\) cannot"):
         restore(tmp_path)
     assert_same(*map(jax.tree.leaves, (restore(tmp_path, 8).tree, state)))
 

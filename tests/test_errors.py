@@ -1,6 +1,5 @@
 """Every misuse is refused with what was received and what to do instead."""
 
-from dataclasses import make_dataclass
 from functools import partial
 from itertools import product
 
@@ -31,8 +30,7 @@ PLACE, MAPPED = partial(place, PARAMS, MESH), partial(gravac.data_parallel, abs)
 GUESS, FASTEST, MOMENTUM = gravac.GraVAC, gravac.Fastest, gravac.Momentum
 RUNG = partial(ALONE.update, PARAMS, STATE)
 ADAMW = partial(adamw, 1)
-MADE = {"bases": (gravac.Encoding,), "namespace": {"traffic": len, "exchange": len}}
-MUTABLE = make_dataclass("Mutable", (), **MADE)
+PLAIN = type("Plain", (gravac.Encoding,), {"traffic": len, "exchange": len})
 
 FIGURES = gravac.WireCost.__dataclass_fields__
 NO_WIDTHS = 3, 2.0, jnp.int32(2)
@@ -56,7 +54,7 @@ ARGUMENTS = [
     (V, FASTEST, {"ladder": ()}, "2 encodings or more"),
     (V, FASTEST, {"ladder": (TWO,)}, "send=gravac.Bits(2)"),
     (V, FASTEST, {"ladder": (DENSE, TWO, TWO)}, "each of them once"),
-    (T, transform, {"send": MUTABLE()}, "and a frozen dataclass"),
+    (T, transform, {"send": PLAIN()}, "each encoding a frozen dataclass"),
     (V, STAGES, {"starts": (-1, 3)}, "counted from 0"),
     (V, STAGES, {"starts": 5}, "tuple"),
     *((V, STAGES, {"starts": x}, "`starts` must be") for x in ((5,), (5, 3))),
@@ -81,7 +79,7 @@ ARGUMENTS = [
     (T, GRAD, {"axis_name": 0}, "None"),
     (V, GRAD, {"micro_batches": 0}, "at least 1"),
     (T, adamw, {"learning_rate": "1e-3"}, "schedule"),
-    (V, ADAMW, {"b1": jnp.float32(0.9)}, "inject into lambda learning_rate"),
+    (V, ADAMW, {"b1": jnp.float32(0.9)}, "takes a lambda of the rate"),
     (V, ADAMW, {"b2": 2}, "of at least 0 and below 1"),
     (V, ADAMW, {"eps": 0}, "a number above 0"),
     (T, sgd, {"learning_rate": None}, "schedule"),
@@ -406,5 +404,4 @@ def test_an_error_shows_no_whole_arrays():
         partial(init, compress=large),
     ):
         message = str(refused((T, V), call))
-        assert "\n" not in message
-        assert len(message) < 400
+        assert len(message.partition("\n")[0]) == len(message) < 400

@@ -27,11 +27,11 @@ LOCAL = len(LADDER)
 def traced(send, size=8, compress=True, replicas=N):
     """Return the program of a step, and the costs from which it reports."""
     tx = gravac.transform(send=send, compress=compress)
-    found, costs = [], rung_costs.rung_costs
+    found, work_out = [], rung_costs.rung_costs
     params = {"w": np.zeros((size, size), np.float32), "b": np.zeros(5, np.float32)}
     state, axis_env = tx.init(params), [("data", replicas)]
     with pytest.MonkeyPatch.context() as patch:
-        keep = lambda *args: found.append(costs(*args)) or found[-1]
+        keep = lambda *args: found.append(work_out(*args)) or found[-1]
         patch.setattr(rung_costs, "rung_costs", keep)
         update = functools.partial(tx.update, at="own")  # where all rungs are taken
         jaxpr = jax.make_jaxpr(update, axis_env=axis_env)(params, state).jaxpr

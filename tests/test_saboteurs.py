@@ -5,6 +5,7 @@ A law that no saboteur breaks is decoration; a saboteur that no law catches is a
 
 import _examples
 import _laws
+import _oracles
 import _saboteurs
 import pytest
 
@@ -56,3 +57,9 @@ def test_the_law_catches_the_saboteur_and_spares_the_honest(kind, law):
 def test_every_law_catches_a_saboteur_and_says_what_it_demands():
     assert EXAMPLES.keys() == set().union(*_saboteurs.CAUGHT_BY.values())
     assert all(law.__doc__.count("\n") == 0 for law in EXAMPLES)
+
+
+def test_every_member_of_a_registry_has_an_oracle():
+    assert {*gravac._encodings.ENCODINGS} == _oracles.ENCODINGS.keys()
+    assert {*gravac._memory.MEMORIES} == _oracles.MEMORIES.keys()
+    assert {*gravac._controllers.CONTROLLERS} == _oracles.CONTROLLERS.keys()

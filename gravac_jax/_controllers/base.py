@@ -173,7 +173,8 @@ def check_ladder(value: Any, owner: str, least: int = 1) -> None:
     if not is_tuple or len(value) < least or len({*value}) < len(value):
         raise (ValueError if is_tuple else TypeError)(
             f"the ladder of {owner} must be a tuple of {least} encodings or more, each"
-            f" of them once and a frozen dataclass, as (gravac.Dense(), gravac.Bits(8))"
-            f" is, got {_arrays.brief(value)}: for one alone write"
-            f" gravac.transform(send=gravac.Bits(2))."
+            f" of them once, as (gravac.Dense(), gravac.Bits(8)) is, got"
+            f" {_arrays.brief(value)}: for one alone write"
+            f" gravac.transform(send=gravac.Bits(2)), and make each encoding a frozen"
+            f" dataclass, by @dataclasses.dataclass(frozen=True)."
         )

@@ -303,8 +303,8 @@ class Bits(Encoding):
             theirs = _together(comm.swap, [x.message for x in rounded])
             mine = [_round_mean(x, section, comm) for section, x in of_each(theirs)]
             back = _together(comm.gather, [x.message[0] for x in mine])
-            rows = lambda section: (section.rows(comm.replicas), section.bits)
-            means = [levels.in_order(x, *rows(s), s.rows()) for s, x in of_each(back)]
+            given = lambda s: (s.rows(comm.replicas), s.bits, s.rows())
+            means = [levels.in_order(x, *given(s)) for s, x in of_each(back)]
             for i, x in enumerate(mine):
                 owed = comm.replicas * x.dropped.reshape(-1)
                 held[i] = _added_at(held[i], owed, comm.replica() * owed.size)

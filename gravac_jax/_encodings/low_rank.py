@@ -125,8 +125,7 @@ class LowRank(Encoding):
 
     def _sent(self, bucket: Bucket) -> tuple[int, int]:
         """Return the entries of the first message, and of the second."""
-        matrices = _matrices(bucket)
-        low = [matrices[i] for i in self._low(bucket)]
+        low = [x for x in _matrices(bucket) if self.rank <= x.top_rank]
         saved = sum(x.entries - self.rank * x.rows for x in low)
         return bucket.n - saved, self.rank * sum(x.columns for x in low)
 

@@ -69,8 +69,8 @@ def rung_costs(
             f" of {fused:,} entries:{listed}\nPut the encodings in the"
             f" order of their bytes, or leave one out."
         )
-    dense = _network.mean_traffic(entries, replicas)
-    return RungCosts(*np.asarray(rows, np.float32).T, dense=dense)
+    each = np.asarray(rows, np.float32).T
+    return RungCosts(*each, dense=_network.mean_traffic(entries, replicas))
 
 
 def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:

@@ -39,8 +39,7 @@ def kth(bits: jax.Array, k: jax.Array) -> jax.Array:
 
     def narrow(i: jax.Array, found: jax.Array) -> jax.Array:
         tried = found | jnp.int32(2**30) >> i
-        reached = jax.vmap(lambda x: count(bits >= x))(tried)
-        return jnp.where(reached >= k, tried, found)
+        return jnp.where(jax.vmap(lambda x: count(bits >= x))(tried) >= k, tried, found)
 
     # Plain zeros would not be marked as varying over the replicas; bits are.
     return jax.lax.fori_loop(0, 31, narrow, jnp.zeros_like(k) + 0 * bits[0])

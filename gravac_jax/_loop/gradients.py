@@ -134,6 +134,5 @@ def _mean_over_parts(
         return jax.tree.map(plus, total, (value, grads)), aux
 
     total, aux = jax.lax.scan(add, comm.cast(zeros), batches, length=parts)
-    mean = lambda t, x: (t / parts).astype(x.dtype)
-    value, grads = jax.tree.map(mean, total, like)
+    value, grads = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, like)
     return (value, aux), grads

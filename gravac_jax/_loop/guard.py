@@ -32,7 +32,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     Raises:
       TypeError: if `tx` is no optimizer of Optax.
       ValueError: by `init` and `update`, if `tx` holds no `gravac.transform`, or more
-        than one, or a second momentum.
+        than one; by `init`, if there are two momentums.
 
     Cost:
       One select per leaf of the state, and as much memory as the state takes: the old

@@ -17,7 +17,6 @@ from gravac_jax._network import AxisName, Comm
 from gravac_jax._step import states
 from gravac_jax._step.update import SPLIT_OVER
 
-Function = Callable[..., Any]
 _NOTES = {
     "update_fn() missing": """
 gravac: a part of the optimizer is told more than gradients: write step.flush(params,
@@ -46,7 +45,7 @@ replicas: write ("batch", "fsdp") in place of ("batch", ("dcn", "fsdp")).
 
 
 def data_parallel(
-    train_step: Function,
+    train_step: Callable[..., Any],
     mesh: jax.sharding.Mesh | int,
     axis_name: AxisName = "data",
     fast_axis_name: AxisName = None,
@@ -213,7 +212,7 @@ def _put(sharding: Any, stays: bool, x: Any) -> Any:
 
 
 def _by_vmap(
-    body: Function, mesh: Any, axis_name: Any, averages: bool, state: Any, *others: Any
+    body: Any, mesh: Any, axis_name: Any, averages: bool, state: Any, *others: Any
 ) -> Any:
     """Run the step of one replica on all: on one device, or in slices on a mesh.
 
@@ -257,7 +256,7 @@ def _check_parts(state: Any, parts: int, is_sliced: bool = False) -> None:
         _refuse.placed(states.placed_replicas(local), parts, is_sliced)
 
 
-def _on_one_replica(train_step: Function, both: Any, averages: bool, *came: Any) -> Any:
+def _on_one_replica(train_step: Any, both: Any, averages: bool, *came: Any) -> Any:
     """Take a step: split its results into state and metrics, and average these."""
     comm, (state, own, batch, shared) = Comm(_network.join(*both)), came
     given = (*state, *own)

@@ -394,7 +394,7 @@ class Step:
         if self.components.controller.looks_at == "bucket":
             is_known = is_known | self.looks
         gains = jnp.where(is_known, now, before.gains)
-        at_rung = lambda costs: jnp.asarray(costs)[rung]
+        at_rung = lambda of_rungs: jnp.asarray(of_rungs)[rung]
         count = lambda before, happened: before + happened.astype(jnp.int32)
         is_bad = figures.told.bad != 0
         # A sample of all gradients has the same norm, and is not 0.

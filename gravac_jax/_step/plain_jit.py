@@ -59,11 +59,10 @@ def on_devices(
     def on_mesh(*given: Any) -> Any:
         specs = jax.tree.map(_spec, given)
 
-        def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
+        def on_device(updates: Any, *others: Any) -> Any:
             # The mean over the rows of one device, and not over all rows.
             own = lambda x, spec: x * jax.lax.axis_size((*spec.unreduced,))
-            updates = jax.tree.map(own, updates, specs[0])
-            return update(updates, state, params, times)
+            return update(jax.tree.map(own, updates, specs[0]), *others)
 
         summed = jax.tree.map(lambda x: jax.P(*x.partitions), specs[0])
         mesh = jax.typeof(jax.tree.leaves(given[0])[0]).sharding.mesh

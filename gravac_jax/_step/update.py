@@ -195,9 +195,9 @@ def _times(
 def _rung(
     known: int | None, reach: tuple[int, ...], state: TransformState, comm: Comm
 ) -> jax.Array | np.int32:
-    """Return the rung of this step: that decided, or the next one in reach.
+    """Return the rung of this step: the one decided.
 
-    It is the next one below, or the lowest if none is.
+    If that is out of reach it is the next below it, or else the lowest.
     """
     if known is not None or len(reach) == 1:
         return np.int32(max((x for x in reach if x <= (known or 0)), default=reach[0]))
