@@ -156,6 +156,7 @@ def train(name: str, send: Any, config: Config, console: Console) -> Run:
     if stop.is_set():
         console.print(f"{name}: stopped at step {len(run.loss)}")
     rows, length = 32 * config.batch, 4 * config.length
+    # The learning rate has fallen to zero, so that a flush would deliver nothing.
     test = next(draw(held_out_text, rows, length, seed=0))
     run.held_out = float(jax.jit(loss_of)(jax.device_get(state[0]), test))
     return run

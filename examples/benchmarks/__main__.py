@@ -11,6 +11,7 @@ What a run measures is appended to a JSONL file; a run that was cut off goes on 
 the same command.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import pkgutil
@@ -28,13 +29,14 @@ def module_of(name: str) -> ModuleType:
     Raises:
       SystemExit: If there is none.
     """
-    parts = name.split(".")
     known = [x.name for x in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    if parts[0] not in known or importlib.util.find_spec(name) is None:
+    spec = None
+    with contextlib.suppress(ModuleNotFoundError):  # of a part of what has none
+        spec = importlib.util.find_spec(name)
+    if spec is None or name.split(".")[0] not in known:
         names = ", ".join(x for x in known if x not in ("__main__", "common"))
         raise SystemExit(f"there is no benchmark {name!r}; there are: {names}")
-    spec = importlib.util.find_spec(name)
-    is_folder = spec is not None and spec.submodule_search_locations is not None
+    is_folder = spec.submodule_search_locations is not None
     return importlib.import_module(f"{name}.run" if is_folder else name)
 
 
@@ -45,7 +47,10 @@ def main(arguments: list[str]) -> None:
     name, *others = arguments
     module = module_of(name)
     if not hasattr(module, "Args"):  # nothing to choose, or a process of a job
-        module.main(*others)
+        if {"-h", "--help"} & {*others}:
+            print(module.__doc__)
+        else:
+            module.main(*others)
         return
     program = f"python examples/benchmarks {name}"
     args = tyro.cli(module.Args, prog=program, description=module.__doc__, args=others)
