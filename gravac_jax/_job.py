@@ -178,7 +178,8 @@ class Job(contextlib.AbstractContextManager["Job"]):
         n, status = len(self.pids), self.statuses[index]
         how = "is stopped" if status is None else f"exited with status {status}"
         if status and status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
+            names = {int(x): x.name for x in signal.Signals}  # not those of real time
+            how = f"was killed by {names.get(-status, f'signal {-status}')}"
         said = f"process {index} of {n} (pid {self.pids[index]}) {how}"
         return ProcessDiedError(said, index)
 

@@ -400,7 +400,7 @@ def _passed_twice(
         if other != path and is_array(x):
             raise ValueError(
                 f"an array of the state, whose memory a step reuses, is passed twice,"
-                f" at {other} and at {path}: copy it by jnp.copy, or pass donate=False."
+                f" at {other} and at {path}: copy it by jnp.copy."
             )
 
 

@@ -202,16 +202,19 @@ def _run_process(options: argparse.Namespace) -> None:
     except SystemExit as stop:
         status = stop.code
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    if not status:
+        status, told = 1, (type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(*told)
+        except BaseException:  # of the script's own hook
+            sys.__excepthook__(*told)
+    if status in (None, 0):
         return None if options.elastic else _tell_if_others_go_on()
-    if not isinstance(status, int):  # sys.exit("the reason")
-        sys.stderr.write(f"{status}\n")
     # A normal exit would wait for the other processes, which wait for this one.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # streams may be the script's own, too
+        if not isinstance(status, int):  # sys.exit("the reason")
+            sys.stderr.write(f"{status}\n")
         sys.stdout.flush()
-    os._exit(status if isinstance(status, int) else 1)
+    os._exit(status & 0xFF if isinstance(status, int) else 1)
 
 
 def _join_job(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ times training steps on the devices it runs on: dense ones, and one kind for eac
 encoding, such as `Bits(2)`. The gradient has the given number of entries and costs
 nothing to compute. To time your own computation too, give it your loss,
 `--loss package.module:function`: a function without arguments that returns
-`(loss_fn, params, batch)`, with the batch of one replica. The probe then also times
+`(loss_fn, params, batch)`, with the batch of one device. The probe then also times
 steps without an exchange, which show the most that any compression can win. To time
 other encodings, write them as in Python:
 
@@ -420,10 +420,11 @@ def read(path: str | Path) -> gravac.WireCost:
       >>> probe.read(path).latency_seconds
       0.001
     """
-    results = json.loads(Path(path).read_text())
-    if "network" not in results:
-        raise ValueError(f"{path} is not what the probe writes: give it --json FILE.")
-    return gravac.WireCost(**results["network"])
+    try:
+        return gravac.WireCost(**json.loads(Path(path).read_text())["network"])
+    except (KeyError, TypeError):
+        why = f"{path} is not what the probe writes: give it --json FILE."
+        raise ValueError(why) from None
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ KILLED = [shell("exit 1"), shell("kill -9 $$"), shell("kill -6 $$")]
         ([FOREVER, FOREVER], 0.1, r"the job did not end within 0\.1 s"),
     ],
 )
-def test_a_job_names_the_first_process_that_died_and_ends_the_others(
-    commands, seconds, said
-):
+def test_a_job_names_the_first_that_died_and_ends_the_others(commands, seconds, said):
     with Job(commands) as job:
         if commands is KILLED:  # those that fail because of it may be seen first
             wait_until(lambda: not any(map(is_alive, job.pids)))
@@ -258,6 +256,7 @@ SAVE = "import signal, sys, time\nsave = lambda *_: [time.sleep(1), sys.exit()]\
 SAVE += "signal.signal(15, save)\n" + SLEEP
 FAIL = "import sys, jax\nsleep = 3 if jax.process_index() else 1000\n"
 FAIL += SLEEP.replace("sleep(1000)", "sleep(sleep); sys.exit('no data')")
+HOOK = FAIL.replace("sys.exit('no data')", "sys.excepthook = sys.stdout = exit; 1 / 0")
 
 
 def launched(*arguments):
@@ -277,6 +276,7 @@ def launched(*arguments):
         (TRAIN, signal.SIGKILL, 1, r"process 1 of 2 \(pid {}\) was killed by SIGKILL"),
         (TRAIN, signal.SIGSTOP, 1, r"process 1 of 2 \(pid {}\) is stopped"),
         (FAIL, 0, 1, r"\[1\] no data\n.* 1 of 2 \(pid {}\) exited with status 1"),
+        (HOOK, 0, 1, r"ZeroDivisionError: .* 1 of 2 \(pid {}\) exited with status 1"),
     ],
 )
 def test_a_signal_or_a_failure_ends_the_job(text, number, status, said, script):
