@@ -66,7 +66,7 @@ from gravac_jax import _arrays, _refuse
 from gravac_jax._job import FOLDER
 from gravac_jax._loop import placement
 from gravac_jax._network import Comm
-from gravac_jax._step import consistency, slicing, states
+from gravac_jax._step import consistency, norms, slicing, states
 from gravac_jax._step.bucketing import NO_LEAF
 from gravac_jax._step.states import TransformState
 
@@ -513,7 +513,10 @@ def _from_named(found: Named, here: Named, tree: Any, params: Any) -> Any:
       params: the params in it.
     """
     for name in [x for x in found if _shape(found[x]) != _shape(here[x])]:
-        found[name] = _redistribute(found[name], here[name], _kind(name) != "norms")
+        old, new = found[name], here[name]
+        found[name] = _redistribute(old, new, _kind(name) != "norms")
+        if _kind(name) == "norms":
+            found[name] = norms.of_others(found[name], len(old), new.shape[0])
 
     def fill(keys: Any, x: Any) -> Any:
         name = f"tree/{keystr(keys)}"

@@ -601,9 +601,7 @@ def stays_on_the_ladder(controller: Any, evidence: Evidence) -> None:
 def compiles_once(controller: Any, evidence: Evidence) -> None:
     """The state keeps its form, so one executable serves all steps."""
     decide: Any = jax.jit(
-        lambda e, state: controller.decide(
-            e._replace(replicas=evidence.replicas), state
-        )
+        lambda e, s: controller.decide(e._replace(replicas=evidence.replicas), s)
     )
     first, state = controller.init()
     assert form(first) == ((), "int32", False)

@@ -127,9 +127,7 @@ def top_k(encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int) -> E
     return of_what_was_sent(x, sent)
 
 
-def low_rank(
-    encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int
-) -> Expected:
+def low_rank(encoding: Any, bucket: Any, x: Any, state: Any, step: int) -> Expected:
     """Return one step of PowerSGD in float64, from the library's directions."""
     del step
     exact = x.astype(np.float64)
@@ -176,9 +174,7 @@ def rounded_rows(x: np.ndarray, bits: int, length: int) -> np.ndarray:
     return np.concatenate([rounded_row(row, bits) for row in rows])
 
 
-def few_bits(
-    encoding: Any, bucket: Any, x: np.ndarray, state: Any, step: int
-) -> Expected:
+def few_bits(encoding: Any, bucket: Any, x: Any, state: Any, step: int) -> Expected:
     """Return the mean of the entries that are due, row by row in float64.
 
     Which leaves are spared and how long rows are is read from the library: test_bits.py

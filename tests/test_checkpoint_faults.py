@@ -139,9 +139,7 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     assert metrics.read_jsonl("~/run/one.jsonl") == []
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: (10**9, 10**9 - 288, 288))
     with pytest.raises(CheckpointError, match=r"has [0-9,]+ bytes, and 288 are free"):
         save(tmp_path, filled(), 1)

@@ -24,10 +24,8 @@ from flax import nnx
 import gravac_jax
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*.md")
-DOCUMENTS = sorted(
-    x.relative_to(ROOT).as_posix() for y in FOLDERS for x in ROOT.glob(y)
-)
+GLOBS = ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*.md")
+DOCUMENTS = sorted(x.relative_to(ROOT).as_posix() for y in GLOBS for x in ROOT.glob(y))
 PAGES = ["README.md", *(x for x in DOCUMENTS if x.startswith("docs/"))]
 REFERENCE = "docs/reference.md"  # of docstrings
 GUIDES = [x for x in PAGES if x != REFERENCE]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _harness import in_both_ways, make_mesh, on_each
+from _harness import assert_same, in_both_ways, make_mesh, on_each
 
 import gravac_jax as gravac
 from gravac_jax._step import norms
@@ -98,6 +98,16 @@ def run(tx, how):
 def of_steps(keeps_norm, **options):
     steps = gravac.OwnOptimizer(optax.adam(1.0), keeps_norm=keeps_norm)
     return gravac.transform(memory=steps, **options)
+
+
+def test_with_other_replicas_signal_and_noise_stay_the_same():
+    signal = np.float32([0, 0.2, 1])
+    share = lambda n: jnp.stack([signal + (1 - signal) / n, jnp.full(3, 9.0)])[None]
+    for before, after in ((4, 16), (16, 4), (2, 3)):
+        found = norms.of_others(share(before), before, after)
+        np.testing.assert_allclose(found, share(after), rtol=1e-6)
+    unknown = norms.none(ENTRIES)[None]  # as one replica knows
+    assert_same(norms.of_others(unknown, 1, 4), unknown)
 
 
 def known(state):

@@ -250,3 +250,12 @@ def test_the_mesh_may_have_other_axes(axis_type):
     sent = grads.reshape(replicas, 16) - residual
     assert np.array_equal(np.ravel(updates), sent.mean(axis=0))
     assert np.count_nonzero(sent, axis=1).tolist() == [4] * replicas
+
+
+@pytest.mark.parametrize("how", [2, make_mesh((2,))], ids=["vmap", "mesh"])
+def test_a_metric_in_float64_is_averaged_in_float64(how):
+    with jax.enable_x64(True):
+        step = gravac.data_parallel(lambda p, s, x: (p, s, x[0]), how)
+        state = gravac.place((jnp.zeros(2), jnp.zeros(())), how)
+        mean = step(*state, jnp.array([1.0, 1 + 2**-40], jnp.float64))[2]
+        assert (mean.dtype, float(mean)) == (jnp.float64, 1 + 2**-41)

@@ -95,9 +95,7 @@ def toy(text, out, **others):
 
 
 @pytest.mark.slow
-def test_methods_see_the_same_batches_and_one_of_rounds_sends_once_a_round(
-    tmp_path, text
-):
+def test_methods_see_the_same_batches_and_rounds_send_once(tmp_path, text):
     out, rounds = tmp_path / "x.jsonl", "every 4 own Dense()"
     toy(text, out, methods=("dense", "Dense()", rounds))
     found = {x.method: x for x in results(journal.read(out)[1])}
@@ -110,9 +108,7 @@ def test_methods_see_the_same_batches_and_one_of_rounds_sends_once_a_round(
 
 
 @pytest.mark.slow
-def test_the_same_command_writes_the_same_file_also_after_a_cut(
-    tmp_path, text, monkeypatch
-):
+def test_the_same_command_writes_the_same_file_even_if_cut(tmp_path, text, monkeypatch):
     whole = toy(text, tmp_path / "one.jsonl")
     assert [json.loads(x)["step"] for x in whole.splitlines()[1:]] == [2, 4, 6] * 2
 

@@ -94,11 +94,9 @@ def test_a_local_step_has_no_collective(delay):
 @functools.cache
 def timed(kind, delay=0):
     """Return the states of steps at rungs in turn, whose times are told a step late."""
-    trajectory = _harness.trajectory(
-        transform(kind(LADDER), delay=delay), PARAMS, "vmap"
-    )
+    take = _harness.trajectory(transform(kind(LADDER), delay=delay), PARAMS, "vmap")
     seconds = np.broadcast_to(np.arange(STEPS, dtype=np.float32)[:, None], (STEPS, N))
-    return trajectory(GRADIENTS, step_seconds=seconds + 1)[1]
+    return take(GRADIENTS, step_seconds=seconds + 1)[1]
 
 
 @pytest.mark.parametrize("delay", _harness.choices([0, 1], lambda x: x == 0))

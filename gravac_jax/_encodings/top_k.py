@@ -199,9 +199,7 @@ class TopK(Encoding):
         marks = selection.mark(bits >= _safe_bits(bracket))
         return _xla.only_if(marks.total > k, lambda _: k_largest(), marks), state
 
-    def look(
-        self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array
-    ) -> jax.Array:
+    def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
         """Return the energies of the largest entries of a sample, summed up."""
         return energies_of_largest(x, key)
 
@@ -260,9 +258,7 @@ def _by_threshold(
     return thinned, TopKState(_arrays.from_words(bits), reached)
 
 
-def _thinned(
-    marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: jax.Array
-) -> Marks:
+def _thinned(marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: Any) -> Marks:
     """Return `k` of too many marks: those of twice the threshold, and others by lot."""
     is_sure = _arrays.magnitude_bits(x) >= jnp.minimum(bits, BEYOND - OCTAVE) + OCTAVE
     sure = selection.marks_of(selection.pack(is_sure) & marks.words)

@@ -63,9 +63,7 @@ def no_averages(rungs: int) -> Averages:
     return Averages(jnp.zeros(rungs, jnp.float32), jnp.zeros((), jnp.float32))
 
 
-def smooth(
-    averages: Averages, sent: jax.Array, total: jax.Array, weight: float
-) -> Averages:
+def smooth(averages: Averages, sent: Any, total: Any, weight: float) -> Averages:
     """Add one step, which counts for `weight` (GraVAC uses replicas / 100).
 
     Only quotients of averages are used, so the correction for their start at zero

@@ -236,9 +236,7 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
     return jnp.maximum(timing.noise + weight * (seen - timing.noise), LEAST_NOISE**2)
 
 
-def _positive_scale(
-    scale: jax.Array, covariance: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _positive_scale(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, ...]:
     """Move the most negative part half the way to 0, and what goes with it."""
     i = jnp.argmin(scale)
     with_part, variance = covariance[i], covariance[i, i]

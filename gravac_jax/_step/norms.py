@@ -93,6 +93,22 @@ def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
     return jnp.where(mean != 0, after, known)
 
 
+def of_others(known: jax.Array, before: int, replicas: int) -> jax.Array:
+    """Return what would be `known` with another number of replicas than `before`.
+
+    Each has the same signal and noise: the squared norm of the mean of N rows of norm 1
+    is s + (1 - s) / N.
+
+    Args:
+      known: `[..., 2, rows]` float32.
+      before: at least 1; one replica alone has learnt nothing.
+      replicas: N.
+    """
+    least = 1 / max(before, 2)
+    signal = jnp.maximum(known[..., 0, :] - least, 0) / (1 - least)
+    return known.at[..., 0, :].set(signal + (1 - signal) / replicas)
+
+
 def norm_of_mean(tree: Any, axis_name: AxisName = "data") -> jax.Array:
     """Estimate the norm of the mean over replicas of `tree`, such as the gradient.
 
