@@ -105,7 +105,7 @@ def make_mesh(shape=(N,), names=("data",), axis_type=AXIS_TYPES[0]):
 
 
 class Heard(NamedTuple):
-    """The state of `Scripted`."""
+    """The state of `Scripted`: of others than times, what they heard."""
 
     measured_seconds: jax.Array
 
@@ -119,10 +119,14 @@ class Scripted(gravac.Controller):
     def init(self):
         return jnp.int32(0), Heard(jnp.full(len(self.ladder), jnp.nan))
 
+    def heard(self, evidence):
+        """Return what to keep of what an exchange tells."""
+        return evidence.measured_seconds
+
     def decide(self, evidence, state):
         del state
         rung = evidence.effective_step % len(self.ladder)
-        return rung, Heard(evidence.measured_seconds)
+        return rung, Heard(self.heard(evidence))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -234,9 +234,8 @@ def ignores_the_order_of_replicas(encoding: Any, buckets: np.ndarray) -> None:
 
 def moves_little_what_is_small(encoding: Any, buckets: np.ndarray) -> None:
     """What has no gradient, or a small one, is never farther off than the others."""
-    share = np.select(
-        [np.arange(buckets.shape[1]) % 10 == i for i in (3, 7)], [0, 1], 2
-    )
+    place = np.arange(buckets.shape[1]) % 10
+    share = np.select([place == 3, place == 7], [0, 1], 2)
     small = share < 2
     buckets = buckets * np.where(small, share * 2.0**-10, 1).astype(np.float32)
     off = np.zeros(small.sum())

@@ -154,6 +154,7 @@ def results(chosen: list[str]) -> dict[str, list[str] | str]:
 
 def results_of(checkout: str, chosen: Sequence[str]) -> dict[str, list[str] | str]:
     """Return the results of a checkout, from a process that imports it."""
+    print(checkout, file=sys.stderr)
     environment = os.environ | {
         "PYTHONPATH": os.path.abspath(checkout),
         "JAX_NUM_CPU_DEVICES": str(REPLICAS),
@@ -187,5 +188,7 @@ def main(old_dir: str, new_dir: str, *chosen: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--inside"]:
         print(json.dumps(results(sys.argv[2:])))
-    else:
+    elif len(sys.argv) > 2:
         main(*sys.argv[1:])
+    else:
+        sys.exit(__doc__)

@@ -63,9 +63,8 @@ def test_a_step_is_compute_selection_latency_and_bytes_over_bandwidth():
 
 RUNGS = 6
 # Compute, selection, messages and bytes of a guess, at each rung.
-GUESS = np.float32(
-    [[0.01, 0.001 * (r > 0), 0.0003, 0.08 / 4.0**r] for r in range(RUNGS)]
-)
+guess_of = lambda r: [0.01, 0.001 * (r > 0), 0.0003, 0.08 / 4.0**r]
+GUESS = np.float32([*map(guess_of, range(RUNGS))])
 TRUE_SECONDS = GUESS @ np.float32([7, 3, 0.5, 2])
 LENGTHS = (400, 5000)  # of runs: others are filled up with no times
 

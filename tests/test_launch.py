@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from _harness import is_alive, wait_until
+from _harness import choices, is_alive, wait_until
 
 from gravac_jax import _job, launch
 from gravac_jax.launch import Job, ProcessDiedError, local_coordinator
@@ -160,9 +160,7 @@ def said(output):
     return [decode(output, x.start())[0] for x in re.finditer('\\["__main__"', output)]
 
 
-@pytest.mark.parametrize(
-    "is_module", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_module", choices([False, True], lambda x: not x))
 def test_a_job_runs_the_script_as_python_would(is_module, script, tmp_path):
     own = ["--lr", "1", "-n", "--", "x"]
     what = [*LAUNCH, "-n", "2", "--devices", "3", script(SAY)]

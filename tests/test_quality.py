@@ -95,7 +95,7 @@ def toy(text, out, **others):
 
 
 @pytest.mark.slow
-def test_methods_see_the_same_batches_and_rounds_send_once(tmp_path, text):
+def test_methods_see_the_same_batches_and_rounds_send_once_each(tmp_path, text):
     out, rounds = tmp_path / "x.jsonl", "every 4 own Dense()"
     toy(text, out, methods=("dense", "Dense()", rounds))
     found = {x.method: x for x in results(journal.read(out)[1])}

@@ -108,9 +108,8 @@ def test_the_exchange_tells_the_time_of_the_one_before(delay):
 class Local(_harness.Scripted):
     """Keeps the time of local steps that it hears of."""
 
-    def decide(self, evidence, state):
-        rung, heard = super().decide(evidence, state)
-        return rung, _harness.Heard(jnp.full_like(heard[0], evidence.local_seconds))
+    def heard(self, evidence):
+        return jnp.full(len(self.ladder), evidence.local_seconds)
 
 
 def test_the_exchange_tells_the_time_of_a_step_that_sends_nothing():
@@ -122,9 +121,8 @@ class Looking(_harness.Scripted):
 
     look_every, looks_at = 8, "gradient"
 
-    def decide(self, evidence, state):
-        rung, _ = super().decide(evidence, state)
-        return rung, _harness.Heard(evidence.gradient_energies)
+    def heard(self, evidence):
+        return evidence.gradient_energies
 
 
 @pytest.mark.parametrize("delay", [0, 1])

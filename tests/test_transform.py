@@ -334,9 +334,8 @@ def test_gradients_of_zero_deliver_the_residual_and_disturb_nothing(name):
     send, left = EMPTIED[name]
     # An entry is sent in three steps, until its last bit has arrived.
     zeros = lambda x: np.zeros((150, *x.shape[1:]), np.float32)
-    gradients = jax.tree.map(
-        lambda x: np.concatenate([x[:1], zeros(x), x[1:2]]), FLOATS
-    )
+    around = lambda x: np.concatenate([x[:1], zeros(x), x[1:2]])
+    gradients = jax.tree.map(around, FLOATS)
     updates, states = trajectory(sending(send), PARAMS, "vmap")(gradients)
     assert np.abs(residuals(states)[0][-2]).max() <= left
     for leaf, x in updates.items():
@@ -456,9 +455,8 @@ def test_it_works_with_64_bit_types_enabled(send, dtype, recwarn):
         before, told = tx.init(jnp.ones(8, dtype)), {"step_seconds": jnp.float32(1)}
         warned = ["1 of 1 leaves of the params are float64" in str(x) for x in recwarn]
         before = gravac.place(before, 2)
-        after, _ = gravac.data_parallel(step, 2)(
-            before, jnp.ones((2, 8), dtype), **told
-        )
+        batch = jnp.ones((2, 8), dtype)
+        after, _ = gravac.data_parallel(step, 2)(before, batch, **told)
         kinds = [[x.dtype for x in jax.tree.leaves(x)] for x in (before, after)]
     assert kinds[0] == kinds[1]
     assert sum(warned) == (dtype == np.float64)

@@ -37,7 +37,7 @@ def journey(wire, k, bucket, places, mask):
 @pytest.mark.parametrize("values", VALUES)
 @hypothesis.settings(deadline=None)  # the first call compiles
 @hypothesis.given(x=hnp.arrays(np.float32, 32, elements=FLOATS))
-def test_values_arrive_as_they_were_rounded_and_what_is_lost_is_known(values, x):
+def test_values_arrive_as_rounded_and_what_is_lost_is_known_exactly(values, x):
     places, all_of_it = np.arange(32, dtype=np.int32), np.ones(32, bool)
     wire = WireFormat(values, 32)
     found = journey(wire, 32, x, places, all_of_it)
