@@ -90,11 +90,12 @@ def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         return list(map(cut, _xla.unknown(ends[:-1]), sizes))
 
     fixed = lambda vector: jnp.split(vector, ends[1:])[:-1]
-    are_alike = len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32
-    # CPUs compile one kernel for all leaves of one size.
-    cpu, tpu = unknown if are_alike else fixed, lambda x: _xla.once(fixed(x))
-    parts = jax.lax.platform_dependent(vector, cpu=cpu, tpu=tpu, default=fixed)
-    pairs = zip(parts, like, strict=True)
+    if len(like) - len({*sizes}) > MANY_ALIKE and ends[-1] <= LARGEST_INT32:
+        # CPUs compile one kernel for all leaves of one size.
+        parts = jax.lax.platform_dependent(vector, cpu=unknown, default=fixed)
+    else:
+        parts = fixed(vector)
+    pairs = zip(_xla.in_its_shape(parts), like, strict=True)
     return [_saturated(part.reshape(x.shape), x.dtype) for part, x in pairs]
 
 

@@ -1,9 +1,9 @@
 """All that a training step says to other replicas, and what it costs.
 
 All that crosses the network goes through `Comm`, in float32 or as integers; what only
-one replica has goes in its own dtype.
-`Comm` also answers what differs from replica to replica. With `axis_name=None` a
-replica is alone: the same code runs and nothing is exchanged.
+one replica has goes in its own dtype. `Comm` also answers what differs from replica to
+replica. With `axis_name=None` a replica is alone: the same code runs and nothing is
+exchanged.
 """
 
 import dataclasses

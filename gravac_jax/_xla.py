@@ -21,18 +21,16 @@ def once(x: Any) -> Any:
     GPUs. XLA fuses what makes an array into everything that reads it, and computes it
     again for each: words of a mask for every entry that asks for its word. Programs for
     CPUs are the same without it.
-
-    TPUs. A slice behind it is laid out alone, in the shape of its leaf. Otherwise the
-    whole vector is laid out anew for each width of a leaf.
     """
     return jax.lax.optimization_barrier(x)
 
 
-def in_its_shape(x: jax.Array) -> jax.Array:
-    """Return `x`, which TPUs keep in memory in the shape that it has here.
+def in_its_shape(x: Any) -> Any:
+    """Return `x`, arrays which TPUs keep in memory in the shape that they have here.
 
     TPUs lay out arrays of other shapes otherwise. If XLA computed `x` in the shape of
-    what reads it, what it is made of would first be laid out anew, in full.
+    what reads it, what it is made of would first be laid out anew, in full: a vector
+    once for each width of the matrices that are cut from it.
     """
     return jax.lax.platform_dependent(x, tpu=once, default=lambda x: x)
 

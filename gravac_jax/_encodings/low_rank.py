@@ -125,9 +125,9 @@ class LowRank(Encoding):
 
     def _sent(self, bucket: Bucket) -> tuple[int, int]:
         """Return the entries of the first message, and of the second."""
-        low = [x for x in _matrices(bucket) if self.rank <= x.top_rank]
-        saved = sum(x.entries - self.rank * x.rows for x in low)
-        return bucket.n - saved, self.rank * sum(x.columns for x in low)
+        matrices, low = _matrices(bucket), self._low(bucket)
+        saved = sum(matrices[i].entries - self.rank * matrices[i].rows for i in low)
+        return bucket.n - saved, self.rank * sum(matrices[i].columns for i in low)
 
     def traffic(self, bucket: Bucket, replicas: int) -> Traffic:
         """Return the cost of 4 bytes an entry of the thin matrices."""

@@ -63,7 +63,7 @@ def no_averages(rungs: int) -> Averages:
     return Averages(jnp.zeros(rungs, jnp.float32), jnp.zeros((), jnp.float32))
 
 
-def smooth(averages: Averages, sent: Any, total: Any, weight: float) -> Averages:
+def smooth(old: Averages, sent: jax.Array, total: jax.Array, weight: float) -> Averages:
     """Add one step, which counts for `weight` (GraVAC uses replicas / 100).
 
     Only quotients of averages are used, so the correction for their start at zero
@@ -71,8 +71,8 @@ def smooth(averages: Averages, sent: Any, total: Any, weight: float) -> Averages
     averages for ever.
     """
     used = jnp.where(jnp.isfinite(total + jnp.sum(sent)), jnp.float32(weight), 0.0)
-    moved = lambda old, new: old + used * (jnp.where(used > 0, new, 0.0) - old)
-    return Averages(moved(averages.sent, sent), moved(averages.total, total))
+    moved = lambda x, new: x + used * (jnp.where(used > 0, new, 0.0) - x)
+    return Averages(moved(old.sent, sent), moved(old.total, total))
 
 
 def waiting_steps(share: jax.Array, steps: jax.Array | int = 1) -> jax.Array:

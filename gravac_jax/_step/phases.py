@@ -24,9 +24,8 @@ import optax
 
 from gravac_jax import _arrays, _network, _xla
 from gravac_jax._controllers.base import Evidence
-from gravac_jax._encodings import rung_costs
 from gravac_jax._encodings.ladder import Exchanged, Ladder
-from gravac_jax._encodings.rung_costs import RungCosts
+from gravac_jax._encodings.rung_costs import RungCosts, rung_costs, warn_if_dense
 from gravac_jax._evidence import compression_gain
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
@@ -294,7 +293,7 @@ class Step:
         after = map(components.memory.hold, rests, fed, memory)
         known = tuple(map(norms.learnt, local.norms, figures.told.norms))
         count = sum(entries), optax.tree.size(figures)
-        costs = rung_costs.rung_costs(self.ladders, *count, replicas, self.rides)
+        costs = rung_costs(self.ladders, *count, replicas, self.rides)
         evidence = self.evidence(exchanged, figures, costs)
         decided, controller = components.controller.decide(evidence, state.controller)
         number = lambda mean: jnp.int32(mean + 0.5)
@@ -349,7 +348,7 @@ class Step:
         self, fed: Parts, own_figures: Figures, local: LocalState
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
-        rung_costs.warn_if_dense(self.ladders, self.axes.slow.replicas)
+        warn_if_dense(self.ladders, self.axes.slow.replicas)
         has_rounds = self.components.has_rounds
         turn = self.state.round.exchanges if has_rounds else self.state.steps
         known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
