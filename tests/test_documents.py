@@ -279,4 +279,4 @@ def test_frozen_params_stay_and_are_not_sent(recipe):
     params = recipe["new_params"]()
     np.testing.assert_array_equal(frozen["hidden"], params["hidden"])
     assert (np.asarray(trained["out"]) != np.asarray(params["out"])).any()
-    assert float(info_of(opt_state).dense_bytes) == 4 * params["out"].size
+    assert float(info_of(opt_state).dense_wire_bytes) == 6 * params["out"].size

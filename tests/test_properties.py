@@ -162,8 +162,7 @@ def holds(name, rung, size, batches):
         info = state.info
         assert info.is_finite == are_sane(x).all()
         assert 0 <= info.gain <= 1
-        assert info.payload_bytes >= 0
-        assert info.wire_bytes <= info.dense_wire_bytes + EVIDENCE_BYTES
+        assert 0 <= info.wire_bytes <= info.dense_wire_bytes + EVIDENCE_BYTES
     if case.is_exact and size == "moderate":
         adds_up(case, batches, steps)
 

@@ -102,7 +102,7 @@ def test_methods_see_the_same_batches_and_rounds_send_once_each(tmp_path, text):
     losses = {m: [y["training_loss"] for y in x.lines] for m, x in found.items()}
     assert losses["dense"] == losses["Dense()"]
     dense, rounds = found["dense"].final, found[rounds].final
-    sent = dense["payload_bytes"] / rounds["payload_bytes"]
+    sent = dense["wire_bytes"] / rounds["wire_bytes"]
     assert sent == pytest.approx(6, rel=0.01)  # one exchange in six steps
     assert rounds["loss"] < 5.6  # of the first params
 

@@ -400,15 +400,12 @@ class Step:
         energy, contrast = figures.told.sample
         is_alike = (self.axes.slow.replicas > 1) & (jnp.abs(contrast) < ALIKE * energy)
         are_apart = jnp.any(figures.apart != 0)
-        wire_bytes, steps = at_rung(costs.wire_bytes), before.local_steps + 1
         return StepInfo(
             rung=jnp.asarray(rung, jnp.int32),
             factor=at_rung(costs.factors),
             gain=gains[rung],
             gains=gains,
-            payload_bytes=at_rung(costs.payload_bytes),
-            wire_bytes=wire_bytes,
-            dense_bytes=jnp.float32(costs.dense.payload_bytes),
+            wire_bytes=at_rung(costs.wire_bytes),
             dense_wire_bytes=jnp.float32(costs.dense.wire_bytes),
             is_finite=~is_bad | self.components.is_told_late,
             dense_steps=count(before.dense_steps, at_rung(costs.is_dense)),
@@ -416,7 +413,6 @@ class Step:
             disagreements=count(before.disagreements, are_apart),
             alike_steps=count(before.alike_steps, is_alike),
             local_steps=jnp.zeros_like(before.local_steps),
-            mean_wire_bytes=wire_bytes / steps.astype(jnp.float32),
         )
 
 

@@ -28,11 +28,9 @@ class StepInfo(NamedTuple):
         that was sent, of the compressed leaves of all replicas; 0 if there are none.
       gains: `[rungs]` float32, the gain of every rung of the ladder when it was last
         taken, 0 before. With GraVAC, had it been taken in this step.
-      payload_bytes: `[]` float32, bytes that one replica put into the collectives,
-        including indices, dense leaves and evidence.
-      wire_bytes: `[]` float32, bytes that one replica sent for them: N - 1 payloads for
-        an all-gather, 2 (N - 1) / N of the buffer for a ring all-reduce.
-      dense_bytes: `[]` float32, `payload_bytes` of a float32 mean of all leaves.
+      wire_bytes: `[]` float32, bytes that one replica sent, including indices, dense
+        leaves and evidence: N - 1 payloads for an all-gather, 2 (N - 1) / N of the
+        buffer for a ring all-reduce.
       dense_wire_bytes: `[]` float32, `wire_bytes` of a float32 mean of all leaves.
       is_finite: `[]` bool, whether every gradient of every replica was finite, and
         below 2**50. Always True with a delay or rounds, where replicas
@@ -52,8 +50,6 @@ class StepInfo(NamedTuple):
         nothing else can tell under `pmap`, or all replicas had the same batch.
       local_steps: `[]` int32, steps since the last exchange; 0 unless `every=` makes
         some steps local.
-      mean_wire_bytes: `[]` float32, `wire_bytes` a step over the last round; without
-        rounds those of the last step.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -71,9 +67,7 @@ class StepInfo(NamedTuple):
     factor: jax.Array
     gain: jax.Array
     gains: jax.Array
-    payload_bytes: jax.Array
     wire_bytes: jax.Array
-    dense_bytes: jax.Array
     dense_wire_bytes: jax.Array
     is_finite: jax.Array
     dense_steps: jax.Array
@@ -81,7 +75,6 @@ class StepInfo(NamedTuple):
     disagreements: jax.Array
     alike_steps: jax.Array
     local_steps: jax.Array
-    mean_wire_bytes: jax.Array
 
     @property
     def byte_factor(self) -> jax.Array:
@@ -121,9 +114,7 @@ def of_a_local_step(before: StepInfo, dense: Traffic) -> StepInfo:
         rung=jnp.int32(before.gains.size),
         factor=jnp.float32(jnp.inf),
         gain=nothing,
-        payload_bytes=nothing,
         wire_bytes=nothing,
-        dense_bytes=jnp.float32(dense.payload_bytes),
         dense_wire_bytes=jnp.float32(dense.wire_bytes),
         local_steps=before.local_steps + 1,
     )

@@ -201,7 +201,7 @@ def run(trial: Trial, bench: Bench, journal: Journal, tick: Any) -> None:
 
 def add_up(totals: Line, steps: Sequence[Any]) -> Line:
     """Add the steps since the last evaluation to `totals`, and return their figures."""
-    for name in ("payload_bytes", "wire_bytes", "dense_bytes", "dense_wire_bytes"):
+    for name in ("wire_bytes", "dense_wire_bytes"):
         sent = sum(int(getattr(info, name)) for _, info in steps)
         totals[name] = totals.get(name, 0) + sent
     last = steps[-1][1]
