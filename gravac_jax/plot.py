@@ -2,8 +2,8 @@
 
     python -m gravac_jax.plot runs/adaptive.jsonl runs/dense.jsonl --out runs/both.png
 
-The picture has panels for the losses, the factor, the gain of every rung of each run,
-the bytes sent beside those of dense steps, and the seconds of a step.
+The picture has panels for the losses, the gain of every rung of each run, the bytes
+sent beside those of dense steps, and the seconds of a step.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def draw(runs: Sequence[Run]) -> Figure:
       runs: At least one run; later runs are drawn over earlier ones.
 
     Returns:
-      A figure with a panel for each loss, the factor, the gains of each run that has
-      several rungs, the bytes and the seconds.
+      A figure with a panel for each loss, the gains of each run that has several rungs,
+      the bytes and the seconds.
 
     Raises:
       ValueError: If a run has no lines.
@@ -83,14 +83,13 @@ def draw(runs: Sequence[Run]) -> Figure:
       >>> from gravac_jax import plot
       >>> lines = [{"step": i, "seconds": i, "loss": 1 / (i + 1)} for i in range(9)]
       >>> [axis.get_ylabel()[:6] for axis in plot.draw([plot.Run("one", lines)]).axes]
-      ['loss', 'factor', 'bytes ', 'second']
+      ['loss', 'bytes ', 'second']
     """
     if empty := [run.name for run in runs if not run.lines]:
         raise ValueError(f"{empty[0]} has no whole line yet; wait for the first steps")
     losses = dict.fromkeys(name for run in runs for name in run.names(".*loss"))
     panels: list[tuple[Any, ...]] = [
         *((_draw_medians, runs, name) for name in losses),
-        (_draw_factors, runs),
         *((_draw_gains, run) for run in runs if len(run.names(GAINS + ".*")) > 1),
         (_draw_bytes, runs),
         (_draw_medians, runs),
@@ -117,16 +116,6 @@ def _draw_medians(axis: Axes, runs: Sequence[Run], name: str = "") -> None:
         points = [(steps[x], y[x]) for x in parts if len(x)]
         axis.plot(*np.reshape([np.median(x, axis=1) for x in points], (-1, 2)).T)
     axis.set_ylabel(re.sub("[_/]", " ", name) or "seconds per step")
-
-
-def _draw_factors(axis: Axes, runs: Sequence[Run]) -> None:
-    """Draw the factor of the steps that sent anything."""
-    for run in runs:
-        steps, factors = run.figures("step"), run.figures("gravac/factor")
-        sends = np.isfinite(factors)
-        axis.plot(steps[sends], factors[sends])
-    _set_log(axis, "factor")
-    axis.set_ylim(0.7, max(120, 1.5 * axis.get_ylim()[1]))
 
 
 def _draw_gains(axis: Axes, run: Run) -> None:
@@ -156,12 +145,8 @@ def _draw_bytes(axis: Axes, runs: Sequence[Run]) -> None:
     longest = max(runs, key=lambda run: run.lines[-1]["step"])
     steps, dense = longest.figures("step"), longest.bytes_so_far("dense_wire")
     axis.plot(steps, dense, "-", c="0.75", lw=4, zorder=0, label="bytes of dense steps")
-    _set_log(axis, "bytes sent so far", EngFormatter("B"))
-
-
-def _set_log(axis: Axes, label: str, formatter: Any = "{x:g}") -> None:
-    axis.set(yscale="log", ylabel=label)
-    axis.yaxis.set_major_formatter(formatter)
+    axis.set(yscale="log", ylabel="bytes sent so far")
+    axis.yaxis.set_major_formatter(EngFormatter("B"))
     axis.yaxis.set_minor_formatter("")
 
 

@@ -8,7 +8,7 @@ from gravac_jax import metrics, plot
 FACTORS = (1.0, 10.0, 100.0)
 NAMES = ["Dense()", "TopK(10)", "TopK(100)"]
 STEPS = 50
-PANELS = ["loss", "factor", "rung", "bytes sent so far", "seconds per step"]
+PANELS = ["loss", "rung", "bytes sent so far", "seconds per step"]
 
 
 def line(step, rung=1, **more):
@@ -17,7 +17,6 @@ def line(step, rung=1, **more):
         "step": step,
         "seconds": 0.5 * step,
         "loss": 4 / (step + 1),
-        "gravac/factor": FACTORS[rung],
         "gravac/rung": rung,
         **{f"gravac/gains/{name}": 1 / (i + 1) for i, name in enumerate(NAMES)},
         "gravac/wire_bytes": 4e6 / FACTORS[rung],
@@ -40,7 +39,7 @@ def test_a_picture_has_a_panel_for_each_loss_and_for_the_gains_of_each_run():
     assert panels_of([run()]) == PANELS
     assert panels_of([run(held_out_loss=2.0)]) == ["loss", "held out loss", *PANELS[1:]]
     bare = plot.Run("bare", [{"step": i, "seconds": i} for i in range(3)])
-    assert panels_of([bare, run("a"), run("b")]) == [*PANELS[:3], *PANELS[2:]]
+    assert panels_of([bare, run("a"), run("b")]) == [*PANELS[:2], *PANELS[1:]]
 
 
 def test_gains_are_drawn_by_encoding_where_known_with_the_one_taken():
@@ -66,11 +65,10 @@ def test_a_point_of_a_loss_is_the_median_of_a_hundredth_of_the_run():
     np.testing.assert_array_equal(drawn.get_ydata(), [np.median(x % 10) for x in parts])
 
 
-def test_factors_and_bytes_are_drawn_step_by_step_beside_dense_ones():
+def test_bytes_are_drawn_step_by_step_beside_dense_ones():
     lines = [line(i) for i in range(STEPS)]
-    lines[30] |= {"gravac/factor": np.inf, "gravac/wire_bytes": 0.0}  # a local step
-    _, factor, _, sent, *_ = plot.draw([plot.Run("one", lines)]).axes
-    assert list(factor.lines[0].get_ydata()) == [10] * (STEPS - 1)
+    lines[30]["gravac/wire_bytes"] = 0.0  # a local step
+    _, _, sent, *_ = plot.draw([plot.Run("one", lines)]).axes
     own, dense = (x.get_ydata() for x in sent.lines)
     np.testing.assert_allclose(dense, 4e6 * np.arange(1, STEPS + 1))
     np.testing.assert_allclose(own, 4e5 * np.cumsum(np.arange(STEPS) != 30))
