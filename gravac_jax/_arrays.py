@@ -35,6 +35,11 @@ def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path) or "the tree itself", x) for path, x in leaves]
 
 
+def is_shape(x: Any) -> bool:
+    """Return whether `x` stands for an array, of which it has the shape and dtype."""
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
 def brief(value: Any) -> str:
     """Return what an error shows of a value, cut short: arrays may fill pages."""
     if isinstance(value, type):

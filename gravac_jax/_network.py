@@ -415,6 +415,7 @@ class Traffic(NamedTuple):
 
     def figures(self, count: int, replicas: int) -> "Traffic":
         """Return the cost of averaging so many float32 figures beside it."""
+        _refuse.one_of(self.carries, "carries", ("nothing", "mean", "gather", "swap"))
         if self.carries == "gather":
             own = all_gather_traffic(FLOAT32_BYTES * count, replicas)
         elif self.carries == "swap":

@@ -1,15 +1,17 @@
 """Refuse what cannot work: wrong arguments, and what a step must not be given.
 
 Each function raises before anything is changed, and in one voice: what must be, what
-was received, the remedy. Trouble that shows in values alone becomes a counter of
-`StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together wrongly.
-It also holds what they ask for: names of axes, and what a traced function reaches.
+was received, the remedy; `warn` warns. Trouble that shows in values alone becomes a
+counter of `StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together
+wrongly. It also holds what they ask for: names of axes, and what a function reaches.
 """
 
 import math
 import numbers
 import operator
+import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +23,17 @@ from jax import core
 from jax.extend.core import Literal
 
 from gravac_jax import _arrays
+
+_LIBRARIES = os.path.dirname(__file__), os.path.dirname(os.path.dirname(jax.__file__))
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
 
 # Any argument. ----------------------------------------------------------------------
 
@@ -139,7 +152,7 @@ def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
     """Refuse what is neither a mesh with the axes nor a number of replicas."""
     two_axes(axis_name, fast_axis_name)
     if not isinstance(mesh, jax.sharding.Mesh):
-        if fast_axis_name is not None or isinstance(axis_name, tuple):
+        if fast_axis_name is not None or not isinstance(axis_name, str):
             raise TypeError(
                 f"`mesh` must be a jax.sharding.Mesh, got {_arrays.brief(mesh)}:"
                 f" simulated replicas lie along one axis, such as 'data', got"
@@ -170,9 +183,8 @@ def bound_axis(axis_name: Any, caller: str) -> None:
     if not is_bound(axis_name):
         raise ValueError(
             f"`{caller}` was called outside axis_name={axis_name!r}: give the step the"
-            f" same axis, and call it in a shard_map, not in a plain jit, where XLA has"
-            f" averaged gradients already unless params were cast to `reduced`, or"
-            f" alone with axis_name=None."
+            f" same axis, in a shard_map, not in a plain jit, where XLA has averaged"
+            f" gradients unless params were cast to `reduced`, or alone axis_name=None."
         )
 
 
@@ -478,7 +490,7 @@ def reached(
     for eqn in jaxpr.eqns:
         given = list(map(is_seen, eqn.invars))
         made = [any(given) or begins(eqn)] * len(eqn.outvars)
-        if eqn.primitive.name in ("jit", "pjit"):
+        if eqn.primitive.name == "jit":
             made = reached(eqn.params["jaxpr"].jaxpr, given, begins)
         seen.update(x for x, is_made in zip(eqn.outvars, made, strict=True) if is_made)
     return list(map(is_seen, jaxpr.outvars))

@@ -404,15 +404,15 @@ def _write(path: Path, text: str) -> None:
 # The launcher. ------------------------------------------------------------------------
 
 
-def supervise(job: Job, folder: str, options: Any) -> None:
+def supervise(job: Job, folder: Path, restarts: int, least: int, silence: int) -> None:
     """Begin a generation whenever the members of a job change, until it ends.
 
     Args:
       job: the `gravac_jax.launch.Job`, each of whose processes makes an `Elastic`.
       folder: an empty folder; its path is `GRAVAC_JAX_ELASTIC` in their environment.
-      options: of the launcher: `restarts`, how many processes may be started again;
-        `min_processes`, how many a generation must have, 1 if None; and `heartbeat`,
-        after how many seconds without a sign of life a process is killed, 5 if None; 1
+      restarts: how many processes may be started again.
+      least: how many processes a generation must have.
+      silence: after how many seconds without a sign of life a process is killed; 1
         second after it was stopped, as by SIGSTOP.
 
     Raises:
@@ -423,7 +423,7 @@ def supervise(job: Job, folder: str, options: Any) -> None:
     Example:
       See `gravac_jax.launch`.
     """
-    supervisor = _Supervisor(job, Path(folder), options)
+    supervisor = _Supervisor(job, folder, restarts, least, silence)
     with job:
         while supervisor.goes_on():
             time.sleep(0.02)
@@ -450,10 +450,10 @@ class _Sign(NamedTuple):
 class _Supervisor:
     """The launcher's part of an elastic job: who lives, and who trains with whom."""
 
-    def __init__(self, job: Job, folder: Path, options: Any) -> None:
+    def __init__(self, job: Job, folder: Path, restarts: int, least: int, silence: int):
         self._make_service = _private_names()[1].get_distributed_runtime_service
-        self._job, self._folder, self._options = job, folder, options
-        self._least = options.min_processes or 1  # members of a generation
+        self._job, self._folder, self._restarts = job, folder, restarts
+        self._least, self._silence = least, silence
         self._signs: dict[str, _Sign] = {}  # by pid, as all that follow
         self._ready: dict[str, int] = {}  # the index of each that may be a member
         self._dead: set[str] = set()
@@ -494,8 +494,7 @@ class _Supervisor:
             if status is None and path.exists():
                 self._signs[pid] = sign = _Sign(*json.loads(path.read_text()))
                 # A busy machine may keep a process silent for seconds, but not stop it.
-                seconds = self._options.heartbeat or 5
-                patience = 1 if self._job.is_stopped(i) else seconds
+                patience = 1 if self._job.is_stopped(i) else self._silence
                 if sign.has_ended or time.monotonic() - sign.at <= patience:
                     self._ready[pid] = i
                 else:
@@ -507,13 +506,13 @@ class _Supervisor:
                 self._count_death(i, has_ended)
 
     def _count_death(self, index: int, has_ended: bool) -> None:
-        died, restarts = self._job.death(index), self._options.restarts
+        died, restarts = self._job.death(index), self._restarts
         left = self._job.statuses.count(None) + len(self._missing)
         if has_ended or left + restarts < self._least:
             raise died
         say(f"{died}; {restarts} restarts were left")
         if restarts:
-            self._options.restarts -= 1
+            self._restarts -= 1
             self._missing.append(index)
 
     def _may_begin(self) -> bool:

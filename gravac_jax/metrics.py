@@ -39,7 +39,6 @@ import itertools
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gravac_jax import _arrays
+from gravac_jax import _arrays, _refuse
 from gravac_jax._controllers import controller_of
 from gravac_jax._controllers.base import Controller
 from gravac_jax._encodings.base import Encoding
@@ -393,7 +392,7 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
             size = sum(len(x[0]) for x in itertools.takewhile(is_kept, self._old))
             if self._old and not size:
                 why = f"all {len(self._old)} lines, of an earlier run, are replaced"
-                warnings.warn(f"{self._file.name}: {why}", stacklevel=2)
+                _refuse.warn(f"{self._file.name}: {why}")
             self._file.truncate(size)
             self._old = None
         self._file.write(json.dumps(line).encode() + b"\n")
@@ -424,8 +423,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, float]]:
     Example:
       See `metrics.JsonlWriter`.
     """
-    # A list, so that warnings name the line of the caller.
-    return [line for _, line in list(_lines(Path(path).expanduser())) if line]
+    return [line for _, line in _lines(Path(path).expanduser()) if line]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
@@ -441,12 +439,12 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             why = f"line {number} is not a line of metrics.JsonlWriter: {text[:60]!r}"
             if number == 1:
                 raise ValueError(f"{path}: {why}. Give another file.") from None
-            warnings.warn(f"{path}: {why}; it is left out", stacklevel=3)
+            _refuse.warn(f"{path}: {why}; it is left out")
             line = None
         yield text + b"\n", line
     if rest:
         why = "the last line was cut off and is left out"
-        warnings.warn(f"{path}: {why}", stacklevel=3)
+        _refuse.warn(f"{path}: {why}")
 
 
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}

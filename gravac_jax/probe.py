@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", type=count, help="number of params, such as 66e6")
     help = "MODULE:FUNCTION without arguments that returns (loss_fn, params, batch)"
-    model.add_argument("--loss", type=pkgutil.resolve_name, help=help)
+    model.add_argument("--loss", type=function, help=help)
     add = parser.add_argument
     help = "encodings to time, written as in Python; default: %(default)s"
     add("--send", nargs="+", type=encoding, default=SEND, metavar="X", help=help)
@@ -134,6 +134,14 @@ def count(text: str) -> float:
     if not 1 <= float(text) < math.inf:
         raise ValueError
     return float(text)
+
+
+def function(text: str) -> Callable[[], Model]:
+    """Import `MODULE:FUNCTION`."""
+    try:
+        return pkgutil.resolve_name(text)
+    except (AttributeError, ImportError) as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
 
 
 def encoding(text: str) -> Encoding:

@@ -514,7 +514,7 @@ def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
     found = beside_oracle(memory, gradients, is_sent)
     oracle, _, compensated, residuals, states = found
     add = lambda parts: np.sum(np.asarray(parts, np.float64), 0)
-    held = np.asarray(memory.held(states[-1], gradients.shape[1]))
+    held = np.asarray(memory.held(states[-1]))
     total = add(compensated) - add(residuals) + held
     # Each addition to a residual rounds, where it is not one of integers.
     rtol = 2.0**-23 + oracle.rtol if np.any(oracle.made % 1) else 0
@@ -527,7 +527,7 @@ def sleeps_through_a_skipped_step(
     """`hold` of all that is held, with nothing sent, leaves the state as it was."""
     *_, states = remembered(memory, gradients, is_sent)
     for state in states:
-        held = memory.held(state, gradients.shape[1])
+        held = memory.held(state)
         assert_same(memory.hold(held, held, state), state)
 
 

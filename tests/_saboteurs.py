@@ -220,7 +220,7 @@ class ForgetsToClear(gravac.Residual):
 
 @caught_by(_laws.sleeps_through_a_skipped_step, _laws.telescopes)
 class ForgetsInItsSleep(gravac.Residual):
-    def held(self, state, n):
+    def held(self, state):
         return jnp.zeros_like(state.residual)
 
 

@@ -213,8 +213,7 @@ def test_processes_that_all_die_while_a_generation_begins_start_again(tmp_path):
     for pid in job.pids:
         sign = elastic._Sign(0, -1, 0.0, False, time.monotonic())
         (tmp_path / str(pid)).write_text(json.dumps(sign))
-    options = mock.Mock(min_processes=None, heartbeat=None, restarts=2)
-    supervisor = elastic._Supervisor(job, tmp_path, options)
+    supervisor = elastic._Supervisor(job, tmp_path, 2, 1, 5)
     supervisor._begin = lambda: statuses.__setitem__(slice(2), [-9, -9])
     assert supervisor.goes_on()
     assert supervisor.goes_on()

@@ -238,6 +238,7 @@ MEAN = lambda model, x: jnp.mean(model(x))
 # The words that an error must contain, and the misuses that it answers.
 VALUES = {
     "nothing to wait for in None": (gravac.StepClock().record, None),
+    "`carries`…'swap', got 'x'": partial(gravac.Traffic(8, 1, 1, 1, "x").figures, 9, N),
     "must begin with gravac.Dense": partial(GUESS, ladder=gravac.Fastest().ladder[1:]),
     "a dict…tx.update(grads, opt_state, params)": (run, SWAPPED),
     "`mesh` must be…got {'b'…": (place, MESH, PARAMS),
@@ -329,11 +330,8 @@ TYPES = {
         in_an_nnx_step,
         lambda model, _, batch: gravac.value_and_grad(MEAN)(model, batch),
     ),
-    "`optimizer`…built-in function abs…nnx.Optimizer": (
-        gravac.nnx_flush,
-        abs,
-        abs,
-        MESH,
+    "`optimizer`…built-in function abs…nnx.Optimizer": partial(
+        gravac.nnx_flush, abs, abs, MESH
     ),
     "got Optimizer…nnx.as_pure(optimizer.opt_state)": (own, lambda x: x),
     "got OptArray…nnx.as_pure(optimizer.opt_state)": [
@@ -351,6 +349,7 @@ TYPES = {
         MAPPED, 4, fast_axis_name="x"
     ),
     "Mesh, got 4…along one axis…('data',) and": partial(MAPPED, 4, ("data",)),
+    "Mesh, got 4…along one axis…got None and": partial(MAPPED, 4, None),
     "0 arguments…batch": PAIR,
     "two-element tuple": (gravac.value_and_grad(jnp.sum, None, has_aux=True), ROWS),
     "params…uint32…['x']…float params": (init, INTEGERS),

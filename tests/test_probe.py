@@ -105,6 +105,7 @@ def test_wrong_arguments_are_refused(capsys):
         ("--params 1e6 --mesh a=3", "must have all 8 devices"),
         *((f"--params 1e6 --json {x}", "no file in") for x in (".", "no/a.json")),
         ("--params 1e6 --mesh a", "invalid mesh_axes value: 'a'"),
+        *((f"--loss {x}", f"got '{x}'") for x in ("nosuch:f", "json:nosuch")),
         ("--params 1e6 --send Bits(3)", r"got 'Bits\(3\)' \(`bits` must be 8 or"),
     ):
         with pytest.raises(SystemExit, match=r"^2$"):

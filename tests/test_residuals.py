@@ -140,8 +140,9 @@ def test_a_step_that_never_asked_for_own_params_where_they_matter_warns(
     each = functools.partial(jax.vmap, axis_name="data")
     step = lambda **how: each(lambda x: tx.update(x, state, x, **how)[0])(params)
     said = pytest.warns(UserWarning, match=r"not taken at gravac\.own_params")
-    with said if warns else warnings.catch_warnings(action="error"):
+    with said if warns else warnings.catch_warnings(action="error") as lines:
         step()
+    assert not warns or lines[0].filename == __file__
     with warnings.catch_warnings(action="error"):
         step(at="shared")
         each(lambda x: gravac.own_params(tx, x, state))(params)

@@ -26,6 +26,9 @@ class Bucket(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
+LARGE = Bucket(2**24, ((4096, 4096),))  # where an encoding shows what it saves
+
+
 class Sent(NamedTuple):
     """What came of an exchange, on one replica.
 

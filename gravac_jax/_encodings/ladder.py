@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gravac_jax import _arrays, _network, _xla
-from gravac_jax._encodings.base import Bucket, Encoding, Sent
+from gravac_jax._encodings.base import LARGE, Bucket, Encoding, Sent
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._network import Carrier, Comm, Traffic
 
@@ -192,7 +192,7 @@ def _kind(encoding: Encoding) -> str:
 
 def _of_many(encoding: Encoding) -> float:
     """Return the bytes that an encoding sends of many entries."""
-    return encoding.traffic(Bucket(2**24), 2).wire_bytes
+    return encoding.traffic(LARGE, 2).wire_bytes
 
 
 def _carries_all(own: Traffic, replicas: int) -> bool:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gravac_jax import _arrays, _network, _refuse
-from gravac_jax._encodings import top_k
+from gravac_jax._encodings import selection
 from gravac_jax._encodings.base import Bucket, Encoding, Sent
 from gravac_jax._network import Comm, Traffic
 
@@ -152,12 +152,12 @@ class LowRank(Encoding):
         mine = _cut(x, bucket)
         states, low = list(comm.cast(state)), self._low(bucket)
         sketch = lambda i: _multiply(mine[i], states[i].right[:, : self.rank])
-        sent = [sketch(i) if i in low else x for i, x in enumerate(mine)]
-        energies = [_arrays.energy(x) for i, x in enumerate(sent) if i not in low]
+        first = [sketch(i) if i in low else x for i, x in enumerate(mine)]
+        energies = [_arrays.energy(x) for i, x in enumerate(first) if i not in low]
         if not low:
             comm.tell(_arrays.total(energies))
-        means = comm.mean(sent)
-        lefts = [jnp.linalg.qr(means[i])[0] for i in low]
+        first_means = comm.mean(first)
+        lefts = [jnp.linalg.qr(first_means[i])[0] for i in low]
         pairs = zip(low, lefts, strict=True)
         rights = [_multiply(mine[i].T, left) for i, left in pairs]
         # Left matrices are orthonormal.
@@ -165,6 +165,7 @@ class LowRank(Encoding):
         if low:
             comm.tell(energy)
         right_means = comm.mean(rights) if low else []
+        sent, means = list(first), list(first_means)  # of those that went whole
         for i, left, right, mean in zip(low, lefts, rights, right_means, strict=True):
             sent[i], means[i] = _multiply(left, right.T), _multiply(left, mean.T)
             states[i] = _learn(states[i], right, mean, _arrays.energy(mine[i]))
@@ -174,7 +175,7 @@ class LowRank(Encoding):
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
         """Return the state, energies of arrays, and of the largest of a sample."""
         energies = list(map(_arrays.energy, _cut(x, bucket)))
-        return state, energies, top_k.energies_of_largest(x, key)
+        return state, energies, selection.energies_of_largest(x, key)
 
     def share(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return what each further rank took of the rest when it was last sent."""
@@ -187,8 +188,8 @@ class LowRank(Encoding):
 
     def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Estimate as if the largest entries were sent, and small ones soon."""
-        _, _, of_largest = looked
-        share = top_k.share_of_largest(of_largest, sum(self._sent(bucket)), bucket.n)
+        (_, _, of_largest), k = looked, sum(self._sent(bucket))
+        share = selection.share_of_largest(of_largest, k, bucket.n)
         return (1 - share) / share
 
 

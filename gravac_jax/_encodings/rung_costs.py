@@ -1,13 +1,12 @@
 """What each rung of a ladder costs, in all buckets of a step."""
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from gravac_jax import _network
+from gravac_jax import _network, _refuse
 from gravac_jax._encodings.dense import Dense
 from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._network import Traffic
@@ -79,9 +78,8 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     sent = [dict(pairs(x)) for x in ladders if x.bucket.n]
     is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
     if named := list(filter(is_dense, ladders[0].encodings)):
-        warnings.warn(
+        _refuse.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
             f" bytes than a dense step, and is one: but for the start of a warm-up,"
             f" choose gravac.Bits(2) or gravac.LowRank(4).",
-            stacklevel=2,
         )

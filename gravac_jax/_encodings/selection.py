@@ -20,6 +20,7 @@ BEYOND = 0x7F800000  # bits of infinity: no finite entry reaches it
 OCTAVE = 2**23  # bits from one power of two to the next
 
 SAMPLE_ENTRIES = 2**16  # of a bucket; arbitrary: a count is 1% off at factor 10
+SHARE_ENTRIES = 2**14  # of a bucket, from which shares are estimated; arbitrary
 SPREAD = 4  # standard deviations of a count in the sample
 WORD_BITS = 32
 
@@ -106,6 +107,21 @@ def k_largest(bits: jax.Array, k: int) -> jax.Array:
     last = _xla.only_if(ties.total > room, place, 0 * room + bits.size)
     at = jnp.arange(bits.size, dtype=jnp.int32)
     return (bits > bound) | ((bits == bound) & (at <= last))
+
+
+def energies_of_largest(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return running sums of the squares of a sample, the largest first, from 0 on."""
+    places = sample_places(x.size, key, SHARE_ENTRIES)
+    squares = jnp.sort(jnp.square(x.at[places].get(mode="promise_in_bounds")))
+    return jnp.append(jnp.zeros(1, jnp.float32), jnp.cumsum(squares[::-1]))
+
+
+def share_of_largest(sums: jax.Array, k: int, n: int) -> jax.Array:
+    """Return the share of the energy of n entries that the k largest have."""
+    # The sample may hold less than one of the k entries: interpolate linearly.
+    ranks = jnp.arange(sums.size, dtype=jnp.float32)
+    reached = jnp.interp(jnp.float32(k) * ((sums.size - 1) / n), ranks, sums)
+    return jnp.minimum(reached / jnp.maximum(sums[-1], _arrays.SMALLEST_NORMAL), 1.0)
 
 
 # Which entries are marked. ----------------------------------------------------------

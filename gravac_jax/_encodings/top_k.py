@@ -20,7 +20,6 @@ from gravac_jax._network import Comm, Traffic
 
 SELECT = ("threshold", "sampled", "exact")
 AIM = 0.97  # of the slots, so that few steps mark more entries than there are slots
-SAMPLE_ENTRIES = 2**14  # from which shares are estimated; arbitrary
 # Of n / k steps, how long the smaller entries wait. Fitted to sparse exchanges of
 # gradients, whose progress it predicts within a tenth or so.
 SMALL_ENTRIES_WAIT = 1 / 32
@@ -201,7 +200,7 @@ class TopK(Encoding):
 
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
         """Return the energies of the largest entries of a sample, summed up."""
-        return energies_of_largest(x, key)
+        return selection.energies_of_largest(x, key)
 
     def share(self, looked: jax.Array, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the share of the largest entries of a sample.
@@ -210,7 +209,7 @@ class TopK(Encoding):
         at 1000 (standard deviations); averages over steps miss by less. Tails that are
         far heavier read low.
         """
-        return share_of_largest(looked, self.slots(bucket.n), bucket.n)
+        return selection.share_of_largest(looked, self.slots(bucket.n), bucket.n)
 
     def waits(self, looked: jax.Array, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the steps that an entry waits, longer than by chance.
@@ -222,21 +221,6 @@ class TopK(Encoding):
         share = self.share(looked, bucket, replicas)
         longer = (1 - share) * jnp.float32(n / max(k, 1)) * SMALL_ENTRIES_WAIT
         return (1 - share) / share + longer
-
-
-def energies_of_largest(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Return running sums of the squares of a sample, the largest first, from 0 on."""
-    places = selection.sample_places(x.size, key, SAMPLE_ENTRIES)
-    squares = jnp.sort(jnp.square(x.at[places].get(mode="promise_in_bounds")))
-    return jnp.append(jnp.zeros(1, jnp.float32), jnp.cumsum(squares[::-1]))
-
-
-def share_of_largest(sums: jax.Array, k: int, n: int) -> jax.Array:
-    """Return the share of the energy of n entries that the k largest have."""
-    # The sample may hold less than one of the k entries: interpolate linearly.
-    ranks = jnp.arange(sums.size, dtype=jnp.float32)
-    reached = jnp.interp(jnp.float32(k) * ((sums.size - 1) / n), ranks, sums)
-    return jnp.minimum(reached / jnp.maximum(sums[-1], _arrays.SMALLEST_NORMAL), 1.0)
 
 
 def _by_threshold(

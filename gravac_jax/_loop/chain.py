@@ -6,7 +6,6 @@ their names.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from gravac_jax import _arrays, _refuse
-from gravac_jax._encodings.base import Bucket
+from gravac_jax._encodings.base import LARGE
 from gravac_jax._loop.outer import OuterState
 from gravac_jax._memory.momentum import MomentumState
 from gravac_jax._step import states
@@ -42,9 +41,8 @@ def the_transform(state: Any, caller: str) -> TransformState:
     found = transform_states(state)
     if len(found) != 1:
         raise ValueError(
-            f"{caller} needs exactly one gravac.transform in the optimizer, found"
-            f" {len(found)}: write optax.chain(gravac.transform(), optax.sgd(0.1)), or"
-            f" gravac.adamw(1e-3)."
+            f"{caller} needs one gravac.transform in the optimizer, found {len(found)}:"
+            f" write optax.chain(gravac.transform(), optax.sgd(0.1))."
         )
     _refuse.pure(found[0].steps)
     return found[0]
@@ -116,20 +114,19 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
     local = the_transform(opt_state, "gravac.train_step").local
     if local.told or is_linear(tx, params, opt_state, value=-jnp.inf):
         return "own"
-    asked, many = Delivery("identity"), Bucket(2**24)
+    asked = Delivery("identity")
     look = functools.partial(ask, tx, asked, value=-jnp.inf)
     jax.eval_shape(look, params, opt_state, params)
     ours: Any = asked.components
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]
     # Two bits cost Lion 0.5% of the loss, and whatever sends less was not tried.
     few = 2 if {*map(type, _remembering(opt_state))} == {optax.ScaleByLionState} else 3
-    is_coarse = coarsest.traffic(many, 2).bits < few * many.n
+    is_coarse = coarsest.traffic(LARGE, 2).bits < few * LARGE.n
     if is_coarse and not ours.memory.is_at_own_params:
-        warnings.warn(
+        _refuse.warn(
             f"what follows gravac.transform is not linear (Adam, clips, MultiSteps) and"
             f" sees what {coarsest!r} sends, so that the loss ends higher: in its place"
             f" take gravac.adamw, transform(clip=...), micro_batches=2, or Bits(8).",
-            stacklevel=2,
         )
     return "shared"
 
@@ -137,10 +134,9 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
 def warn_if_held_up(opt_state: Any) -> None:
     """Warn that what is delivered waits for a later step of the optimizer."""
     if _instances(opt_state, optax.MultiStepsState):
-        warnings.warn(
+        _refuse.warn(
             "optax.MultiSteps keeps what gravac.flush delivers for a step of its own:"
             " in its place take gravac.train_step(..., micro_batches=...).",
-            stacklevel=3,
         )
 
 
@@ -156,10 +152,9 @@ def check_momentum(state: Any) -> None:
             others = _remembering(state)
         if others:
             raise ValueError(
-                f"the optimizer after gravac.transform keeps a momentum of its own, got"
-                f" {type(others[0]).__name__} after a memory that has one: keep one, as"
-                f" in optax.chain(gravac.transform(memory=gravac.Momentum()),"
-                f" optax.sgd(0.1))."
+                f"what follows gravac.transform keeps a momentum, got"
+                f" {type(others[0]).__name__} after a memory that has one: keep one,"
+                f" chain(gravac.transform(memory=gravac.Momentum()), optax.sgd(0.1))."
             )
 
 
@@ -188,9 +183,8 @@ def check_chains(tree: Any) -> None:
         for before in _remembering(chain[:at]) if at else ():
             raise ValueError(
                 f"gravac.transform comes after a {type(before).__name__}, which"
-                f" remembers each replica's own gradients: put it first, as in"
-                f" optax.chain(gravac.transform(), optax.sgd(0.1, momentum=0.9)), or"
-                f" use gravac.adamw(1e-3)."
+                f" remembers a replica's own gradients: put it first, or use"
+                f" gravac.adamw(1e-3) or gravac.sgd(0.1)."
             )
 
 

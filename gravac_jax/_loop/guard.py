@@ -1,6 +1,5 @@
 """Skip a step on all replicas when the gradient of one is not finite."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -62,18 +61,15 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         local = chain.the_transform(state, "gravac.guard").local
         has_optimizer = isinstance(local.memory[0], OwnOptimizerState)
         if local.told:
-            warnings.warn(
-                "gravac.guard does nothing with a delay or with rounds, where replicas"
-                " hear too late of a gradient that is not finite: leave out the guard,"
-                " or what delays the news.",
-                stacklevel=2,
+            _refuse.warn(
+                "gravac.guard does nothing with a delay or rounds, where replicas hear"
+                " too late of a gradient that is not finite: leave one of both out."
             )
         elif is_transform_state(state) and not has_optimizer:
-            warnings.warn(
+            _refuse.warn(
                 "gravac.guard holds gravac.transform alone, and momentum or decay after"
                 " it could move params in a bad step: guard the whole chain, as"
-                " gravac.guard(optax.chain(gravac.transform(), optax.sgd(0.1))).",
-                stacklevel=2,
+                " gravac.guard(optax.chain(gravac.transform(), optax.sgd(0.1)))."
             )
         return state
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,13 +81,12 @@ def make_mesh(
         return jax.sharding.Mesh(np.concatenate(rows), names)
     if hosts is None and len(rows) == 1 < len(chosen):
         found = "gravac.make_mesh found one host, so that the first axis has length 1"
-        warnings.warn(f"{found}: to rehearse pass hosts=2, else hosts=1.", stacklevel=2)
+        _refuse.warn(f"{found}: to rehearse pass hosts=2, else hosts=1.")
     sizes = sorted({len(x) for x in rows})
     if len(sizes) > 1:
         raise ValueError(
-            f"hosts must have as many devices each, got {sizes[0]} to {sizes[-1]}:"
-            f" give `devices` that are spread evenly, `hosts` that divides them, or one"
-            f" axis name."
+            f"hosts must have as many devices each, got {sizes[0]} to {sizes[-1]}: give"
+            f" other `devices`, `hosts` that divides them, or one axis name."
         )
     return jax.sharding.Mesh(np.stack(rows), names)
 
@@ -188,7 +186,7 @@ def on_mesh(mesh: Any, *spec: Any) -> Any:
 def _put(x: Any, sharding: Any, *lead: int) -> Any:
     """Put a copy of an array, or several along a new axis `lead`."""
     shape = (*lead, *jnp.shape(x))
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if _arrays.is_shape(x):
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
     if isinstance(x, core.Tracer):  # device_put alone would leave it to the compiler
         put = jax.jit(jnp.broadcast_to, static_argnums=1, out_shardings=sharding)

@@ -4,11 +4,12 @@ import collections
 import concurrent.futures
 import functools
 import time
-import warnings
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from gravac_jax import _refuse
 
 AHEAD = 4  # steps that the host may be ahead of the devices; later times are of no use
 
@@ -49,7 +50,7 @@ class StepClock:
     def __init__(self) -> None:
         self._number = 0  # of the step that comes next
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
-        self._end = 0.0  # of the last step that is known to be done
+        self._done_at = 0.0  # the end of the last step that is known to be done
         self._running: collections.deque[_Step] = collections.deque()
         # Its thread ends with the clock. The interpreter waits for it before it exits.
         self._waiting = concurrent.futures.ThreadPoolExecutor(1)
@@ -68,16 +69,14 @@ class StepClock:
         ):
             step = self._running.popleft()
             if error := step.end.exception():
-                warnings.warn(
+                _refuse.warn(
                     f"the time of step {step.number} is unknown: {error}. Give"
-                    " gravac.StepClock what the step returns and no other step donates,"
-                    " such as its loss.",
-                    stacklevel=2,
+                    " gravac.StepClock what no other step donates, such as its loss."
                 )
                 continue
-            begin, self._end = max(self._end, step.begin), step.end.result()
+            begin, self._done_at = max(self._done_at, step.begin), step.end.result()
             if not step.is_compiled:
-                ago, seconds = self._number - step.number, self._end - begin
+                ago, seconds = self._number - step.number, self._done_at - begin
         self._begin, self._compilations = time.perf_counter(), len(_compilations())
         return {"step_seconds": np.float32(seconds), "steps_ago": np.int32(ago)}
 
@@ -93,11 +92,10 @@ class StepClock:
         """
         if not jax.tree.leaves(output):
             raise ValueError(
-                f"there is nothing to wait for in {output!r}. Give record what the step"
-                " returns, such as its loss."
+                f"there is nothing to wait for in {output!r}: give the step's loss."
             )
         is_compiled = len(_compilations()) > self._compilations
-        end = self._waiting.submit(_end, output)
+        end = self._waiting.submit(_end_of, output)
         self._running.append(_Step(self._number, self._begin, is_compiled, end))
         self._number += 1
 
@@ -106,7 +104,7 @@ class StepClock:
         concurrent.futures.wait([step.end for step in self._running])
 
 
-def _end(output: Any) -> float:
+def _end_of(output: Any) -> float:
     """Wait for `output` and return the time."""
     jax.block_until_ready(output)
     return time.perf_counter()

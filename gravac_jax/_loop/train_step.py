@@ -141,15 +141,17 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    flush_all = run(lambda p, state, _, **extra: delivery.flush(tx, p, state, **extra))
+    flush = run(lambda p, state, _, **extra: delivery.flush(tx, p, state, **extra))
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
         branches = all(x.platform == "cpu" for x in devices)
     _refuse.instance(branches, bool, "branches", "False")
     return TrainStep(
-        init=lambda params: placement.place((params, tx.init(params)), mesh, axis_name),
+        _init=lambda params: placement.place(
+            (params, tx.init(params)), mesh, axis_name
+        ),
         _program=program,
-        flush=lambda params, state, **more: flush_all(params, state, (), **more),
+        _flush=flush,
         _new_view=functools.partial(HostView, has_branches=branches),
         _new_clock=StepClock if len(devices) else None,
     )
@@ -169,12 +171,20 @@ class TrainStep:
     wait in every step, and are not timed: give each a step of its own.
     """
 
-    init: Callable[[Any], tuple[Any, Any]]
-    flush: Callable[..., tuple[Any, Any]]
+    _init: Callable[[Any], tuple[Any, Any]]
+    _flush: Callable[..., tuple[Any, Any]]
     _program: "Callable[[Kind], jax.stages.Wrapped]"
     _new_view: "Callable[[TransformState], HostView]"
     _new_clock: type[StepClock] | None
     _steps: Any = None  # the count in the state that the last step returned
+
+    def init(self, params: Any) -> tuple[Any, Any]:
+        """Return `(params, opt_state)`, placed, from params such as a checkpoint's."""
+        return self._init(params)
+
+    def flush(self, params: Any, opt_state: Any, **extra: Any) -> tuple[Any, Any]:
+        """Send what replicas hold back, by `gravac.flush`; both are donated."""
+        return self._flush(params, opt_state, (), **extra)
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
         """Take a step; `params` and `opt_state` are donated."""

@@ -5,10 +5,11 @@ because the state is donated. The host reads it in a later step, when it is ther
 """
 
 import math
-import warnings
 from typing import Any
 
 from jax import core
+
+from gravac_jax import _refuse
 
 
 class Watch:
@@ -32,8 +33,7 @@ class Watch:
             self._before = now
         elif earlier and now > self._before:
             self._before = math.inf
-            warnings.warn(
+            _refuse.warn(
                 "replicas hold different params: skip or scale steps by what all agree"
                 " on, as gravac.guard does; gravac.resync makes the params the same.",
-                stacklevel=4,
             )

@@ -38,7 +38,7 @@ class Memory(abc.ABC):
       ...         return jnp.zeros(n)
       ...     def compensate(self, gradient, state):
       ...         return gradient + state, state
-      ...     def held(self, state, n):
+      ...     def held(self, state):
       ...         return state
       ...     def hold(self, residual, compensated, state):
       ...         return residual
@@ -75,7 +75,7 @@ class Memory(abc.ABC):
           state: the state that `hold` takes.
         """
 
-    def held(self, state: Any, n: int) -> jax.Array:
+    def held(self, state: Any) -> jax.Array:
         """Return what is held back, which a replica with a bad gradient sends from.
 
         By default it is `state.residual`. `hold` must return `state` as it was if all
@@ -83,7 +83,6 @@ class Memory(abc.ABC):
 
         Args:
           state: from `init` or `hold`.
-          n: entries of the bucket.
 
         Returns:
           `[n]` float32.

@@ -210,8 +210,7 @@ def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> Non
         return
     if any(_refuse.reached(begun, [True])):
         raise ValueError(
-            "gravac.OwnOptimizer needs an optimizer of gradients alone, got one that"
-            " remembers the params that it began with: let it come after the exchange,"
-            " optax.chain(gravac.transform(), optimizer), with gradients at the shared"
-            " params."
+            "gravac.OwnOptimizer takes none that remembers the params that it began"
+            " with: let it come after the exchange, optax.chain(gravac.transform(),"
+            " optimizer), with gradients at the shared params."
         )

@@ -25,7 +25,6 @@ import functools
 import itertools
 import math
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -252,22 +251,19 @@ def warn_if_wide(buckets: Buckets) -> None:
     """Warn that what has more than 32 bits is rounded to float32."""
     wide = sum(jnp.finfo(x.dtype).bits > 32 for x in buckets.leaves)
     if wide:
-        warnings.warn(
+        _refuse.warn(
             f"{wide} of {len(buckets.leaves)} leaves of the params are float64, and"
-            " gravac.transform remembers and exchanges gradients in float32: even a"
-            " dense step rounds them to 24 bits. Train in float32, or average such"
-            " gradients with jax.lax.pmean in place of the transform.",
-            stacklevel=2,
+            " gravac.transform exchanges gradients in float32, even in a dense step:"
+            " train in float32, or average such gradients by jax.lax.pmean instead."
         )
 
 
 def warn_if_empty(buckets: Buckets) -> None:
     """Warn if nothing will be compressed."""
     if buckets.entries[-1] and not any(buckets.is_compressed):
-        warnings.warn(
+        _refuse.warn(
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
             f" ({buckets.entries[-1]:,} entries): all are one-dimensional, small, left"
             " out by `compress`, or not cut by `shardings`. Pass compress=True for all"
             " that may be, or compress=gravac.matrices(min_entries=...).",
-            stacklevel=2,
         )

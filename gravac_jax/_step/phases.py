@@ -69,9 +69,9 @@ class Figures(NamedTuple):
     apart: jax.Array
 
 
-def held_by(memory: Memory, local: LocalState, buckets: Buckets) -> Parts:
+def held_by(memory: Memory, local: LocalState) -> Parts:
     """Return what a memory holds back, to which no gradient was added."""
-    return tuple(map(memory.held, local.memory, buckets.sizes))
+    return tuple(map(memory.held, local.memory))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Step:
         is_due = self._exchanges
 
         def exchange() -> tuple[Parts, TransformState]:
-            held = held_by(self.components.memory, local, self.buckets)
+            held = held_by(self.components.memory, local)
             rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
             return self.send(held, local.memory, local.told, rest)
 
@@ -211,7 +211,7 @@ class Step:
           told: what the others must know of it.
         """
         components = self.components
-        unfed = held_by(components.memory, local, self.buckets)
+        unfed = held_by(components.memory, local)
         memories = components.memories(self.buckets)
         compensate = lambda memory, *given: memory.compensate(*given)
         decay = float(components.weight_decay)
@@ -237,7 +237,7 @@ class Step:
         """Return this replica's own params if asked, not rounded to narrow dtypes."""
         if not self.components.memory.needs_params:
             return ()
-        held = held_by(self.components.memory, local, self.buckets)
+        held = held_by(self.components.memory, local)
         return (tuple(map(jnp.add, self.buckets.pack(self.params), held)),)
 
     def hold_back(

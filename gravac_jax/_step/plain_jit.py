@@ -23,7 +23,7 @@ def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
       ValueError: unless they are all axes of the transform; for `shardings`, and for a
         memory that needs gradients at own params.
     """
-    each = [_spec(x).unreduced for x in jax.tree.leaves(updates)]
+    each = [jax.typeof(x).sharding.spec.unreduced for x in jax.tree.leaves(updates)]
     unsummed = frozenset().union(*each)
     if not unsummed or components.slices is not None:
         _refuse.bound_axis(components.axis_name, "update")
@@ -55,7 +55,7 @@ def on_devices(update: Any, unsummed: Collection[str]) -> Callable[..., Any]:
         return update
 
     def on_mesh(*given: Any) -> Any:
-        specs = jax.tree.map(_spec, given)
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, given)
 
         def on_device(updates: Any, *others: Any) -> Any:
             # The mean over the rows of one device, and not over all rows.
@@ -69,7 +69,3 @@ def on_devices(update: Any, unsummed: Collection[str]) -> Callable[..., Any]:
         return jax.shard_map(on_device, mesh=mesh, **how, check_vma=False)(*given)
 
     return on_mesh
-
-
-def _spec(x: Any) -> jax.P:
-    return getattr(jax.typeof(x).sharding, "spec", jax.P())

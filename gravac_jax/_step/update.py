@@ -3,7 +3,6 @@
 import contextvars
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -12,16 +11,17 @@ import numpy as np
 import optax
 
 from gravac_jax import _refuse
+from gravac_jax._memory.base import Memory
 from gravac_jax._network import Axes, Comm
 from gravac_jax._step import plain_jit, states
-from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.components import Components
-from gravac_jax._step.phases import Step, held_by
+from gravac_jax._step.phases import Parts, Step, held_by
 from gravac_jax._step.states import PAST_STEPS, LocalState, TransformState
 
 # Over which axis or axes, and fast axis, the step that is traced splits its batch.
 SPLIT_OVER = contextvars.ContextVar[Any]("SPLIT_OVER", default=None)
-# For a warning alone: how deliveries were asked for by any transform so far.
+# For a warning alone: how deliveries were asked for by any transform so far, since
+# optax.inject_hyperparams makes a new one in each step.
 ASKED: set[str | None] = set()
 
 
@@ -86,14 +86,14 @@ def update(
         expected = jax.eval_shape(lambda: components.initial(buckets))
         local = states.enter(state, expected, axes.both if axes.is_sliced else slow)
         if how:
-            parts, local = _held(how, components, buckets, slow, local)
+            parts, local = _held(how, components.memory, slow, local)
             after = state._replace(local=states.leave(local, state.local))
             return buckets.unpack(parts), _delivered(after)
         is_own = at == "own" or (at is None and components.memory.is_at_own_params)
         reach = components.controller.reach(is_own)
-        known = reach, is_own, is_due, _times(components, state, **times)
-        taken = _rung(rung, reach, state, axes.both)
-        step = Step(components, axes, buckets, state, params, *known, taken)
+        told = _times(components, state, **times)
+        known = components, axes, buckets, state, params, reach, is_own, is_due
+        step = Step(*known, told, _rung(rung, reach, state, axes.both))
         arrived, after = step.take(*step.prepare(updates), local)
         slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
         return buckets.unpack(arrived), after._replace(
@@ -131,10 +131,9 @@ def _check(components: Components, params: Any, at: Any, rung: Any) -> None:
     """Refuse a wrong `at` or `rung`, or no params; warn of the wrong gradients."""
     _refuse.one_of(at, "at", (None, "own", "shared"))
     if at is None and components.needs_own_params and "own" not in ASKED:
-        warnings.warn(
+        _refuse.warn(
             "gradients are not taken at gravac.own_params(tx, params, opt_state), which"
             ' costs much here: take them there, or if you cannot, pass at="shared".',
-            stacklevel=2,
         )
     if rung is not None:
         top = len(components.controller.ladder) - 1
@@ -152,17 +151,17 @@ def _delivered(state: TransformState) -> TransformState:
 
 
 def _held(
-    how: str, components: Components, buckets: Buckets, comm: Comm, local: LocalState
-) -> tuple[tuple[jax.Array, ...], LocalState]:
+    how: str, memory: Memory, comm: Comm, local: LocalState
+) -> tuple[Parts, LocalState]:
     """Return what is held back, as buckets and leaves, and the state after a delivery.
 
     "mean" sends what is held back to all replicas and empties the memory. "own" returns
     this replica's part, and leaves the state as it is.
     """
-    parts = held_by(components.memory, local, buckets)
+    parts = held_by(memory, local)
     if how == "mean":
         empty = jax.tree.map(jnp.zeros_like, parts)
-        emptied = tuple(map(components.memory.hold, empty, parts, local.memory))
+        emptied = tuple(map(memory.hold, empty, parts, local.memory))
         local = local._replace(memory=emptied)
         parts = comm.mean(parts)
     return parts, local
@@ -177,12 +176,11 @@ def _times(
     """
     controller = components.controller
     if step_seconds is None and components.network is None and controller.uses_seconds:
-        warnings.warn(
+        _refuse.warn(
             f"{type(controller).__name__} is told no step times, and guesses 10 ms of"
             f" computation and 1 Gbit/s: train by gravac.train_step, pass what"
             f" gravac.StepClock measures to tx.update(..., step_seconds=...), or write"
             f" gravac.transform(network=gravac.WireCost(...)).",
-            stacklevel=2,
         )
     seconds = _scalar(step_seconds, 0, jnp.float32, "step_seconds")
     ago = _scalar(steps_ago, 1, jnp.int32, "steps_ago")
