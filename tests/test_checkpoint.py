@@ -19,6 +19,7 @@ from flax import nnx
 
 import gravac_jax as gravac
 from gravac_jax import checkpoint
+from gravac_jax._checkpoint import labels, layout
 from gravac_jax._controllers import CONTROLLERS
 from gravac_jax._memory import MEMORIES
 from gravac_jax._step import bucketing, norms
@@ -230,7 +231,7 @@ def test_version_8_stores_these_names_and_shapes(tmp_path):
         stored = checkpointer._orbax.load(1)
     shapes = {name: np.shape(x) for name, x in stored.items()}
     of_kind = lambda kind: {x for x in shapes if x.startswith(kind)}
-    assert checkpoint.VERSION == 8
+    assert labels.VERSION == 8
     assert Round._fields == ("length", "next_length", "exchanges")
     fields = {x.replace("[", ".").split(".")[1] for x in of_kind("decided/")}
     decided = {"ladder", "decided", "next_rungs", "past_rungs", "controller", "info"}
@@ -259,13 +260,13 @@ def test_version_8_stores_these_names_and_shapes(tmp_path):
 def test_redistributing_keeps_the_mean(old, new):
     x = RNG.integers(0, 9, (old, 5)).astype(np.float32)
     like = jax.eval_shape(lambda: jnp.zeros((new, 5)))
-    received = np.asarray(checkpoint._redistribute(jnp.asarray(x), like))
+    received = np.asarray(layout.redistribute(jnp.asarray(x), like))
     # Slowly: every old replica gives an equal share to each place that it covers.
     places = np.repeat(x, new, axis=0).reshape(new, old, 5).mean(1, dtype=np.float64)
     np.testing.assert_allclose(received, places, rtol=2**-22, atol=0)
     np.testing.assert_allclose(received.mean(0), x.mean(0), rtol=2**-22, atol=0)
     narrow, like = (jnp.zeros((n, 5), jnp.bfloat16) for n in (old, new))
-    assert checkpoint._redistribute(narrow, like).dtype == jnp.bfloat16
+    assert layout.redistribute(narrow, like).dtype == jnp.bfloat16
 
 
 WHERES = {"1": 1, "3": 3, "8": 8, "mesh of 2": make_mesh((2,))}
@@ -345,7 +346,7 @@ def test_the_number_of_buckets_may_change(tmp_path, monkeypatch):
     back = moved(tmp_path / "back", cut, one)
     *buckets, _ = ours(cut).local.memory
     assert len(buckets) > 1
-    sizes = [n for n, _ in checkpoint._layout_of(ours(cut), cut[0]).buckets]
+    sizes = [n for n, _ in layout.layout_of(ours(cut), cut[0]).buckets]
     pairs = list(zip((x.residual for x in buckets), sizes, strict=False))
     whole = np.asarray(ours(state).local.memory[0].residual)
     assert np.any(whole)
@@ -458,7 +459,7 @@ def test_another_version_and_what_orbax_saved_by_itself_are_refused_with_a_way_o
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave({"params": PARAMS}))
         manager.wait_until_finished()
-    monkeypatch.setattr(checkpoint, "VERSION", 9)
+    monkeypatch.setattr(labels, "VERSION", 9)
     newer = r"version 8, and this .* reads 9.*gravac.flush"
     rows = (of_momentum, newer), (tmp_path, r"begin with its params, step\.init")
     for directory, words in rows:
