@@ -60,6 +60,11 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
+def copied(tree):
+    """Return a tree whose arrays are NumPy's, in memory of their own."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
 def name_of(x):
     """Return the name of a class or function, and what else is as a string."""
     return getattr(x, "__name__", str(x))

@@ -1,9 +1,13 @@
 """The examples run, at toy size."""
 
+import runpy
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
-from _harness import printed
+from _harness import agreed, assert_same, copied, on_host, printed
 
 from gravac_jax import metrics
 
@@ -50,3 +54,35 @@ def test_fsdp_trains_on_two_slices(tmp_path, text):
     assert 10 * float(few[3]) < float(dense[3])  # bytes
     # kB: a quarter of all leaves; those that go dense have a residual, too.
     assert (few[4], dense[4]) == ("862", "861")
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    with jax.numpy_dtype_promotion("standard"):
+        return runpy.run_path(str(EXAMPLES / "loss_scale.py"))
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_replica_halves_the_scale_on_all(scaling):
+    assert scaling["scales"] == [2.0**15, 2.0**14, 2.0**14]
+    state, bad_steps = scaling["state"], lambda x: int(optax.tree.get(x, "bad_steps"))
+    for replica in (3, 0):
+        before, skipped = copied((state[0], state[1][1:])), bad_steps(state)
+        factor, batch = float(state[2]["factor"]), scaling["make_batch"](64)
+        batch["x"][replica * 64 // jax.device_count()] *= 1e5
+        *state, _ = scaling["step"](*state, batch)
+        jax.tree.map(agreed, (state[0], state[1][1:], state[2]))
+        assert_same(on_host((state[0], state[1][1:])), before)
+        assert float(state[2]["factor"]) == factor / 2
+        assert bad_steps(state) == skipped + 1
+    *state, loss = scaling["step"](*state, scaling["make_batch"](64))
+    assert jnp.isfinite(loss)
+    assert float(state[2]["factor"]) == factor / 2
+
+
+@pytest.mark.slow
+def test_the_scale_of_a_loss_doubles_after_many_steps_and_leaves_gradients(scaling):
+    scale = {"factor": jnp.float32(8), "steps": jnp.int32(1999)}
+    for is_finite, factor in ((True, 16), (False, 4)):
+        after = scaling["next_scale"](scale, jnp.bool(is_finite))
+        assert (float(after["factor"]), int(after["steps"])) == (factor, 0)
