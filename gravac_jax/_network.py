@@ -245,7 +245,7 @@ class Comm:
 
     def of_first(self, x: jax.Array) -> jax.Array:
         """Return a float32 whose mean over replicas is the first replica's `x`."""
-        return self.owned(self.replicas * x).astype(jnp.float32)
+        return self.owned(self.replicas * x.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

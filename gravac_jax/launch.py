@@ -155,10 +155,8 @@ def _run_once(options: Any, members: Sequence[int], pause: int, said: str) -> No
             coordinator = local_coordinator()
             env = local_environment(coordinator) | {FOLDER: path * options.elastic}
             job = Job(_commands(options, members, coordinator), options.grace, env=env)
-            if options.elastic:
-                least, silence = options.min_processes or 1, options.heartbeat or 5
-                return supervise(job, Path(path), options.restarts, least, silence)
-            job.wait()
+            how = options.restarts, options.min_processes or 1, options.heartbeat or 5
+            supervise(job, Path(path), *how) if options.elastic else job.wait()
     except (SystemExit, KeyboardInterrupt) as stop:
         status = stop.args[0] if stop.args else 128 + signal.SIGINT
         say(f"{signal.Signals(status - 128).name}; all processes have ended")

@@ -207,7 +207,7 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
     controller = controller_of(send)
     if type(controller).explain is Controller.explain:
         raise TypeError(f"{send!r} predicts nothing to explain: give gravac.Fastest().")
-    _check_ladder(controller.ladder, state.ladder.size)
+    _check_ladder(controller.ladder, _local(state.ladder).size)
     squeeze = lambda x: np.squeeze(np.asarray(_local(x)))
     return controller.explain(jax.tree.map(squeeze, state.controller))
 

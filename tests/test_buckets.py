@@ -16,14 +16,8 @@ from gravac_jax._step import bucketing
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-LEAVES = st.builds(
-    lambda shape, dtype, seed: (
-        np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-    ),
-    SHAPES,
-    DTYPES,
-    st.integers(0, 9),
-)
+_drawn = lambda x, dtype, seed: np.random.default_rng(seed).normal(size=x).astype(dtype)
+LEAVES = st.builds(_drawn, SHAPES, DTYPES, st.integers(0, 9))
 TREES = st.recursive(
     LEAVES,
     lambda inner: (
@@ -60,6 +54,11 @@ def test_any_tree_comes_back_as_it_was(tree, data, most):
             assert pieces[i] == max(1, -(-x.size // most_entries))
         assert all(x.dtype == np.float32 for x in parts)
         assert_same(back, tree)
+
+
+def test_many_leaves_are_joined_apart_from_what_reads_them():
+    plan = bucketing.plan([BIAS] * 300, True)
+    assert 'inlineable = "false"' in jax.jit(plan.pack).lower([BIAS] * 300).as_text()
 
 
 def test_compressed_leaves_are_one_bucket_of_the_smallest_first():

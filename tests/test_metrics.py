@@ -167,7 +167,8 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
         home=jnp.int32(2),
         current=jnp.int32(1),
     )
-    lines = [re.split("  +", x) for x in metrics.explain(found, send).splitlines()]
+    said = metrics.explain(HELD["pmap"](found), send)
+    lines = [re.split("  +", x) for x in said.splitlines()]
     assert lines == [
         ["sends", "ms a step", "progress", "ms for a dense step's progress"],
         ["Dense()", "1500.0", "1.00", "1500.0"],

@@ -80,6 +80,8 @@ def test_a_function_gives_each_round_its_length_and_info_says_what_it_sent():
     assert info.rung.tolist() == [int(x > 0) for x in steps]
     (sent,) = set(info.wire_bytes.tolist()) - {0}
     assert info.wire_bytes.tolist() == [sent * (x == 0) for x in steps]
+    endless = run(every=lambda step: jnp.where(step < 2, 1, 10**9))[1].info
+    assert endless.local_steps.tolist() == [0, 0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("delay", [0, 1])

@@ -91,9 +91,7 @@ class StepClock:
           ValueError: If `output` has no arrays.
         """
         if not jax.tree.leaves(output):
-            raise ValueError(
-                f"there is nothing to wait for in {output!r}: give the step's loss."
-            )
+            raise ValueError(f"nothing to wait for in {output!r}: give the loss.")
         is_compiled = len(_compilations()) > self._compilations
         end = self._waiting.submit(_end_of, output)
         self._running.append(_Step(self._number, self._begin, is_compiled, end))
