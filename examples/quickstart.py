@@ -143,7 +143,7 @@ def train(name: str, send: Any, config: Config, console: Console) -> Run:
     own = np.split(np.arange(rows), jax.process_count())[jax.process_index()]
     ends: list[float] = []
     with ctrl_c() as stop, writer(name, config, console) as shown:
-        with metrics.Recorder(run, shown) as recorder:
+        with metrics.Recorder(run, shown, send=send) as recorder:
             for i in range(config.steps):
                 *state, loss = step(*state, next(batches)[own])
                 recorder.record(i, state, loss=loss)

@@ -89,7 +89,7 @@ def time_to_quality() -> None:
         "dense float16": (FAINT, "D-"),
         "Bits(2)": (SKY, "s-"),
         "Bits(2, turns=4)": (YELLOW, "o-"),
-        "Bits(2, turns=16)": (PINK, "v-"),
+        "Bits(2, turns=8)": (PINK, "v-"),
         "Fastest": (RED, "^-"),
     }
     with picture("time_to_quality.svg", (9, 5), 1, 2) as axes:

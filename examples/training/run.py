@@ -104,7 +104,8 @@ class Run:
                 )
             )
             writer = opened.enter_context(metrics.first_host(*self._writers()))
-            self._recorder = opened.enter_context(metrics.Recorder(writer))
+            recorder = metrics.Recorder(writer, send=self._options.exchange.get("send"))
+            self._recorder = opened.enter_context(recorder)
             self._closing = opened.pop_all()
         return self
 
