@@ -418,7 +418,7 @@ def walk(ladder: Any, buckets: np.ndarray) -> Iterator[Taken]:
 
 def takes_each_encoding_as_if_alone(ladder: Any, buckets: np.ndarray) -> None:
     """Each rung does what its encoding does alone, bit for bit."""
-    taken = ladder.taken(len(buckets))
+    taken = ladder.sent_at(len(buckets))
     for i, (rung, x, before, found, after) in enumerate(walk(ladder, buckets)):
         kind = type(taken[rung]).__name__
         sent, state = jitted(taken[rung])(x, before.get(kind, ()), np.int32(i))
@@ -428,7 +428,7 @@ def takes_each_encoding_as_if_alone(ladder: Any, buckets: np.ndarray) -> None:
 
 def leaves_other_states_alone(ladder: Any, buckets: np.ndarray) -> None:
     """The states of classes whose encoding was not taken stay as they were."""
-    taken = ladder.taken(len(buckets))
+    taken = ladder.sent_at(len(buckets))
     for rung, _, before, _, after in walk(ladder, buckets):
         assert before.keys() == after.keys()
         for kind in before.keys() - {type(taken[rung]).__name__}:
@@ -463,7 +463,7 @@ def declares_the_bytes_of_each_rung(ladder: Any, buckets: np.ndarray) -> None:
     step = functools.partial(climb, ladder, looks=True, step=0)
     trace = jax.make_jaxpr(step, axis_env=[("data", replicas)])
     jaxpr = trace(buckets[0], ladder.init(), np.int32(0)).jaxpr
-    for rung, encoding in enumerate(ladder.taken(replicas)):
+    for rung, encoding in enumerate(ladder.sent_at(replicas)):
         traffic = ladder.traffic(rung, FIGURES, replicas)
         sent = put_in(jaxpr, rung, rungs, replicas)
         assert (traffic.payload_bytes, traffic.messages) == sent

@@ -290,8 +290,8 @@ class SwallowsInfinity(gravac.GraVAC):
 
 @caught_by(_laws.waits_only_at_own_params, _laws.decides_like_its_oracle)
 class WaitsAnywhere(gravac.Fastest):
-    def _may_wait(self, at_own_params):
-        return super()._may_wait(True)
+    def _in_reach(self, at_own_params):
+        return super()._in_reach(True)
 
 
 @caught_by(_laws.believes_only_looks)

@@ -262,6 +262,6 @@ def test_the_default_ladder_never_sends_more_on_a_later_rung(sizes, replicas):
     plan = bucketing.plan(leaves, True, padded)
     shapes = tuple(x.shape for x in plan.parts[0])
     ladder = Ladder(encodings, gravac.Bucket(plan.sizes[0], shapes))
-    taken = [x.traffic(ladder.bucket, replicas) for x in ladder.taken(replicas)]
+    taken = [x.traffic(ladder.bucket, replicas) for x in ladder.sent_at(replicas)]
     sent = [x.wire_bytes for x in taken]
     assert sent == sorted(sent, reverse=True)

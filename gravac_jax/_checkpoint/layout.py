@@ -201,7 +201,7 @@ def redistribute(x: jax.Array, like: jax.Array, is_mean: bool = True) -> jax.Arr
     Args:
       x: `[old, ...]`.
       like: `[new, ...]`, an array with the shape and the sharding to return.
-      is_mean: whether it is a mean at all.
+      is_mean: False to take the old replica's, of floats, too.
     """
     old, new = x.shape[0], like.shape[0]
     places = np.arange(old * new)  # of the line

@@ -178,14 +178,14 @@ class Fastest(Controller):
         self, evidence: Evidence, state: FastestState
     ) -> tuple[jax.Array, FastestState]:
         """Learn, predict the cost of every rung, and go home, stay, or visit."""
-        may_wait, guess = self._may_wait(evidence.at_own_params), _guess(evidence)
-        state = self._within_reach(_learned(evidence, guess, state), may_wait)
+        in_reach, guess = self._in_reach(evidence.at_own_params), _guess(evidence)
+        state = self._within(_learned(evidence, guess, state), in_reach)
         steps = jnp.float32(evidence.round_steps)
         # Seconds of each kind of step, and at each rung; what a step is worth.
         kinds = cost_model.predict(state.timing, guess)
         seconds = cost_model.in_rounds(kinds, steps)
-        expected = jnp.where(may_wait, self._progress(evidence, state), 0)
-        is_allowed = may_wait & self._is_allowed(expected, state.home)
+        expected = jnp.where(in_reach, self._progress(evidence, state), 0)
+        is_allowed = in_reach & self._is_allowed(expected, state.home)
         # A rung without progress is never the fastest.
         progress = jnp.maximum(jnp.where(is_allowed, expected, 0), 1e-6)
         # In units of what home costs.
@@ -242,14 +242,14 @@ class Fastest(Controller):
         is_allowed = self._is_allowed(state.progress, state.home)[rung]
         return "" if is_allowed else "too little progress"
 
-    def _may_wait(self, at_own_params: jax.Array | bool) -> jax.Array:
+    def _in_reach(self, at_own_params: jax.Array | bool) -> jax.Array:
         """Return which rungs may be taken where gradients are, `[rungs]` bool."""
         always = [i in self.reach(False) for i in range(len(self.ladder))]
         return jnp.asarray(always) | at_own_params
 
-    def _within_reach(self, state: FastestState, may_wait: jax.Array) -> FastestState:
+    def _within(self, state: FastestState, in_reach: jax.Array) -> FastestState:
         """Move to the last rung that may be taken, from one that may not."""
-        moved = lambda x: jnp.where(may_wait[x], x, self.reach(False)[-1])
+        moved = lambda x: jnp.where(in_reach[x], x, self.reach(False)[-1])
         return state._replace(home=moved(state.home), current=moved(state.current))
 
     def _progress(self, evidence: Evidence, state: FastestState) -> jax.Array:

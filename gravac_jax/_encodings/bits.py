@@ -343,8 +343,8 @@ class Bits(Encoding):
         Where all rows that are looked at are zeros, it is 1.
         """
         message = self.message(bucket, replicas)
-        kept, spared = self._shares(looked, message)
-        return spared + (1 - spared) * kept * message.part / (bucket.n - message.spared)
+        kept, small = self._shares(looked, message)
+        return small + (1 - small) * kept * message.part / (bucket.n - message.spared)
 
     def waits(self, looked: Any, bucket: Bucket, replicas: int) -> jax.Array:
         """Return the steps that an entry waits: half of the turns, and for rounding.
@@ -352,9 +352,9 @@ class Bits(Encoding):
         What rounding leaves to the next exchange counts a tenth.
         """
         message = self.message(bucket, replicas)
-        kept, spared = self._shares(looked, message)
+        kept, small = self._shares(looked, message)
         again = ROUNDING_WAITS * (1 - kept) / kept
-        return (1 - spared) * ((message.turns - 1) / 2 + message.turns * again)
+        return (1 - small) * ((message.turns - 1) / 2 + message.turns * again)
 
 
 def _owners(replicas: int) -> int:

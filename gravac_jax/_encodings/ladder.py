@@ -64,7 +64,7 @@ class Ladder:
         return {kind: max(of(kind), key=size).init(self.bucket) for kind in kinds}
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def taken(self, replicas: int) -> tuple[Encoding, ...]:
+    def sent_at(self, replicas: int) -> tuple[Encoding, ...]:
         """Return what is sent at each rung with so many replicas.
 
         Where its encoding would cost more than that, a rung is a dense step, or sends
@@ -81,7 +81,7 @@ class Ladder:
 
     def traffic(self, rung: int, figures: int, replicas: int) -> Traffic:
         """Return the cost of a rung, with its energies and so many figures beside."""
-        own = self.taken(replicas)[rung].traffic(self.bucket, replicas)
+        own = self.sent_at(replicas)[rung].traffic(self.bucket, replicas)
         energies = 2 + len(self.encodings) * self.is_looked_at
         carries_all = _carries_all(own, replicas)
         beside = own.figures(energies + figures * carries_all, replicas)
@@ -105,7 +105,7 @@ class Ladder:
         """
         looked: dict[str, Any] = {}
         found = []
-        for encoding in self.taken(comm.replicas):
+        for encoding in self.sent_at(comm.replicas):
             kind = _kind(encoding)
             if kind not in looked:
                 looked[kind] = encoding.look(x, states.get(kind, ()), self.bucket, key)
@@ -168,7 +168,7 @@ class Ladder:
                 means = jnp.concatenate([means, comm.mean(others)])
             return sent, means, states | {kind: after} if kind in states else states
 
-        taken = self.taken(replicas)
+        taken = self.sent_at(replicas)
         if is_known := isinstance(rung, np.integer):
             reach = (int(rung),)
         branches = [functools.partial(branch, taken[i]) for i in reach]

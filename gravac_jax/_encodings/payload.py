@@ -20,7 +20,7 @@ from gravac_jax._encodings.selection import PAD, Marks, clear
 WORD_BYTES = 2
 BLOCK_BITS = 16  # of an index: its place within a block of 65,536 entries
 BLOCK = 2**BLOCK_BITS
-MAX_UNROLLED = 16  # payloads that one kernel adds up; arbitrary
+MAX_UNROLLED_PAYLOADS = 16  # payloads that one kernel adds up; arbitrary
 
 
 class Payload(NamedTuple):
@@ -41,7 +41,7 @@ class WireFormat:
     """How payloads of a bucket of `n` entries travel.
 
     Attributes:
-      values: one of `VALUES`.
+      values: how values travel, "float32" or "bfloat16".
       n: entries of the bucket.
 
     Law:
@@ -152,6 +152,6 @@ def mean_of_payloads(
     looped = lambda zeros: jax.lax.fori_loop(0, replicas, lambda i, x: add(x, i), zeros)
     # A GPU would copy the total into a loop.
     each = lambda zeros: functools.reduce(add, range(replicas), zeros)
-    if replicas > MAX_UNROLLED:
+    if replicas > MAX_UNROLLED_PAYLOADS:
         return looped(zeros)
     return jax.lax.platform_dependent(zeros, cpu=looped, default=each)

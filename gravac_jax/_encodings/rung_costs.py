@@ -20,7 +20,7 @@ class RungCosts(NamedTuple):
       payload_bytes: `[rungs]`.
       wire_bytes: `[rungs]`.
       messages: `[rungs]`, sent one after the other.
-      is_dense: `[rungs]`, whether nothing is encoded.
+      is_dense: `[rungs]`, 1 where nothing is encoded, else 0.
       dense: a float32 mean of all leaves.
     """
 
@@ -53,12 +53,12 @@ def rung_costs(
         parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
         sent = functools.reduce(Traffic.plus, parts if rides else [*parts, apart])
         bits = sum(x.bits for x in parts)
-        is_dense = all(isinstance(x.taken(replicas)[rung], Dense) for x in ladders)
+        is_dense = all(isinstance(x.sent_at(replicas)[rung], Dense) for x in ladders)
         rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
     # Without figures: beside a few entries they weigh more, and each kind of message
     # carries others.
     bytes_of = lambda bucket, x: x.traffic(bucket, replicas).wire_bytes
-    alone = [[bytes_of(x.bucket, y) for y in x.taken(replicas)] for x in ladders]
+    alone = [[bytes_of(x.bucket, y) for y in x.sent_at(replicas)] for x in ladders]
     sent = np.sum(alone, axis=0)
     if np.any(np.diff(sent) > 0):
         pairs = zip(ladders[0].encodings, sent, strict=True)
@@ -74,7 +74,7 @@ def rung_costs(
 
 def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     """Warn about rungs that are dense because their payloads would weigh more."""
-    pairs = lambda x: zip(x.encodings, x.taken(replicas), strict=True)
+    pairs = lambda x: zip(x.encodings, x.sent_at(replicas), strict=True)
     sent = [dict(pairs(x)) for x in ladders if x.bucket.n]
     is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
     if named := list(filter(is_dense, ladders[0].encodings)):

@@ -8,7 +8,7 @@ that forgets: a Kalman filter of four numbers. A single time at one rung does no
 how it divides into parts. The filter then is uncertain about the other rungs, and that
 gives a visit to them its worth.
 
-Sums over the four parts are written out, so that XLA makes a few kernels of it all.
+Sums over the four parts are no matrix products, so that XLA makes a few kernels of all.
 """
 
 import dataclasses

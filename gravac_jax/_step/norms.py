@@ -83,7 +83,7 @@ def untold(known: jax.Array) -> jax.Array:
 
 
 def learnt(known: jax.Array, mean: jax.Array) -> jax.Array:
-    """Return what is `known` after an exchange, whose mean of what was `told` this is.
+    """Return `known` after an exchange, with the mean of what replicas told.
 
     A row without steps, or whose gradient was bad everywhere, stays as it is.
     """

@@ -283,17 +283,17 @@ class Step:
     ) -> tuple[Parts, TransformState]:
         """Exchange what was fed, let the memory keep the rest, and decide."""
         components, state = self.components, self.state
-        own_figures = self.own_figures(told, fed[-1])
-        exchanged, encodings = self.exchange(fed, own_figures, local)
-        figures = exchanged[0].figures if self.rides else self.agree(own_figures)
+        ours = self.own_figures(told, fed[-1])
+        exchanged, encodings = self.exchange(fed, ours, local)
+        figures = exchanged[0].figures if self.rides else self.agree(ours)
         entries, replicas = self.buckets.entries, self.axes.slow.replicas
         # Rounding leaves something in the zeros that fill up a bucket.
         rests = map(_xla.zero_after, (x.sent.residual for x in exchanged), entries)
         rests = (*rests, jnp.zeros_like(fed[-1]))  # dense leaves went whole
         after = map(components.memory.hold, rests, fed, memory)
         known = tuple(map(norms.learnt, local.norms, figures.told.norms))
-        count = sum(entries), optax.tree.size(figures)
-        costs = rung_costs(self.ladders, *count, replicas, self.rides)
+        size = optax.tree.size(figures)
+        costs = rung_costs(self.ladders, sum(entries), size, replicas, self.rides)
         evidence = self.evidence(exchanged, figures, costs)
         decided, controller = components.controller.decide(evidence, state.controller)
         number = lambda mean: jnp.int32(mean + 0.5)

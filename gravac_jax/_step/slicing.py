@@ -172,7 +172,7 @@ class Slices:
         Args:
           function: takes updates, a state and more, and returns updates and a state.
           in_specs: how each array of one replica that it takes is sharded.
-          out_specs: how each that it returns is.
+          out_specs: how each array of one replica that it returns is sharded.
           is_own: whether each that it returns differs between replicas.
         """
         lead = lambda is_own, spec: jax.P(self.axis_name, *spec) if is_own else spec
