@@ -38,7 +38,7 @@ MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
 MIN_SHARE = 1e-3  # of all entries, in models so small that this is less
 DENSE_SHARE = 1 / 4096  # of all entries, which go dense beside few bits
 FEW = 32  # entries that go dense beside few bits, though they are a larger share
-MANY = 200  # leaves; 600 that are joined in all that reads them compile for 30 seconds
+MANY = 200  # leaves; of more XLA makes a kernel that takes seconds to compile
 NO_LEAF = -1  # in place of a leaf's index: padding, at the end of a part
 
 Predicate = Callable[[str, Any], bool]
@@ -182,6 +182,7 @@ class Buckets:
             parts = [list(map(cut, part)) for part in self.parts]
             return tuple(map(_arrays.ravel, parts, self.sizes))
 
+        # Else a reduction of a bucket is one of each leaf, all in one kernel.
         leaves = jax.tree.leaves(tree)
         return _xla.apart(joined, leaves) if len(leaves) > MANY else joined(leaves)
 
