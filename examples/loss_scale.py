@@ -5,7 +5,7 @@
 transform, since residuals outlive it. With `delay=1` ask in place of `is_finite`
 whether `StepInfo.bad_steps` has grown.
 
-    python -m gravac_jax.launch -n 4 examples/loss_scale.py
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/loss_scale.py
 """
 
 from typing import Any

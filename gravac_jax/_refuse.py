@@ -9,7 +9,6 @@ wrongly. It also holds what they ask for: names of axes, and what a function rea
 import math
 import numbers
 import operator
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,13 +23,14 @@ from jax.extend.core import Literal
 
 from gravac_jax import _arrays
 
-_LIBRARIES = os.path.dirname(__file__), os.path.dirname(os.path.dirname(jax.__file__))
+_LIBRARIES = {"gravac_jax", "jax", "optax", "flax"}
 
 
 def warn(text: str) -> None:
     """Warn at the line of the user's code that led here."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
+    package = lambda frame: frame.f_globals.get("__name__", "").partition(".")[0]
+    while frame.f_back and package(frame) in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
@@ -184,7 +184,7 @@ def bound_axis(axis_name: Any, caller: str) -> None:
         raise ValueError(
             f"`{caller}` was called outside axis_name={axis_name!r}: give the step the"
             f" same axis, in a shard_map, not in a plain jit, where XLA has averaged"
-            f" gradients unless params were cast to `reduced`, or alone axis_name=None."
+            f" gradients unless params are `reduced`, or alone with axis_name=None."
         )
 
 

@@ -190,7 +190,7 @@ def transform(
     return optax.GradientTransformationExtraArgs(components.init, step)
 
 
-# Recipes: published methods, and optimizers that exchange steps. --------------------
+# Recipes: published methods, and optimizers that exchange updates. ------------------
 
 
 def dgc(
@@ -282,7 +282,7 @@ def adamw(
     send: Encoding | Controller = TWO_BITS,
     **others: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return AdamW of each replica's own gradients, exchanging its steps in two bits.
+    """Return AdamW of each replica's own gradients, exchanging its updates in two bits.
 
     It is the whole optimizer, in place of `optax.adamw`. `gravac.train_step` takes
     gradients at each replica's own params. A loop of your own has to do so, or most of

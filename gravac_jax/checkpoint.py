@@ -197,7 +197,7 @@ class Checkpointer:
         if step == self._step or (step % self.save_every and not self._must_stop):
             return False
         named = named_arrays.of_tree(tree, params)
-        label = labels.new(named, data, named_arrays.layout_in(tree))
+        label = labels.new(named, data, named_arrays.pieces_in(tree))
         try:
             self.wait()
         except CheckpointError:  # this one may be written all the same
@@ -303,7 +303,7 @@ class Checkpointer:
             step = operator.index(step)
             saved, label = labels.read(self._orbax.metadata(step))
         sums = label["checksums"]
-        tree = named_arrays.laid_out(tree, label.get("layout"))
+        tree = named_arrays.with_pieces(tree, label.get("layout"))
         here = named_arrays.of_tree(tree, params)
         wanted = named_arrays.to_load(here, saved, sums, partial=partial)
         with self._errors(what):

@@ -468,18 +468,18 @@ def fastest(
 
 def within_reach(controller: Any, e: Any, rung: int) -> int:
     """Return a rung, or the last one whose entries may wait."""
-    suits = [r for r, x in enumerate(controller.ladder) if may_wait(x, e)]
+    suits = [r for r, x in enumerate(controller.ladder) if in_reach(x, e)]
     return rung if rung in suits else suits[-1]
 
 
-def may_wait(encoding: Any, e: Any) -> bool:
+def in_reach(encoding: Any, e: Any) -> bool:
     """Return whether entries may wait for as long as they do with an encoding."""
     return bool(e.at_own_params) or not encoding.needs_own_params
 
 
 def progress_of(controller: Any, e: Any, shares: Any, home: int) -> np.ndarray:
     """Return what a step at each rung is worth; next to nothing if not allowed."""
-    suits = [may_wait(x, e) for x in controller.ladder]
+    suits = [in_reach(x, e) for x in controller.ladder]
     # At the shared params gradients ask again for what waits.
     asks_again = not all(suits)
     worth = []

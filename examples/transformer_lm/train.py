@@ -1,8 +1,8 @@
 """Train a small GPT with AdamW.
 
 Each replica has an AdamW of its own, takes gradients at params of its own, and
-exchanges its steps: `gravac.adamw`. Lines marked `# gravac` are all that is particular
-to it.
+exchanges its updates: `gravac.adamw`. Lines marked `# gravac` are all that is
+particular to it.
 
     python examples/transformer_lm/train.py --data-dir TEXT --preset paper
 """

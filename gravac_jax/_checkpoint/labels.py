@@ -23,20 +23,20 @@ Named = dict[str, Any]  # arrays and numbers by their names in a checkpoint
 _checksum_on_device = jax.jit(consistency.leaf_checksum)
 
 
-def new(named: Named, data: Any, layout: Any = None) -> dict[str, Any]:
+def new(named: Named, data: Any, pieces: Any) -> dict[str, Any]:
     """Return the label to store beside arrays.
 
     Args:
       named: the arrays.
       data: the position in the training data.
-      layout: the buckets of the transform's state, if there is one.
+      pieces: those of the buckets of the transform's state, None without one.
 
     Raises:
       TypeError: if an array has no checksum, or JSON cannot store `data`.
     """
     content = {"version": VERSION, "data": data, "checksums": checksums(named)}
-    if layout is not None:
-        content["layout"] = np.asarray(layout).tolist()
+    if pieces is not None:
+        content["layout"] = np.asarray(pieces).tolist()
     text = json.dumps(content)
     return {"label": text, "crc32": zlib.crc32(text.encode())}
 

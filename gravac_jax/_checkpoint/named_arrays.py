@@ -34,22 +34,22 @@ from gravac_jax._step.states import TransformState
 _DECIDED = {".ladder", ".decided", ".next_rungs", ".past_rungs", ".controller"}
 
 
-def layout_in(tree: Any) -> Any:
-    """Return the layout of the buckets of the state in `tree`; None without a state."""
+def pieces_in(tree: Any) -> Any:
+    """Return the pieces of all buckets of the state in `tree`; None without a state."""
     found = jax.tree.leaves([x.layout for x in states.transform_states(tree)])
     return found[0] if found else None
 
 
-def laid_out(tree: Any, layout: Any) -> Any:
-    """Return `tree` with the saved layout of buckets where it has a shape alone."""
-    here = layout_in(tree)
+def with_pieces(tree: Any, pieces: Any) -> Any:
+    """Return `tree` with the saved pieces of buckets where it has their shape alone."""
+    here = pieces_in(tree)
 
     def fill(x: Any) -> Any:
         if x is not here or not is_shape(x):
             return x
-        if x.sharding is None or x.shape != np.shape(layout):
+        if x.sharding is None or x.shape != np.shape(pieces):
             _require_values(x)
-        return jax.device_put(np.asarray(layout, x.dtype), x.sharding)
+        return jax.device_put(np.asarray(pieces, x.dtype), x.sharding)
 
     return jax.tree.map(fill, tree)
 
@@ -149,7 +149,7 @@ def into_tree(found: Named, here: Named, tree: Any, params: Any) -> Any:
     """Return `tree` with what was loaded, in memory of its own.
 
     Args:
-      found: what was loaded of `wanted`.
+      found: what `to_load` named, as it was loaded; it is changed.
       here: what would be stored of the state of this run.
       tree: the state of this run, placed. It stays as it is.
       params: the params in it.

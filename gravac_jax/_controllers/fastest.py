@@ -179,7 +179,7 @@ class Fastest(Controller):
     ) -> tuple[jax.Array, FastestState]:
         """Learn, predict the cost of every rung, and go home, stay, or visit."""
         in_reach, guess = self._in_reach(evidence.at_own_params), _guess(evidence)
-        state = self._within(_learned(evidence, guess, state), in_reach)
+        state = self._back_in_reach(_learned(evidence, guess, state), in_reach)
         steps = jnp.float32(evidence.round_steps)
         # Seconds of each kind of step, and at each rung; what a step is worth.
         kinds = cost_model.predict(state.timing, guess)
@@ -247,7 +247,7 @@ class Fastest(Controller):
         always = [i in self.reach(False) for i in range(len(self.ladder))]
         return jnp.asarray(always) | at_own_params
 
-    def _within(self, state: FastestState, in_reach: jax.Array) -> FastestState:
+    def _back_in_reach(self, state: FastestState, in_reach: jax.Array) -> FastestState:
         """Move to the last rung that may be taken, from one that may not."""
         moved = lambda x: jnp.where(in_reach[x], x, self.reach(False)[-1])
         return state._replace(home=moved(state.home), current=moved(state.current))

@@ -154,7 +154,7 @@ def check_momentum(state: Any) -> None:
             raise ValueError(
                 f"what follows gravac.transform keeps a momentum of its own, got"
                 f" {type(others[0]).__name__} after a memory that has one: keep one,"
-                f" chain(gravac.transform(memory=gravac.Momentum()), optax.sgd(0.1))."
+                f" gravac.transform(memory=gravac.Momentum()) before optax.sgd(0.1)."
             )
 
 

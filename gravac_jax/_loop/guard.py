@@ -63,7 +63,7 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         if local.told:
             _refuse.warn(
                 "gravac.guard does nothing with a delay or rounds, where replicas hear"
-                " too late of a gradient that is not finite: leave one of both out."
+                " too late of a gradient that is not finite: leave out one of the two."
             )
         elif is_transform_state(state) and not has_optimizer:
             _refuse.warn(

@@ -232,7 +232,7 @@ def nnx_data_parallel(
             metrics = train_step(*args, **shared)
         if any(isinstance(x, nnx.Pytree) for x in _objects_in(metrics)):
             raise TypeError(
-                "a step returns metrics, got nnx objects: change its arguments instead."
+                "the step must return metrics, got nnx objects: change its arguments."
             )
         return objects, metrics
 

@@ -1,4 +1,4 @@
-"""An optimizer before the exchange: replicas exchange steps, not gradients."""
+"""An optimizer before the exchange: replicas exchange updates, not gradients."""
 
 import copy
 import dataclasses
@@ -30,37 +30,37 @@ class OwnOptimizerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OwnOptimizer(Memory):
-    """Lets each replica run an optimizer of its own, and exchanges its steps.
+    """Lets each replica run an optimizer of its own, and exchanges its updates.
 
     After an exchange that sends little, an optimizer sees gradients that are sparse,
     rounded or late: Adam's second moment would be that of what arrives, and momentum
     would begin when a gradient arrives. Here each replica's optimizer sees its own
-    gradients as they are, and its steps are added to what the replica holds back. What
-    the exchange does not send stays, and is sent later.
+    gradients as they are, and its updates are added to what the replica holds back.
+    What the exchange does not send stays, and is sent later.
 
     It takes the place of the optimizer: `gravac.adamw` and `gravac.sgd` are of this
     kind. Take gradients at `gravac.own_params`, as `gravac.train_step` does. At the
-    shared params a replica would ask again for the steps that it holds back.
+    shared params a replica would ask again for the updates that it holds back.
 
     Any transformation of Optax will do that works entry by entry: it sees the buckets,
     flat vectors, in place of the params. SGD, Adam, Lion and RMSProp do. Muon,
     Adafactor and LAMB look at whole leaves, and are refused without `by_leaf`, as are
     clips by a norm. Those that remember the params that they began with, as
-    schedule-free ones and Prodigy do, are refused: other replicas' steps move them.
+    schedule-free ones and Prodigy do, are refused: other replicas' updates move them.
 
     Give it the whole optimizer, such as `optax.adamw(1e-3)`, after which nothing may
-    scale its steps: a step is then scaled by the learning rate at which it was made,
+    scale its updates: one is then scaled by the learning rate at which it was made,
     even if it is sent later, and what decays are the replica's own params. Or let
     decoupled weight decay and the learning rate come after `gravac.transform` in the
-    chain: steps that wait then shrink as the learning rate falls.
+    chain: updates that wait then shrink as the learning rate falls.
 
     Law:
-      The sum of what was sent plus what is held is the sum of the optimizer's steps,
+      The sum of what was sent plus what is held is the sum of the optimizer's updates,
       as they were scaled. With one replica that sends everything it is the optimizer
-      itself. With N replicas, what is sent is the mean of steps, not the step of a
-      mean. For SGD with momentum both are the same. What gives its steps a size, as
-      Adam, Lion and Muon do, makes steps that point apart, and their mean is shorter,
-      by up to sqrt(N): with `keeps_norm` steps are scaled so that it is as long.
+      itself. With N replicas, what is sent is the mean of updates, not the update of a
+      mean. For SGD with momentum both are the same. What gives its updates a size, as
+      Adam, Lion and Muon do, makes updates that point apart, and their mean is shorter,
+      by up to sqrt(N): with `keeps_norm` updates are scaled so that it is as long.
 
     Cost:
       The optimizer's state and 4 bytes, per parameter and replica: 8 bytes of state in
@@ -74,8 +74,8 @@ class OwnOptimizer(Memory):
         leaves and those that go dense apart, with a state for each, so that a mask must
         be a function of such a dict, and a clip belongs into `gravac.transform`. It is
         always given params. The model may not be sharded.
-      keeps_norm: whether steps are scaled so that their mean over replicas is as long
-        as they are, in rows of 1,024 entries. For optimizers that give steps a size,
+      keeps_norm: whether updates are scaled so that their mean over replicas is as long
+        as they are, in rows of 1,024 entries. For optimizers that give updates a size,
         and not for momentum SGD, whose mean is short because noise cancels. Lion lost
         0.5% at most after an exchange of two bits, and up to 4.5% before it. What an
         optimizer adds besides, such as weight decay, is scaled, too: let it come after
@@ -100,7 +100,7 @@ class OwnOptimizer(Memory):
 
     References:
       Tang et al., 1-bit Adam, ICML 2021, which exchanges compressed momentum; Basu et
-      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed steps.
+      al., Qsparse-local-SGD, NeurIPS 2019, which exchanges compressed updates.
     """
 
     is_at_own_params = True
@@ -210,7 +210,7 @@ def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> Non
         return
     if any(_refuse.reached(begun, [True])):
         raise ValueError(
-            "gravac.OwnOptimizer takes none that remembers the params that it began"
-            " with: let it come after the exchange, optax.chain(gravac.transform(),"
-            " optimizer), with gradients at the shared params."
+            "gravac.OwnOptimizer needs an optimizer of gradients, got one that"
+            " remembers the params that it began with: let it come after the exchange,"
+            " chain(gravac.transform(), ...), with gradients at the shared params."
         )
