@@ -99,7 +99,7 @@ def to_load(here: Named, saved: Named, sums: dict[str, int], *, partial: bool) -
     if not (is_same := _is_decided_alike(here, saved, sums)):
         _refuse.warn(
             "the checkpoint was saved with another ladder or controller: residuals"
-            " are restored; the controller, and what encodings keep, begin anew.",
+            " are restored; the controller, and what encodings keep, begin anew."
         )
     begins_anew = () if is_same else ("decided", "local")
     firsts = [_shape(x)[0] for k, x in here.items() if _kind(k) == "memory"]

@@ -81,5 +81,5 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
         _refuse.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
             f" bytes than a dense step, and is one: but for the start of a warm-up,"
-            f" choose gravac.Bits(2) or gravac.LowRank(4).",
+            f" choose gravac.Bits(2) or gravac.LowRank(4)."
         )

@@ -126,7 +126,7 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
         _refuse.warn(
             f"what follows gravac.transform is not linear (Adam, clips, MultiSteps) and"
             f" sees what {coarsest!r} sends, so that the loss ends higher: in its place"
-            f" take gravac.adamw, transform(clip=...), micro_batches=2, or Bits(8).",
+            f" take gravac.adamw, transform(clip=...), micro_batches=2, or Bits(8)."
         )
     return "shared"
 
@@ -136,7 +136,7 @@ def warn_if_held_up(opt_state: Any) -> None:
     if _instances(opt_state, optax.MultiStepsState):
         _refuse.warn(
             "optax.MultiSteps keeps what gravac.flush delivers for a step of its own:"
-            " in its place take gravac.train_step(..., micro_batches=...).",
+            " in its place take gravac.train_step(..., micro_batches=...)."
         )
 
 

@@ -35,5 +35,5 @@ class Watch:
             self._before = math.inf
             _refuse.warn(
                 "replicas hold different params: skip or scale steps by what all agree"
-                " on, as gravac.guard does; gravac.resync makes the params the same.",
+                " on, as gravac.guard does; gravac.resync makes the params the same."
             )

@@ -272,5 +272,5 @@ def warn_if_empty(buckets: Buckets) -> None:
             f"gravac.transform compresses none of the {len(buckets.leaves)} leaves"
             f" ({buckets.entries[-1]:,} entries): all are one-dimensional, small, left"
             " out by `compress`, or not cut by `shardings`. Pass compress=True for all"
-            " that may be, or compress=gravac.matrices(min_entries=...).",
+            " that may be, or compress=gravac.matrices(min_entries=...)."
         )

@@ -180,7 +180,7 @@ def _times(
             f"{type(controller).__name__} is told no step times, and guesses 10 ms of"
             f" computation and 1 Gbit/s: train by gravac.train_step, pass what"
             f" gravac.StepClock measures to tx.update(..., step_seconds=...), or write"
-            f" gravac.transform(network=gravac.WireCost(...)).",
+            f" gravac.transform(network=gravac.WireCost(...))."
         )
     seconds = _scalar(step_seconds, 0, jnp.float32, "step_seconds")
     ago = _scalar(steps_ago, 1, jnp.int32, "steps_ago")
