@@ -186,9 +186,7 @@ class Checkpointer:
         step = operator.index(step) if hasattr(step, "__index__") else step
         _refuse.number(step, "step", "save(step, tree, params)", is_whole=True, low=0)
         if os.environ.get(FOLDER):  # others may take the place of those that save
-            raise CheckpointError(
-                "a job with --elastic cannot save: let one process write its params."
-            )
+            raise CheckpointError("--elastic cannot save: let one process write params")
         # JAX sees to it that all processes learn of the signal at the same step.
         if jax.process_count() > 1 and reached_preemption_sync_point(step):
             self._must_stop = True
@@ -290,8 +288,11 @@ class Checkpointer:
         Raises:
           ValueError: if the checkpoint is of another model, optimizer or memory.
           CheckpointError: if no checkpoint of this step exists, it cannot be read, or
-            it was written by a version of this package with another format.
+            it was written by a version of this package with another format; in a job
+            with `--elastic` once processes have joined.
         """
+        if os.environ.get(FOLDER) and jax.process_count() > 1:  # which Orbax remembers
+            raise CheckpointError("--elastic cannot restore: do it before Elastic(...)")
         self.wait()
         with self._errors("no step can be read from"):
             self._orbax.reload()  # another process may have saved

@@ -177,7 +177,8 @@ class Elastic:
       begin: `() -> (step, state, steps)`, called at the start of each generation: the
         train step, `(*state, batch) -> (*state, *metrics)`, such as `gravac.train_step`
         returns; the state with which the run begins, a tuple, placed; and the steps
-        that it has taken: 0, or those of a checkpoint. The same in all processes.
+        that it has taken: 0, or those of a checkpoint, which is read before this class
+        is made (`put_rows`). The same in all processes.
 
     Raises:
       RuntimeError: if this process was not started by `gravac_jax.launch --elastic`;
@@ -223,7 +224,8 @@ class Elastic:
     def train(self, batches: Callable[[int], Any], steps: int) -> Iterator[Any]:
         """Take steps, and yield the number of each and its metrics.
 
-        After a fault the number of the last step may come again.
+        After a fault the number of the last step may come again. Call it once: what
+        follows is not protected.
 
         Args:
           batches: returns this process's own rows of the step with this number.

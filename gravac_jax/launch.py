@@ -95,13 +95,13 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [options.n, options.devices, options.min_processes, options.heartbeat]
     if min(x for x in (*counts, options.restarts + 1) if x is not None) < 1:
         parser.error("counts must be at least 1, and --restarts at least 0")
-    is_alone = not (options.n or os.environ.get(FOLDER))
-    if is_alone and (options.restarts or options.elastic):
+    goes_on = options.restarts or options.elastic
+    if goes_on and not (options.n or os.environ.get(FOLDER)):
         parser.error("--restarts and --elastic need -n")
     if not (options.coordinator or ":0").rpartition(":")[2].isdecimal():
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
-    if options.min_processes and not (options.restarts or options.elastic):
-        parser.error("--min-processes needs --restarts or --elastic")
+    if options.min_processes and not (goes_on and options.n >= options.min_processes):
+        parser.error("--min-processes needs --restarts or --elastic, and is at most N")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")
     (_run_process if options.n is None else _run_job)(options)

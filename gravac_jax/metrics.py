@@ -340,9 +340,9 @@ class JsonlWriter(contextlib.AbstractContextManager["JsonlWriter"]):
     `seconds` counts from the moment when the writer was opened. JSON has no infinity
     and no NaN: they are written as the strings "Infinity", "-Infinity" and "NaN".
 
-    A run that resumes writes to the same file. When it writes step k first, the lines
-    from step k on, which an earlier process wrote before it was killed, are removed. If
-    none is left, as in a second run to the same file, it warns.
+    A run that resumes writes to the same file. When it writes step k first, the first
+    line of a step from k on and all behind it, which an earlier process wrote before it
+    was killed, are removed. If none is left, as in a second run to the file, it warns.
     Every line is handed to the operating system at once, so that no line is lost when
     the process dies.
 

@@ -54,7 +54,7 @@ class Run:
         """Return `[steps]` float64: the time from line to line."""
         seconds, steps = np.diff(self.figures("seconds")), np.diff(self.figures("step"))
         # The clock of a run that resumes starts at 0 again.
-        return np.append(np.nan, _or_nan(seconds) / steps)
+        return np.append(np.nan, _or_nan(seconds) / _or_nan(steps))
 
     def bytes_so_far(self, name: str) -> np.ndarray:
         """Return `[steps]` float64: the sum of `wire` or `dense_wire` bytes."""
@@ -166,8 +166,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="FILE.png, or .svg")
     options = parser.parse_args(arguments)
     try:
-        names = [f"{path.absolute().parent.name}/{path.stem}" for path in options.runs]
-        figure = draw(list(map(Run, names, map(read_jsonl, options.runs))))
+        name = lambda x: f"{x.absolute().parent.name}/{x.stem}".replace("$", r"\$")
+        figure = draw([Run(name(x), read_jsonl(x)) for x in options.runs])
         out = options.out.with_suffix(options.out.suffix or ".png")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=150)

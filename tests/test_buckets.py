@@ -18,15 +18,12 @@ DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 _drawn = lambda x, dtype, seed: np.random.default_rng(seed).normal(size=x).astype(dtype)
 LEAVES = st.builds(_drawn, SHAPES, DTYPES, st.integers(0, 9))
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-        | st.tuples(inner, st.none())
-    ),
-    max_leaves=5,
+_grown = lambda inner: (
+    st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    | st.tuples(inner, st.none())
 )
+TREES = st.recursive(LEAVES, _grown, max_leaves=5)
 
 MATRIX, BIAS = np.ones((3, 2), np.float32), np.full(4, 2.0, np.float32)
 PARAMS = {"kernel": MATRIX, "bias": BIAS}

@@ -220,11 +220,13 @@ def test_an_error_names_what_came_first(tmp_path):
 # Signals.
 
 
-def test_a_job_whose_processes_may_change_saves_nothing(tmp_path, monkeypatch):
+def test_an_elastic_job_saves_and_restores_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(elastic.FOLDER, "somewhere")
     saver, state = Checkpointer(tmp_path, save_every=1), {"x": np.arange(3)}
-    with saver, pytest.raises(CheckpointError, match="--elastic cannot save"):
-        saver.save(1, state, {})
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    for name, given in (("save", (1, state, {})), ("restore", (state, {}))):
+        with pytest.raises(CheckpointError, match=f"--elastic cannot {name}"):
+            getattr(saver, name)(*given)
 
 
 @pytest.mark.parametrize("at", [(3, 0), (3, 1), (1, 1)])

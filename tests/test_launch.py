@@ -127,6 +127,7 @@ def test_wrong_options_are_refused(capsys, monkeypatch):
         ("-n 2 --local-devices 0 train.py", "leave out --coordinator and the like"),
         ("-n 2 --devices 0 train.py", "counts must be at least 1"),
         ("-n 2 --min-processes 1 x", "--min-processes needs --restarts or --elastic"),
+        ("-n 2 --elastic --min-processes 3 x", "and is at most N"),
         ("--restarts 1 train.py", "--restarts and --elastic need -n"),
         ("--local-devices a,b train.py", "invalid indices value: 'a,b'"),
         ("--coordinator host0 train.py", "--coordinator must be HOST:PORT, got host0"),

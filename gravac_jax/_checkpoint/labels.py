@@ -84,7 +84,7 @@ def _checksum(name: str, x: Any) -> int:
             # One after the other: a sharded array's has a collective, and many programs
             # with collectives at once can deadlock on devices that share a processor.
             return int(_checksum_on_device(x))
-        if hasattr(x, "dtype") or type(x) in (int, float):
+        if isinstance(x, np.ndarray) or type(x) in (int, float):
             return consistency.host_checksum(x)
     raise TypeError(
         f"`{name}` is a {getattr(x, 'dtype', type(x).__name__)}, which cannot be"
