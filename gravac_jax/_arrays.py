@@ -20,6 +20,7 @@ from gravac_jax import _xla
 
 SMALLEST_NORMAL = 2.0**-126  # XLA may flush smaller numbers to zero
 LARGEST_INT32 = 2**31 - 1
+MANY = 200  # leaves; of more XLA makes a kernel that takes seconds to compile
 MANY_ALIKE = 8  # leaves beyond the first of each size
 LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinity
 
@@ -75,7 +76,9 @@ def ravel(leaves: list[jax.Array], size: int = 0) -> jax.Array:
     zeros = max(0, size - sum(x.size for x in flat))
     if zeros or not flat:
         flat.append(jnp.zeros(zeros, jnp.float32))
-    return jnp.concatenate(flat)
+    join = jnp.concatenate
+    # Else a reduction of the vector is one of each leaf, all in one kernel.
+    return _xla.apart(join, flat) if len(flat) > MANY else join(flat)
 
 
 def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:

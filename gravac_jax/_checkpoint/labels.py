@@ -35,8 +35,7 @@ def new(named: Named, data: Any, pieces: Any) -> dict[str, Any]:
       TypeError: if an array has no checksum, or JSON cannot store `data`.
     """
     content = {"version": VERSION, "data": data, "checksums": checksums(named)}
-    if pieces is not None:
-        content["layout"] = np.asarray(pieces).tolist()
+    content["layout"] = np.asarray(pieces).tolist()  # of None it is None
     text = json.dumps(content)
     return {"label": text, "crc32": zlib.crc32(text.encode())}
 

@@ -109,9 +109,8 @@ def to_load(here: Named, saved: Named, sums: dict[str, int], *, partial: bool) -
     fits = lambda k: _kind(k) == "memory" or of_one(saved[k], k) == of_one(here[k], k)
     names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
     _require_values(*(here[k] for k in here.keys() - names))
-    shapes = {k: _shape(saved[k]) for k in names}
-    same = lambda k: _shape(here[k]) == shapes[k]
-    return {k: here[k] if same(k) else loading(here[k], shapes[k]) for k in names}
+    lie = lambda x, shape: x if _shape(x) == shape else loading(x, shape)
+    return {k: lie(here[k], _shape(saved[k])) for k in names}
 
 
 def _is_decided_alike(here: Named, saved: Named, sums: dict[str, int]) -> bool:

@@ -194,7 +194,7 @@ def _put(sharding: Any, stays: bool, x: Any) -> Any:
     """Put a batch, or what all replicas share; if it `stays`, not what lies there."""
     if sharding is None:
         return x
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if _arrays.is_shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     is_traced = isinstance(x, core.Tracer)
     lies = None if is_traced else getattr(x, "sharding", None)

@@ -31,14 +31,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax import _arrays, _refuse, _xla
+from gravac_jax import _arrays, _refuse
 
 MAX_ENTRIES = 2**30  # of a bucket: places, and slots without one, fit in int32
 MIN_ENTRIES = 16_384  # of a compressed leaf; from PaddlePaddle's DGC
 MIN_SHARE = 1e-3  # of all entries, in models so small that this is less
 DENSE_SHARE = 1 / 4096  # of all entries, which go dense beside few bits
 FEW = 32  # entries that go dense beside few bits, though they are a larger share
-MANY = 200  # leaves; of more XLA makes a kernel that takes seconds to compile
 NO_LEAF = -1  # in place of a leaf's index: padding, at the end of a part
 
 Predicate = Callable[[str, Any], bool]
@@ -175,16 +174,10 @@ class Buckets:
 
     def pack(self, tree: Any) -> tuple[jax.Array, ...]:
         """Return the parts of `tree`: buckets, then dense leaves, `[n]` float32."""
-
-        def joined(leaves: list[jax.Array]) -> tuple[jax.Array, ...]:
-            flat = list(map(jnp.ravel, leaves))
-            cut = lambda x: jax.lax.slice(flat[x.leaf], [x.start], [x.start + x.size])
-            parts = [list(map(cut, part)) for part in self.parts]
-            return tuple(map(_arrays.ravel, parts, self.sizes))
-
-        # Else a reduction of a bucket is one of each leaf, all in one kernel.
-        leaves = jax.tree.leaves(tree)
-        return _xla.apart(joined, leaves) if len(leaves) > MANY else joined(leaves)
+        flat = list(map(jnp.ravel, jax.tree.leaves(tree)))
+        cut = lambda x: jax.lax.slice_in_dim(flat[x.leaf], x.start, x.start + x.size)
+        parts = [list(map(cut, part)) for part in self.parts]
+        return tuple(map(_arrays.ravel, parts, self.sizes))
 
     def unpack(self, parts: tuple[jax.Array, ...]) -> Any:
         """Undo `pack`: return the leaves in their own dtypes."""
