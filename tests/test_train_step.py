@@ -247,8 +247,8 @@ def test_adam_after_a_late_exchange_is_refused_unless_gradients_are_at_shared_pa
 
 
 def test_adam_after_few_bits_is_warned_about_and_lion_after_fewer():
-    few, many = (gravac.Bits(2), gravac.TopK(64)), (gravac.Bits(4), gravac.TopK(2))
-    few = *few, gravac.LowRank(1)
+    few = gravac.Bits(2), gravac.TopK(64), gravac.LowRank(1)
+    many = gravac.Bits(4), gravac.TopK(2)
     for send, after in itertools.product((*few, *many), (ADAM, [optax.lion(0.1)])):
         with warnings.catch_warnings(record=True) as said:
             traced(new_step(two_stages(send, *after)))

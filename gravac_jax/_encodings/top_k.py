@@ -237,12 +237,12 @@ def _by_threshold(
     bits = jnp.where(state.threshold > 0, guess, high)
     marks = selection.mark(_arrays.magnitude_bits(x) >= bits)
     reached = jnp.maximum(marks.total.astype(jnp.float32), 0.5)
-    thin = lambda marks: _thinned(marks, k, x, bits, key)
+    thin = lambda marks: _thin(marks, k, x, bits, key)
     thinned = _xla.only_if(marks.total > k, thin, marks)
     return thinned, TopKState(_arrays.from_words(bits), reached)
 
 
-def _thinned(marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: Any) -> Marks:
+def _thin(marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: jax.Array) -> Marks:
     """Return `k` of too many marks: those of twice the threshold, and others by lot."""
     is_sure = _arrays.magnitude_bits(x) >= jnp.minimum(bits, BEYOND - OCTAVE) + OCTAVE
     sure = selection.marks_of(selection.pack(is_sure) & marks.words)

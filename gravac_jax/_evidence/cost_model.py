@@ -211,7 +211,7 @@ def observe(
     scale = jnp.where(is_alarm, scale * seconds / expected, scale + moved * error)
     covariance -= jnp.outer(moved, moved)
     covariance = jnp.where(is_alarm, jnp.diag(jnp.square(whole)), covariance)
-    scale, covariance = _positive_scale(scale, covariance)
+    scale, covariance = _positive(scale, covariance)
     learned = Timing(
         scale=scale,
         covariance=covariance,
@@ -236,7 +236,7 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
     return jnp.maximum(timing.noise + weight * (seen - timing.noise), LEAST_NOISE**2)
 
 
-def _positive_scale(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, ...]:
+def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Move the most negative part half the way to 0, and what goes with it."""
     i = jnp.argmin(scale)
     with_part, variance = covariance[i], covariance[i, i]

@@ -73,7 +73,9 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
             )
         return state
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         updates, after = tx.update(updates, state, params, **extra)
         is_finite = chain.the_transform(after, "gravac.guard").info.is_finite
 

@@ -232,7 +232,8 @@ def nnx_data_parallel(
             metrics = train_step(*args, **shared)
         if any(isinstance(x, nnx.Pytree) for x in _objects_in(metrics)):
             raise TypeError(
-                "the step must return metrics, got nnx objects: change its arguments."
+                "the step must return metrics or None, got nnx objects: change its"
+                " arguments in place."
             )
         return objects, metrics
 

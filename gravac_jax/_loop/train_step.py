@@ -141,15 +141,14 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
+    init = lambda params: placement.place((params, tx.init(params)), mesh, axis_name)
     flush = run(lambda p, state, _, **extra: delivery.flush(tx, p, state, **extra))
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
         branches = all(x.platform == "cpu" for x in devices)
     _refuse.instance(branches, bool, "branches", "False")
     return TrainStep(
-        _init=lambda params: placement.place(
-            (params, tx.init(params)), mesh, axis_name
-        ),
+        _init=init,
         _program=program,
         _flush=flush,
         _new_view=functools.partial(HostView, has_branches=branches),

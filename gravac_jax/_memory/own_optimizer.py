@@ -210,7 +210,7 @@ def _refuse_start(optimizer: optax.GradientTransformation, by_leaf: bool) -> Non
         return
     if any(_refuse.reached(begun, [True])):
         raise ValueError(
-            "gravac.OwnOptimizer needs an optimizer of gradients, got one that"
+            "gravac.OwnOptimizer needs an optimizer of gradients alone, got one that"
             " remembers the params that it began with: let it come after the exchange,"
-            " chain(gravac.transform(), ...), with gradients at the shared params."
+            " optax.chain(gravac.transform(), ...), with gradients at shared params."
         )

@@ -43,7 +43,7 @@ def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
     return unsummed
 
 
-def on_devices(update: Any, unsummed: Collection[str]) -> Callable[..., Any]:
+def on_devices(update: Callable, unsummed: Collection[str]) -> Callable[..., Any]:
     """Return `update(updates, state, params, times)` of one device, run on all.
 
     Args:

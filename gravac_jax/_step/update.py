@@ -92,8 +92,10 @@ def update(
         is_own = at == "own" or (at is None and components.memory.is_at_own_params)
         reach = components.controller.reach(is_own)
         told = _times(components, state, **times)
-        known = components, axes, buckets, state, params, reach, is_own, is_due
-        step = Step(*known, told, _rung(rung, reach, state, axes.both))
+        taken = _rung(rung, reach, state, axes.both)
+        step = Step(
+            components, axes, buckets, state, params, reach, is_own, is_due, told, taken
+        )
         arrived, after = step.take(*step.prepare(updates), local)
         slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
         return buckets.unpack(arrived), after._replace(
@@ -133,7 +135,7 @@ def _check(components: Components, params: Any, at: Any, rung: Any) -> None:
     if at is None and components.needs_own_params and "own" not in ASKED:
         _refuse.warn(
             "gradients are not taken at gravac.own_params(tx, params, opt_state), which"
-            ' costs much here: take them there, or if you cannot, pass at="shared".',
+            ' costs much here: take them there, or if you cannot, pass at="shared".'
         )
     if rung is not None:
         top = len(components.controller.ladder) - 1
