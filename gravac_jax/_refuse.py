@@ -3,7 +3,7 @@
 Each function raises before anything is changed, and in one voice: what must be, what
 was received, the remedy; `warn` warns. Trouble that shows in values alone becomes a
 counter of `StepInfo` instead. `_loop/chain.py` refuses optimizers that are put together
-wrongly. It also holds what they ask for: names of axes, and what a function reaches.
+wrongly. Here is also what both ask for: names of axes, and what a function reaches.
 """
 
 import math
@@ -77,10 +77,10 @@ def count(value: Any, name: str, what: str) -> None:
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
     """Refuse a value that is not among `allowed`."""
-    # 2.0 == 2, and so is an array of 2.
-    if isinstance(value, bool | float | np.ndarray | jax.Array) or value not in allowed:
+    # 2.0 == 2, and so is an array of 2. Narrow integers of NumPy overflow.
+    if type(value) not in (type(None), str, int, np.int64) or value not in allowed:
         words = " or ".join(map(repr, allowed))
-        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+        raise ValueError(f"`{name}` must be {words}, got {_arrays.brief(value)}.")
 
 
 def instance(value: Any, kind: type, name: str, example: str) -> None:
@@ -126,12 +126,12 @@ def names_in(spec: Any) -> set[Any]:
     return {name for part in spec for name in axis_names(part)}
 
 
-def axis(axis_name: Any) -> None:
+def axis(axis_name: Any, name: str = "axis_name") -> None:
     """Refuse a value that cannot name a mapped axis."""
     names = axis_names(axis_name)
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
-            f"`axis_name` must be an axis, axes in a tuple, or None to run alone, got"
+            f"`{name}` must be an axis, axes in a tuple, or None to run alone, got"
             f" {_arrays.brief(axis_name)}: what is sent is send=gravac.Bits(2)."
         )
 
@@ -139,7 +139,7 @@ def axis(axis_name: Any) -> None:
 def two_axes(axis_name: Any, fast_axis_name: Any) -> None:
     """Refuse a fast axis that is also the slow one, or has no slow one beside it."""
     axis(axis_name)
-    axis(fast_axis_name)
+    axis(fast_axis_name, "fast_axis_name")
     slow, fast = axis_names(axis_name), axis_names(fast_axis_name)
     if fast and (not slow or set(slow) & set(fast)):
         raise ValueError(
@@ -162,8 +162,8 @@ def mesh(mesh: Any, axis_name: Any, fast_axis_name: Any = None) -> None:
     for name in (*axis_names(axis_name), *axis_names(fast_axis_name)) or (None,):
         if name not in mesh.axis_names:
             raise ValueError(
-                f"axis_name={name!r} is not an axis of the mesh, which has"
-                f" {mesh.axis_names}: give both, and gravac.transform, the same name."
+                f"`axis_name` and `fast_axis_name` must be among {mesh.axis_names}, got"
+                f" {name!r}: give the mesh, the step and gravac.transform the same."
             )
 
 
@@ -394,7 +394,7 @@ def reused(arguments: Sequence[list[Any]]) -> None:
         if is_array and first.is_deleted():
             raise ValueError(
                 "the state was given to an earlier step, which reused its memory: go on"
-                " with what that step returned, or pass donate=False."
+                " with what that step returned, or take data_parallel(donate=False)."
             )
 
 

@@ -341,7 +341,7 @@ def adamw(
       >>> float(loss), int(optax.tree.get(opt_state, "TransformState").steps)
       (65536.0, 1)
     """
-    _refuse_rate(learning_rate)
+    _refuse_rate(learning_rate, "gravac.adamw(1e-3)")
     _refuse.number(b1, "b1", low=0, below=1)
     _refuse.number(b2, "b2", low=0, below=1)
     _refuse.number(eps, "eps", above=0)
@@ -396,7 +396,7 @@ def sgd(
       >>> import gravac_jax as gravac
       >>> tx = gravac.sgd(0.1, momentum=0.9, nesterov=True)
     """
-    _refuse_rate(learning_rate)
+    _refuse_rate(learning_rate, "gravac.sgd(0.1)")
     _refuse.number(momentum, "momentum", low=0, below=1)
     _refuse.instance(nesterov, bool, "nesterov", "False")
     steps = OwnOptimizer(optax.sgd(learning_rate, momentum, nesterov))
@@ -455,12 +455,12 @@ def diloco(
     return step_on_means(tx, outer)
 
 
-def _refuse_rate(rate: Any) -> None:
+def _refuse_rate(rate: Any, call: str) -> None:
     is_array = getattr(rate, "shape", None) == ()
     if not (callable(rate) or is_array or _refuse.is_number(rate)):
         raise TypeError(
             f"`learning_rate` must be a number or a schedule of Optax, and comes first,"
-            f" as in gravac.adamw(1e-3), got {_arrays.brief(rate)}."
+            f" as in {call}, got {_arrays.brief(rate)}."
         )
 
 

@@ -33,7 +33,7 @@ ADAMW = partial(adamw, 1)
 PLAIN = type("Plain", (gravac.Encoding,), {"traffic": len, "exchange": len})
 
 FIGURES = gravac.WireCost.__dataclass_fields__
-NO_WIDTHS = 3, 2.0, jnp.int32(2)
+NO_WIDTHS = 3, 2.0, np.float32(2), np.int8(2), jnp.int32(2)
 NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
 
 # What is called, with what, and the remedy that its error must name, too.
@@ -66,7 +66,7 @@ ARGUMENTS = [
     (V, partial(gravac.adamw, 1), {"weight_decay": -5.0}, "of at least 0"),
     (T, transform, {"memory": 0.9}, "gravac.Residual() or gravac.OwnOptimizer("),
     (T, transform, {"network": "probe.json"}, "gravac.WireCost() or probe.read(file)"),
-    (T, transform, {"axis_name": TWO}, "send=gravac.Bits(2)"),
+    *((T, transform, {x: TWO}, "is send=") for x in ("axis_name", "fast_axis_name")),
     (V, transform, {"fast_axis_name": "data"}, "another axis"),
     (V, partial(transform, None), {"fast_axis_name": "x"}, "another axis"),
     (T, transform, {"clip": 1.0}, "gravac.ClipByGlobalNorm(1.0)"),
@@ -82,7 +82,7 @@ ARGUMENTS = [
     (V, ADAMW, {"b1": jnp.float32(0.9)}, "takes a lambda of the rate"),
     (V, ADAMW, {"b2": 2}, "of at least 0 and below 1"),
     (V, ADAMW, {"eps": 0}, "a number above 0"),
-    (T, sgd, {"learning_rate": None}, "schedule"),
+    (T, sgd, {"learning_rate": None}, "as in gravac.sgd(0.1)"),
     (V, partial(sgd, 1), {"momentum": 1.5}, "of at least 0 and below 1"),
     (V, MOMENTUM, {"decay": 1.0}, "of at least 0 and below 1"),
     *((T, x, {"nesterov": "no"}, "a bool") for x in (MOMENTUM, partial(sgd, 1))),
@@ -96,7 +96,7 @@ ARGUMENTS = [
     (V, partial(train_step, abs, TX, MESH), {"at": "mine"}, "'own' or 'shared'"),
     (T, partial(train_step, abs, TX, MESH), {"branches": 1}, "must be a bool"),
     *((V, RUNG, {"rung": x}, "must be a whole number") for x in (-1, 8, 1.0, True)),
-    (V, PLACE, {"axis_name": "batch"}, "('data',): give both"),
+    (V, PLACE, {"axis_name": "batch"}, "among ('data',)"),
     (V, partial(MAPPED, MESH), {"fast_axis_name": "data"}, "another axis"),
     (T, partial(place, PARAMS, 2), {"axis_name": ["data"]}, "None"),
     (T, partial(gravac.nnx_data_parallel, mesh=2), {"train_step": 3}, "(step, m"),
