@@ -28,7 +28,7 @@ LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127  # a larger number rounds to infinit
 def named_leaves(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Return the leaves of `tree`, each with a path such as `['dense']['kernel']`.
 
-    Of a variable of Flax NNX it is the path of what it holds, with and without it.
+    A variable of Flax NNX adds nothing to the path of what it holds.
     """
     nnx = sys.modules.get("flax.nnx")  # which not everybody has
     pure = tree if nnx is None else nnx.as_pure(tree)
@@ -105,6 +105,18 @@ def unravel(vector: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
         parts = fixed(vector)
     pairs = zip(_xla.in_its_shape(parts), like, strict=True)
     return [_saturated(part.reshape(x.shape), x.dtype) for part, x in pairs]
+
+
+def together(
+    work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Call `work` once, on all `arrays` joined along their last axes.
+
+    The last axis of its result is as long, and is cut as the arrays were.
+    """
+    sizes = [x.shape[-1] for x in arrays]
+    done = work(jnp.concatenate(arrays, axis=-1))
+    return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:

@@ -306,8 +306,7 @@ class Carrier(Comm):
         flat = self._parts["figures"]
         parts = jnp.pad(flat, (0, -flat.size % self.replicas))
         parts = _arrays.to_words(parts.reshape(self.replicas, -1), x.dtype)
-        swapped = super().swap(jnp.concatenate([x, parts], axis=1))
-        rows, parts = jnp.split(swapped, [x.shape[1]], axis=1)
+        rows, parts = _arrays.together(super().swap, [x, parts])
         self._parts["own"] = jnp.mean(_arrays.from_words(parts), axis=0)
         return rows
 
@@ -317,8 +316,7 @@ class Carrier(Comm):
             return super().gather(x)
         is_mean = "own" in self._parts
         given = _arrays.to_words(self._parts["own" if is_mean else "figures"], x.dtype)
-        gathered = super().gather(jnp.concatenate([x, given]))
-        rows, parts = jnp.split(gathered, [x.size], axis=1)
+        rows, parts = _arrays.together(super().gather, [x, given])
         found = _arrays.from_words(parts)
         self._parts["all"] = found.reshape(-1) if is_mean else jnp.mean(found, axis=0)
         return rows

@@ -114,6 +114,8 @@ def unknown(numbers: Sequence[int]) -> Sequence[jax.Array]:
 def row_sums(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the sums of the rows of several `[rows, ...]`, in float32, in one pass.
 
+    Rows have a multiple of four entries.
+
     CPUs sum one array in a library that needs it in memory; sums of several at once are
     fused with what computes them. Rows are folded in four first, so that whole vectors
     are added. On a GPU the folded rows would go through memory.

@@ -150,7 +150,7 @@ class Checkpointer:
         """
         # If the signal comes between two models' saves of one step, the first model
         # saves in the next step. One that is not saved in every step is not awaited.
-        return self._last_saves >= 1 + any(x._last_saves == 0 for x in _OPEN)
+        return self._last_saves >= 1 + any(x._last_saves == 0 for x in _ENTERED)
 
     def save(self, step: int, tree: Any, params: Any, data: Any = None) -> bool:
         """Save the state after `step` steps, if a checkpoint is due.
@@ -324,13 +324,13 @@ class Checkpointer:
         Raises:
           CheckpointError: if something could not be written.
         """
-        _OPEN.discard(self)
-        undo = contextlib.nullcontext() if _OPEN else _UNDO_SIGTERM
+        _ENTERED.discard(self)
+        undo = contextlib.nullcontext() if _ENTERED else _UNDO_SIGTERM
         with undo, self._errors(f"step {self._step} cannot be saved to"):
             self._orbax.close()
 
     def __enter__(self) -> "Checkpointer":
-        _OPEN.add(self)
+        _ENTERED.add(self)
         if jax.process_count() == 1 and signal.getsignal(signal.SIGTERM) != _stop_all:
             with contextlib.suppress(ValueError):  # not in the main thread
                 before = signal.signal(signal.SIGTERM, _stop_all)
@@ -354,10 +354,10 @@ class Checkpointer:
 
 
 # Those that are open in `with` blocks of this process; the last one undoes the handler.
-_OPEN: set[Checkpointer] = set()
+_ENTERED: set[Checkpointer] = set()
 _UNDO_SIGTERM = contextlib.ExitStack()
 
 
 def _stop_all(*_: object) -> None:
-    for checkpointer in _OPEN:
+    for checkpointer in _ENTERED:
         checkpointer._must_stop = True

@@ -443,8 +443,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, float] | None]]:
             line = None
         yield text + b"\n", line
     if rest:
-        why = "the last line was cut off and is left out"
-        _refuse.warn(f"{path}: {why}")
+        _refuse.warn(f"{path}: the last line was cut off and is left out")
 
 
 _FIGURES = {"gravac/factor": "factor {:.0f}", "gravac/gain": "gain {:.2f}"}

@@ -130,8 +130,7 @@ class Scripted(gravac.Controller):
 
     def decide(self, evidence, state):
         del state
-        rung = evidence.effective_step % len(self.ladder)
-        return rung, Heard(self.heard(evidence))
+        return evidence.effective_step % len(self.ladder), Heard(self.heard(evidence))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -481,8 +481,7 @@ def _jitted_memory_step(memory: Any) -> Any:
     def step(gradient: Any, is_sent: Any, state: Any) -> Any:
         compensated, state = memory.compensate(gradient, state)
         residual = jnp.where(is_sent, 0, compensated)
-        state = memory.hold(residual, compensated, state)
-        return compensated, residual, state
+        return compensated, residual, memory.hold(residual, compensated, state)
 
     return jax.jit(step)
 
@@ -514,8 +513,7 @@ def telescopes(memory: Any, gradients: np.ndarray, is_sent: np.ndarray) -> None:
     found = beside_oracle(memory, gradients, is_sent)
     oracle, _, compensated, residuals, states = found
     add = lambda parts: np.sum(np.asarray(parts, np.float64), 0)
-    held = np.asarray(memory.held(states[-1]))
-    total = add(compensated) - add(residuals) + held
+    total = add(compensated) - add(residuals) + np.asarray(memory.held(states[-1]))
     # Each addition to a residual rounds, where it is not one of integers.
     rtol = 2.0**-23 + oracle.rtol if np.any(oracle.made % 1) else 0
     assert (np.abs(total - oracle.made) <= rtol * add(np.abs(compensated))).all()

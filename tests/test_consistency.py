@@ -112,7 +112,6 @@ def test_replicas_that_drift_apart_are_counted_and_warned_about(entry, seen):
 # The guard around an optimizer
 
 PARAMS = {"b": jnp.ones(5), "w": jnp.ones((8, 8))}
-EXCHANGE = gravac.transform(send=ROWS)
 # Powers of two, so that it does not matter whether XLA fuses a multiply and an add.
 ADAMW = optax.adamw(0.125, b1=0.5, b2=0.5, weight_decay=0.125)
 LADDER = gravac.Dense(), gravac.Bits(8), gravac.Bits(2)
@@ -125,7 +124,7 @@ CONTROLLERS = {
 def injected(outer=lambda tx: tx):
     """Return an optimizer, guarded by `outer`, whose state has its learning rate."""
     build = lambda learning_rate: outer(
-        optax.chain(EXCHANGE, optax.sgd(learning_rate, momentum=0.5))
+        optax.chain(gravac.transform(send=ROWS), optax.sgd(learning_rate, momentum=0.5))
     )
     return optax.inject_hyperparams(build)(learning_rate=0.125)
 
@@ -177,8 +176,7 @@ def run(name, *kinds):
             grads = jax.tree.map(draw, PARAMS)
             if kind is not GOOD:
                 grads["b"][kind[0], 3] = kind[1]
-            state = runner(name)(*state, grads)
-            states.append(state)
+            states.append(state := runner(name)(*state, grads))
         return states
 
 

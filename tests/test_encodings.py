@@ -101,8 +101,7 @@ def by_bytes(encodings):
 
 
 # In the default run some encodings; in the slow run each class beside each, too.
-NEIGHBOURS = zip(QUICK[::2], QUICK[1::2] + QUICK[:1], strict=True)
-QUICK_PAIRS = list(map(by_bytes, NEIGHBOURS))
+QUICK_PAIRS = list(map(by_bytes, zip(QUICK[::2], QUICK[1::2] + QUICK[:1], strict=True)))
 CLASSES = itertools.combinations(_examples.one_of_each(ENCODINGS), 2)
 PAIRS = dict.fromkeys([*QUICK_PAIRS, *map(by_bytes, CLASSES)])
 

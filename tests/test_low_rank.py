@@ -54,15 +54,14 @@ def test_a_step_of_the_highest_rank_foresees_what_every_rank_sends():
     state = begun()
     for _ in range(8):
         _, state = stepper(8)(FALLING, state)
-    key, whole = jax.random.key(0), float(np.square(FALLING).sum())
-    given, x = (key, Comm(None), False), jnp.asarray(FALLING)
-    shares_of = jax.jit(lambda state: LADDER.shares(x, {"LowRank": state}, *given))
-    shares = shares_of(state)
-    for rank, share in zip(RANKS, shares, strict=True):
+    key, x = jax.random.key(0), jnp.asarray(FALLING)
+    shares_of = lambda state: LADDER.shares(x, {"LowRank": state}, key, 1, False)
+    energies_of = jax.jit(lambda state: shares_of(state) * jnp.sum(jnp.square(x)))
+    for rank, energy in zip(RANKS, energies_of(state), strict=True):
         sent, after = stepper(rank)(FALLING, state)
-        assert float(share) * whole == pytest.approx(float(sent.energy), rel=0.02)
+        assert float(energy) == pytest.approx(float(sent.energy), rel=0.02)
         # Ranks above the one in use are known from then, those below from now.
-        np.testing.assert_allclose(shares_of(after), shares, rtol=0.02)
+        np.testing.assert_allclose(energies_of(after), energies_of(state), rtol=0.02)
 
 
 def test_entries_wait_as_if_the_largest_were_sent():

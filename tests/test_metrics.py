@@ -168,8 +168,7 @@ def test_a_decision_is_explained_by_the_figures_that_it_compared():
         current=jnp.int32(1),
     )
     said = metrics.explain(HELD["pmap"](found), send)
-    lines = [re.split("  +", x) for x in said.splitlines()]
-    assert lines == [
+    assert [re.split("  +", x) for x in said.splitlines()] == [
         ["sends", "ms a step", "progress", "ms for a dense step's progress"],
         ["Dense()", "1500.0", "1.00", "1500.0"],
         ["Bits(8)", "250.0", "0.50", "500.0", "visited, to measure it"],

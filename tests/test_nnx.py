@@ -39,8 +39,7 @@ class MLP(nnx.Module):
         self.outer = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):
-        x = nnx.relu(self.norm(self.inner(x)))
-        return self.outer(self.dropout(x))
+        return self.outer(self.dropout(nnx.relu(self.norm(self.inner(x)))))
 
 
 class Odd(nnx.Module):

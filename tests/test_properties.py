@@ -27,14 +27,13 @@ from gravac_jax._step import bucketing
 
 EXAMPLES = 50
 EVIDENCE_BYTES = 1000
-BFLOAT16 = ml_dtypes.bfloat16
 LEAVES = {
     "float32": {"w": ((4, 3), np.float32), "b": ((3,), np.float32)},
     "mixed": {
         "empty": ((0, 3), np.float32),
         "half": ((2, 3), np.float16),
         "scalar": ((), np.float32),
-        "short": ((2, 2), BFLOAT16),
+        "short": ((2, 2), ml_dtypes.bfloat16),
         "w": ((2, 3), np.float32),
     },
     "all small": {"a": ((2,), np.float32), "b": ((1, 1), np.float32)},

@@ -455,7 +455,7 @@ MISTAKES = {
     "over the slow axis": (told(P("dcn")), r"sharded over P\('dcn',?\).*other axes"),
     "a constraint over the slow axis": (constrained, "not name the axis of the\nrepl"),
     "by hand": (by_hand, "maps over 'dcn'.*by gravac.data_parallel"),
-    "the default axis": (told(axis_name="data"), r"has \('dcn', 'fsdp', 'tp'\)"),
+    "the default axis": (told(axis_name="data"), r"among \('dcn', 'fsdp', 'tp'\)"),
     "another layout": (told(P("tp")), r"P\S*\('tp',?\).*P\S*\('fsdp', 'tp'"),
     "another mesh": (told(SPECS["up"], (2, 4, 1)), "told of .*'fsdp': 4.*'fsdp': 2"),
     "not on a mesh": (told(shardings=PARAMS), "as they lie on one mesh.*got 0 meshes"),

@@ -118,7 +118,7 @@ def layout_of(state: TransformState, params: Any) -> Layout:
     flat = _arrays.named_leaves(params)
 
     def leaf(path: str, x: Any) -> Leaf:
-        spec = placement.specs_of(x) if inner else jax.P()
+        spec = placement.spec_of(x) if inner else jax.P()
         cut = slicing.cut(x.shape, spec, mesh, inner)
         shape = jax.NamedSharding(mesh, cut.spec).shard_shape(x.shape)
         return Leaf(path, shape, jax.P(slow, *cut.spec), cut.copies)

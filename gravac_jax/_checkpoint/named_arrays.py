@@ -125,15 +125,15 @@ def _require_same(here: Named, saved: Named) -> None:
     """Refuse a checkpoint of something else, and name the first differences."""
     here, saved = ({k: _must_match(k, x) for k, x in y.items()} for y in (here, saved))
     differ = [k for k in here | saved if here.get(k, "") != saved.get(k, "")]
-    if not differ:
-        return
     of = lambda names, k: names.get(k, "missing")
     say = lambda k: f"{k} is {of(saved, k)} in the checkpoint and {of(here, k)} here"
-    raise ValueError(
-        f"the checkpoint is of another model, optimizer or memory:"
-        f" {'; '.join(map(say, differ[:3]))}. Restore with what saved it. To change"
-        f" the memory, then send residuals by gravac.flush, and begin anew."
-    )
+    if differ:
+        raise ValueError(
+            f"the checkpoint is of another model, optimizer or memory:"
+            f" {'; '.join(map(say, differ[:3]))}. Restore with what saved it, or a"
+            f" part of it by partial=True. To change the memory, then send residuals by"
+            f" gravac.flush, and begin anew."
+        )
 
 
 def _must_match(name: str, x: Any) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -297,12 +297,12 @@ class Bits(Encoding):
         of_each = functools.partial(zip, sections, strict=True)
         held = [_flat(x.dropped, section) for section, x in of_each(rounded)]
         if _owners(comm.replicas) == 1:
-            theirs = _together(comm.gather, [x.message[0] for x in rounded])
+            theirs = _arrays.together(comm.gather, [x.message[0] for x in rounded])
             means = [levels.mean(x, s.rows(), s.bits) for s, x in of_each(theirs)]
         else:
-            theirs = _together(comm.swap, [x.message for x in rounded])
+            theirs = _arrays.together(comm.swap, [x.message for x in rounded])
             mine = [_round_mean(x, section, comm) for section, x in of_each(theirs)]
-            back = _together(comm.gather, [x.message[0] for x in mine])
+            back = _arrays.together(comm.gather, [x.message[0] for x in mine])
             given = lambda s: (s.rows(comm.replicas), s.bits, s.rows())
             means = [levels.in_order(x, *given(s)) for s, x in of_each(back)]
             for i, x in enumerate(mine):
@@ -422,15 +422,3 @@ def _added_at(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
         mine = jax.lax.dynamic_slice(shifted, (part.size - (start - begin),), (size,))
     there = jax.lax.dynamic_slice(x, (begin,), (size,))
     return jax.lax.dynamic_update_slice(x, there + mine, (begin,))
-
-
-def _together(
-    work: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Call `work` once, on all `arrays` joined along their last axes.
-
-    The last axis of its result is as long, and is cut as the arrays were.
-    """
-    sizes = [x.shape[-1] for x in arrays]
-    done = work(jnp.concatenate(arrays, axis=-1))
-    return jnp.split(done, list(itertools.accumulate(sizes))[:-1], axis=-1)

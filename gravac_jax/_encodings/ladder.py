@@ -59,9 +59,9 @@ class Ladder:
             state = jax.eval_shape(lambda: encoding.init(self.bucket))
             return sum(x.size for x in jax.tree.leaves(state))
 
-        of = lambda kind: [x for x in self.encodings if _kind(x) == kind]
-        kinds = dict.fromkeys(map(_kind, self.encodings))
-        return {kind: max(of(kind), key=size).init(self.bucket) for kind in kinds}
+        # The last of a name stays: the largest, and of equal ones the first rung.
+        largest = {_name(x): x for x in sorted(reversed(self.encodings), key=size)}
+        return {name: x.init(self.bucket) for name, x in largest.items()}
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def sent_at(self, replicas: int) -> tuple[Encoding, ...]:
@@ -90,7 +90,7 @@ class Ladder:
         return own.plus(beside)._replace(bits=own.bits)
 
     def shares(
-        self, x: jax.Array, states: Any, key: jax.Array, comm: Comm, waiting: bool
+        self, x: jax.Array, states: Any, key: jax.Array, replicas: int, waiting: bool
     ) -> jax.Array:
         """Estimate what each encoding would send of `x`, `[rungs]` float32.
 
@@ -98,19 +98,19 @@ class Ladder:
           x: `[n]` float32.
           states: from `init` or the last step.
           key: a random key, the same on every replica.
-          comm: the other replicas.
+          replicas: N.
           waiting: whether `x` is a gradient on its own, of which the share is asked
             that lets its entries wait as long as chance would. Otherwise it is what is
             exchanged now.
         """
         looked: dict[str, Any] = {}
         found = []
-        for encoding in self.sent_at(comm.replicas):
-            kind = _kind(encoding)
+        for encoding in self.sent_at(replicas):
+            kind = _name(encoding)
             if kind not in looked:
                 looked[kind] = encoding.look(x, states.get(kind, ()), self.bucket, key)
             estimate = encoding.waits if waiting else encoding.share
-            found.append(estimate(looked[kind], self.bucket, comm.replicas))
+            found.append(estimate(looked[kind], self.bucket, replicas))
         return 1 / (1 + jnp.stack(found)) if waiting else jnp.stack(found)
 
     def exchange(
@@ -148,7 +148,7 @@ class Ladder:
         energy = _arrays.energy(x)
         looked: list[jax.Array] = []
         if self.is_looked_at:
-            look = lambda: self.shares(x, states, key, comm, waiting=False) * energy
+            look = lambda: self.shares(x, states, key, replicas, waiting=False) * energy
             nothing = jnp.zeros_like(x, shape=(len(self.encodings),))
             looked = [_xla.chosen(looks, look, nothing)]
         # One vector goes into a branch and comes out of it: in every branch each array
@@ -158,7 +158,7 @@ class Ladder:
         all_figures = jnp.concatenate([own, others])
 
         def branch(encoding: Encoding) -> tuple[Sent, jax.Array, Any]:
-            kind, traffic = _kind(encoding), encoding.traffic(self.bucket, replicas)
+            kind, traffic = _name(encoding), encoding.traffic(self.bucket, replicas)
             carries_all = _carries_all(traffic, replicas)
             carrier = Carrier(comm.axis_name, all_figures if carries_all else own)
             state = states.get(kind, ())
@@ -185,7 +185,7 @@ class Ladder:
         return Exchanged(sent, energies, whole, structure.unflatten(means)), after
 
 
-def _kind(encoding: Encoding) -> str:
+def _name(encoding: Encoding) -> str:
     """Return the name under which encodings share a state."""
     return type(encoding).__name__
 

@@ -78,7 +78,7 @@ def round_rows(x: jax.Array, entries: jax.Array, bits: int, parts: int = 1) -> R
     levels = fit(x, entries, bits)
     kept = decode(encode(x, levels.units, bits), levels.scales, bits)
     dropped = _xla.in_its_shape(x - kept).reshape(len(x), -1)
-    message = _join(pack(x, levels, bits), levels.scales, parts)
+    message = _join(pack(x, levels.units, bits), levels.scales, parts)
     return Rounded(message, levels.sent, dropped)
 
 
@@ -202,11 +202,11 @@ def decode(codes: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     return jnp.where(codes >= 2 ** (bits - 1), magnitude, -magnitude)
 
 
-def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
+def pack(x: jax.Array, units: jax.Array, bits: int) -> jax.Array:
     """Return the codes of `[rows, ...]` as `[rows, bits, entries / 32]` uint32.
 
-    Codes that share a word are entries / 32 apart, so that packing adds up whole
-    vectors on every device.
+    The arguments are those of `encode`. Codes that share a word are entries / 32 apart,
+    so that packing adds up whole vectors on every device.
     """
     shape = (len(x), bits, WORD_BITS // bits, x[0].size // WORD_BITS)
     coded = functools.partial(encode, bits=bits)
@@ -221,7 +221,7 @@ def pack(x: jax.Array, levels: Levels, bits: int) -> jax.Array:
         one_by_one = lambda x: sum(each(x), jnp.uint32(0))[:, :, 0]
         return jax.lax.platform_dependent(planes, cuda=one_by_one, default=total)
 
-    return _xla.apart(add_up, x, levels.units)
+    return _xla.apart(add_up, x, units)
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:

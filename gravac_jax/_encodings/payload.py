@@ -45,7 +45,7 @@ class WireFormat:
       n: entries of the bucket.
 
     Law:
-      `decode(encode(payload), k)` returns a payload whose values are rounded. What
+      Of `rounded` values, `decode(encode(payload), k)` returns the payload. What
       rounding drops, `x - rounded(x)`, is exact in float32, so that nothing is lost
       (except below 2**-126, which XLA may flush to zero).
     """
@@ -67,8 +67,7 @@ class WireFormat:
 
     def _words(self, k: int) -> tuple[int, int, int]:
         """Return the words of the values, places and ends of blocks of `k` slots."""
-        values = k if self.values == "bfloat16" else 2 * k
-        return values, k, 2 * -(-self.n // BLOCK)
+        return k if self.values == "bfloat16" else 2 * k, k, 2 * -(-self.n // BLOCK)
 
     def payload_bytes(self, k: int) -> int:
         """Return the bytes of a payload of `k` slots."""

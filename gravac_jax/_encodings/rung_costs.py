@@ -59,9 +59,9 @@ def rung_costs(
     # carries others.
     bytes_of = lambda bucket, x: x.traffic(bucket, replicas).wire_bytes
     alone = [[bytes_of(x.bucket, y) for y in x.sent_at(replicas)] for x in ladders]
-    sent = np.sum(alone, axis=0)
-    if np.any(np.diff(sent) > 0):
-        pairs = zip(ladders[0].encodings, sent, strict=True)
+    bytes_alone = np.sum(alone, axis=0)
+    if np.any(np.diff(bytes_alone) > 0):
+        pairs = zip(ladders[0].encodings, bytes_alone, strict=True)
         listed = "".join(f"\n  {x!r:<28} {n:14,.0f}" for x, n in pairs)
         raise ValueError(
             f"the bytes of a ladder must fall, got for {replicas} replicas and a step"
@@ -79,7 +79,7 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
     if named := list(filter(is_dense, ladders[0].encodings)):
         _refuse.warn(
-            f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
-            f" bytes than a dense step, and is one: but for the start of a warm-up,"
-            f" choose gravac.Bits(2) or gravac.LowRank(4)."
+            f"with {replicas} replicas a dense step is taken in place of"
+            f" {', '.join(map(repr, named))}, which would send more bytes: but for the"
+            f" start of a warm-up, choose gravac.Bits(2) or gravac.LowRank(4)."
         )

@@ -172,8 +172,8 @@ def thin(marks: Marks, k: jax.Array | int, gap: jax.Array | int) -> jax.Array:
     """Return the words of at most `k` (`[]` int32) of the marks.
 
     The surplus is removed as one run that begins at the gap-th mark and wraps around to
-    the front. If `gap` is uniform in [0, count), every marked entry has the same chance
-    to stay.
+    the front. If `gap` is uniform below `marks.total`, every marked entry has the same
+    chance to stay.
     """
     excess = jnp.maximum(marks.total - k, 0)
     wrapped = jnp.maximum(gap + excess - marks.total, 0)  # removed from the front

@@ -75,7 +75,7 @@ def smooth(old: Averages, sent: jax.Array, total: jax.Array, weight: float) -> A
     return Averages(moved(old.sent, sent), moved(old.total, total))
 
 
-def waiting_steps(share: jax.Array, steps: jax.Array | int = 1) -> jax.Array:
+def waiting_steps(share: jax.Array, steps: jax.Array | int) -> jax.Array:
     """Return how many steps an entry waits on average until it is sent.
 
     It waits for the end of its round, and (1 - a) + (1 - a)**2 + ... = (1 - a) / a

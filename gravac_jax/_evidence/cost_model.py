@@ -68,10 +68,9 @@ class WireCost:
     selection_seconds: float = 1e-3
 
     def __post_init__(self) -> None:
-        hint = "see gravac.WireCost for units"
         for name, x in vars(self).items():
             low, high = (1, 1e15) if name == "bytes_per_second" else (0, 1e6)
-            _refuse.number(x, name, hint, low=low, high=high)
+            _refuse.number(x, name, "see gravac.WireCost for units", low=low, high=high)
 
     def parts(
         self, wire_bytes: float, messages: float, is_dense: bool

@@ -4,5 +4,6 @@
 gradients of each replica (`gradients.py`), the mesh and the state on it
 (`placement.py`), a step on all replicas (`parallel.py`), own params and flush
 (`delivery.py`), times (`step_clock.py`), skipping a bad step (`guard.py`) and Flax NNX
-(`nnx.py`). `chain.py` looks into optimizers, and `watch.py` warns when replicas part.
+(`nnx.py`). `outer.py` makes the optimizer of rounds, `chain.py` looks into optimizers,
+and `watch.py` warns when replicas part.
 """

@@ -149,7 +149,7 @@ def nnx_value_and_grad(
 def nnx_data_parallel(
     train_step: Callable[..., Any],
     mesh: jax.sharding.Mesh | int,
-    axis_name: Any = "data",
+    axis_name: AxisName = "data",
     fast_axis_name: AxisName = None,
     *,
     donate: bool = True,
@@ -336,7 +336,7 @@ def nnx_flush(
     model: Any,
     optimizer: Any,
     mesh: jax.sharding.Mesh | int,
-    axis_name: Any = "data",
+    axis_name: AxisName = "data",
     fast_axis_name: AxisName = None,
     **extra: Any,
 ) -> None:

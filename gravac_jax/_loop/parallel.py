@@ -171,9 +171,9 @@ def data_parallel(
         is_vmapped, lies = not is_mesh, None
         if may_be_sliced:
             is_vmapped, lies = placement.how_it_lies(state, mesh, axis_name)
-        put = functools.partial(_put, placement.on_mesh(mesh, axes), is_vmapped)
+        put = functools.partial(_put_batch, placement.on_mesh(mesh, axes), is_vmapped)
         own, batch = jax.tree.map(put, (own, batch))
-        put_whole = functools.partial(_put, placement.on_mesh(mesh), False)
+        put_whole = functools.partial(_put_batch, placement.on_mesh(mesh), False)
         shared = jax.tree.map(put_whole, shared)
         return getattr(program(is_vmapped, lies), how)(state, own, batch, shared)
 
@@ -190,7 +190,7 @@ def data_parallel(
     return cast(jax.stages.Wrapped, step)
 
 
-def _put(sharding: Any, stays: bool, x: Any) -> Any:
+def _put_batch(sharding: Any, stays: bool, x: Any) -> Any:
     """Put a batch, or what all replicas share; if it `stays`, not what lies there."""
     if sharding is None:
         return x
@@ -201,7 +201,7 @@ def _put(sharding: Any, stays: bool, x: Any) -> Any:
     if stays and (is_traced or getattr(lies, "mesh", None) == sharding.mesh):
         return x
     if not sharding.is_fully_addressable and _arrays.is_key(x):
-        return _arrays.by_bits(functools.partial(_put, sharding, stays), x)
+        return _arrays.by_bits(functools.partial(_put_batch, sharding, stays), x)
     # Each of several processes brings its own part of a batch, in NumPy or JAX, and may
     # bring its own values of what is shared, such as its step times, in NumPy.
     is_host = isinstance(x, (np.ndarray, np.generic))

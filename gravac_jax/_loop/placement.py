@@ -145,7 +145,7 @@ def place(
     shared = states.map_local(tree, lambda _: None, lambda x: x)
     for path, x in _arrays.named_leaves(shared):
         _refuse.no_array(path, x)
-        lies, names = getattr(x, "sharding", None), _refuse.names_in(specs_of(x))
+        lies, names = getattr(x, "sharding", None), _refuse.names_in(spec_of(x))
         is_whole = getattr(lies, "is_fully_replicated", True) or is_simulated
         if not (is_whole or set() < names <= {*inner}):
             _refuse.cut(path, lies, axis_name)  # it would have to be gathered
@@ -162,7 +162,7 @@ def place(
         return jax.tree.map(lambda x: _put(x, local, *lead), state)
 
     def place_shared(x: Any) -> Any:
-        spec = specs_of(x)
+        spec = spec_of(x)
         if inner and isinstance(x, core.Tracer):
             return jnp.copy(x)  # the compiler alone knows how it is sharded
         return _put(x, here(*spec) if _refuse.names_in(spec) <= {*inner} else here())
@@ -204,7 +204,7 @@ def _put(x: Any, sharding: Any, *lead: int) -> Any:
     return jax.make_array_from_callback(shape, sharding, lambda i: np.array(rows[i]))
 
 
-def specs_of(x: Any) -> jax.P:
+def spec_of(x: Any) -> jax.P:
     """Return the `PartitionSpec` of an array, or `P()`.
 
     It is as short as XLA returns it; jit would compile anew for one that differs. Under
@@ -227,7 +227,7 @@ def how_it_lies(tree: Any, mesh: Any, axis_name: AxisName) -> tuple[bool, Lies]:
     if any(isinstance(x, core.Tracer) for x in leaves):
         placed = {states.placed_replicas(x) for x in states.locals_of(tree)}
         return mesh.size in placed - {count_replicas(mesh, axis_name)}, None
-    specs = tuple(map(specs_of, leaves))
+    specs = tuple(map(spec_of, leaves))
     inner = {*_network.inner_axes(mesh, axis_name)}
     return any(_refuse.names_in(spec) & inner for spec in specs), (structure, specs)
 

@@ -21,7 +21,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh | int,
-    axis_name: Any = "data",
+    axis_name: AxisName = "data",
     fast_axis_name: AxisName = None,
     *,
     has_aux: bool = False,
@@ -71,7 +71,8 @@ def train_step(
     Returns:
       A `TrainStep`: `init(params)` returns the params and the optimizer state, placed;
       `(params, opt_state, batch)` returns `(params, opt_state, loss)`, and the aux;
-      `flush(params, opt_state)` delivers what replicas hold back. What stands around
+      `flush(params, opt_state)` delivers what replicas hold back, and
+      `lower(params, opt_state, batch)` shows a step that exchanges. What stands around
       the transform and asks for `value`, as `optax.contrib.reduce_on_plateau` does, is
       told the mean loss, which takes a message in local steps, too; give it to `flush`,
       `value=loss`. If `every` makes some steps local, loss and aux are each replica's
@@ -115,9 +116,8 @@ def train_step(
     def on_one_replica(
         kind: Kind, params: Any, opt_state: Any, batch: Any, **times: Any
     ) -> Any:
-        where, own = at or chain.gradients_at(tx, params, opt_state), params
-        if where == "own":
-            own = delivery.own_params(tx, params, opt_state)
+        where = at or chain.gradients_at(tx, params, opt_state)
+        own = delivery.own_params(tx, params, opt_state) if where == "own" else params
         value, grads = loss_and_grad(own, batch)
         # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
         mean = Comm(axes).mean(value[0] if has_aux else value)
@@ -246,7 +246,7 @@ class HostView:
     def __init__(self, state: TransformState, has_branches: bool):
         self._has_rounds = bool(state.round)
         self._has_branches = has_branches or state.ladder.size == 1
-        self._local_steps = int(state.info.local_steps)
+        self._steps_since_told = int(state.info.local_steps)
         lengths = state.round[:2] if self._has_rounds else (1, 1)
         # The rung and the length of the next exchange, and of the one after.
         pairs = zip(_numbers(state.next_rungs), map(int, lengths), strict=True)
@@ -254,20 +254,18 @@ class HostView:
 
     def next(self) -> Kind:
         """Return the kind of the next step."""
-        if self._has_branches and not self._has_rounds:
-            return Kind()
         rung, length = self._coming[0] = _numbers(self._coming[0])
-        is_due = self._local_steps + 1 >= length if self._has_rounds else None
+        is_due = self._steps_since_told + 1 >= length if self._has_rounds else None
         is_known = not self._has_branches and is_due is not False
         return Kind(is_due, rung if is_known else None)
 
     def count(self, kind: Kind, metrics: list[Any]) -> list[Any]:
         """Count a step that was taken, and return its metrics without what follows."""
         if not kind.tells_host:
-            self._local_steps += 1
+            self._steps_since_told += 1
             return metrics
         *metrics, following = metrics
-        self._local_steps = 0
+        self._steps_since_told = 0
         self._coming = [self._coming[1], following]
         return metrics
 

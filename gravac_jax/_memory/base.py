@@ -70,6 +70,9 @@ class Memory(abc.ABC):
           gradient: `[n]` float32, this replica's own gradient.
           state: from `init` or `hold`.
 
+        Where `needs_params` is true, this replica's own params come third, `[n]`
+        float32.
+
         Returns:
           compensated: `[n]` float32, the gradient plus what was held back.
           state: the state that `hold` takes.

@@ -32,9 +32,9 @@ class Momentum(Memory):
     from its arrival on.
 
     The optimizer after it must have no momentum of its own: `optax.chain(
-    gravac.transform(memory=gravac.Momentum()), optax.sgd(0.1))`. `gravac.place` and
-    `gravac.guard` raise if they see the momentum of `optax.sgd` or `optax.trace`. They
-    do not see a momentum by another name, such as Adam's first moment.
+    gravac.transform(memory=gravac.Momentum()), optax.sgd(0.1))`. `gravac.train_step`,
+    `gravac.place` and `gravac.guard` raise if they see the momentum of `optax.sgd` or
+    `optax.trace`, and see none by another name, such as Adam's first moment.
 
     Law:
       If everything is sent the updates are those of the mean gradient with momentum:

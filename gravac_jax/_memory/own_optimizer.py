@@ -79,8 +79,8 @@ class OwnOptimizer(Memory):
         and not for momentum SGD, whose mean is short because noise cancels. Lion lost
         0.5% at most after an exchange of two bits, and up to 4.5% before it. What an
         optimizer adds besides, such as weight decay, is scaled, too: let it come after
-        the transform. Four bytes a row are sent: 2% of two bits, and a tenth of two
-        bits of an eighth of the entries.
+        the transform. Four bytes a row are sent: 2% of two bits, and an eighth of
+        two bits of an eighth of the entries.
 
     Raises:
       TypeError: if `optimizer` is not a transformation of Optax, or
@@ -172,8 +172,7 @@ class OwnOptimizer(Memory):
         own = own_params if own_params is None else self._cut(own_params)
         # Optax mixes dtypes, which a strict setting of the user's would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            given = self._cut(gradient), state.optimizer, own
-            made: Any = self.optimizer.update(*given)
+            made: Any = self.optimizer.update(self._cut(gradient), state.optimizer, own)
         step, optimizer = made
         steps = [step] if self._leaves is None else [step[x] for x, _ in self._leaves]
         step = _arrays.ravel(steps, gradient.size)

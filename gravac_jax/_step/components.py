@@ -110,7 +110,7 @@ class Components:
             bucketing.warn_if_empty(buckets)
         if self.slices is None:
             return self.initial(buckets)
-        self.slices.cuts(jax.tree.leaves(params))
+        self.slices.cuts(jax.tree.leaves(params))  # refuses: arrays show how they lie
         return self.slices.place(functools.partial(self.initial, buckets))
 
     def plan(self, tree: Any, like: Any = None) -> Buckets:

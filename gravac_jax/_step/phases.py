@@ -179,7 +179,7 @@ class Step:
         nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
         replicas = self.axes.slow.replicas
         dense = _network.mean_traffic(sum(self.buckets.entries), replicas)
-        info = step_info.of_a_local_step(self.state.info, dense)
+        info = step_info.of_a_local_step(self.state.info, dense.wire_bytes)
         stayed = nothing, self.state._replace(local=local, info=info)
         if is_due is False:
             return stayed
@@ -264,8 +264,8 @@ class Step:
 
             def look() -> jax.Array:
                 # What an exchange by chance would send in which entries wait as long.
-                key, comm = self.key, self.axes.slow
-                share = lambda ladder, *x: ladder.shares(*x, key, comm, waiting=True)
+                key, n = self.key, self.axes.slow.replicas
+                share = lambda ladder, *x: ladder.shares(*x, key, n, waiting=True)
                 shares = map(share, self.ladders, flat, local.encodings)
                 return always + _arrays.total(map(jnp.multiply, shares, each))
 

@@ -73,7 +73,8 @@ class LocalState(NamedTuple):
       memory: the memory's states, one a bucket, and one of the leaves that go dense.
       encodings: their states, a dict by class of encoding for each bucket.
       norms: as `norms.learnt` returns it, `[2, rows]` float32 for each state of
-        `memory`; () if it keeps no norm. The same on all replicas; that of a slice.
+        `memory`; () if it keeps no norm. The same on all replicas; where leaves are
+        cut, each device has those of its own slices.
     """
 
     replica: jax.Array

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gravac_jax._network import Traffic
-
 
 class StepInfo(NamedTuple):
     """What the last step sent; the same on every replica.
@@ -102,12 +100,12 @@ def before_the_first_step(rungs: int) -> StepInfo:
     )
 
 
-def of_a_local_step(before: StepInfo, dense: Traffic) -> StepInfo:
+def of_a_local_step(before: StepInfo, dense_wire_bytes: float) -> StepInfo:
     """Return the report of a step that sends nothing, by the one before it.
 
     Args:
       before: the report of the last step.
-      dense: what a float32 mean of all leaves would send.
+      dense_wire_bytes: what a float32 mean of all leaves would send.
     """
     nothing = jnp.zeros((), jnp.float32)
     return before._replace(
@@ -115,6 +113,6 @@ def of_a_local_step(before: StepInfo, dense: Traffic) -> StepInfo:
         factor=jnp.float32(jnp.inf),
         gain=nothing,
         wire_bytes=nothing,
-        dense_wire_bytes=jnp.float32(dense.wire_bytes),
+        dense_wire_bytes=jnp.float32(dense_wire_bytes),
         local_steps=before.local_steps + 1,
     )
