@@ -219,7 +219,7 @@ def is_bad(parts: Sequence[jax.Array], limit: float) -> jax.Array:
 
 def where(condition: jax.Array, x: Any, y: Any) -> Any:
     """Return `x` where `condition` (`[]` bool) holds, else `y`, leaf by leaf."""
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+    return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), x, y)
 
 
 def draws(key: jax.Array) -> jax.Array:

@@ -164,13 +164,15 @@ class Comm:
         return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
 
     def reported_mean(self, tree: Any) -> Any:
-        """Return `tree` with the mean of its floats, in float64 for those that are."""
-        bits = lambda x: jnp.finfo(x.dtype).bits if _arrays.is_float(x) else 0
-        narrow = lambda x: x.astype(jnp.float32) if 0 < bits(x) <= 32 else None
-        wide = lambda x: jax.lax.pmean(self.cast(x), self.axis_name or ())
-        other = lambda x: wide(x) if bits(x) else x
-        pick = lambda x, mean: other(x) if mean is None else mean
-        return jax.tree.map(pick, tree, self.mean(jax.tree.map(narrow, tree)))
+        """Return `tree` with the mean of its floats, in float64 for those that are.
+
+        Those that are known to be the same on all replicas are left as they are. XLA
+        sends all means together.
+        """
+        varies = lambda x: _arrays.is_float(x) and not self.is_known_alike(x)
+        wide = lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+        mean = lambda x: jax.lax.pmean(self.cast(wide(x)), self.axis_name)
+        return jax.tree.map(lambda x: mean(x).astype(x.dtype) if varies(x) else x, tree)
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.

@@ -77,8 +77,8 @@ def count(value: Any, name: str, what: str) -> None:
 
 def one_of(value: Any, name: str, allowed: Sequence[Any]) -> None:
     """Refuse a value that is not among `allowed`."""
-    # 2.0 == 2, and so is an array of 2. Narrow integers of NumPy overflow.
-    if type(value) not in (type(None), str, int, np.int64) or value not in allowed:
+    wrong = bool | float | np.floating | np.ndarray | jax.Array  # 2.0 == 2
+    if isinstance(value, wrong) or value not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {words}, got {_arrays.brief(value)}.")
 
@@ -131,7 +131,7 @@ def axis(axis_name: Any, name: str = "axis_name") -> None:
     names = axis_names(axis_name)
     if axis_name is not None and not (names and all(isinstance(x, str) for x in names)):
         raise TypeError(
-            f"`{name}` must be an axis, axes in a tuple, or None to run alone, got"
+            f"`{name}` must be an axis, axes in a tuple, or None, got"
             f" {_arrays.brief(axis_name)}: what is sent is send=gravac.Bits(2)."
         )
 

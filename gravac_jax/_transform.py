@@ -57,7 +57,7 @@ def transform(
     the shared params the loss ends higher.
 
     `update(grads, state, params=None, *, step_seconds=None, steps_ago=None, at=None,
-    is_due=None, rung=None, deliver=None)` ignores every other argument.
+    is_due=None, rung=None, own_loss=None, deliver=None)` ignores every other argument.
     `step_seconds` is how long a step took, `[]` float32, 0 if unknown. `steps_ago`,
     `[]` int32, says which one: 1, the default, is the step before this one. `at`,
     static, says where gradients were taken: at the "shared" params, or at "own" ones,
@@ -67,8 +67,10 @@ def transform(
     `is_due`, static, is for who knows whether this step exchanges (`every`) and
     compiles two programs without a branch. `rung`, static, is the rung of this step, or
     the next below within reach, or the lowest if none is, for callers who compile one
-    program for each; all replicas must pass the same. `deliver` is for `gravac.flush`
-    and `gravac.own_params`.
+    program for each; all replicas must pass the same. `own_loss`, `[]`, is this
+    replica's loss: its mean travels with the exchange, but not with a delay, to `loss`
+    of the state, `optax.tree.get(opt_state, "TransformState").loss`. `deliver` is for
+    `gravac.flush` and `gravac.own_params`.
 
     Args:
       axis_name: the mapped axis, or several in a tuple (under shard_map); None for one

@@ -222,7 +222,7 @@ def test_an_optimizer_of_nnx(tmp_path):
 # The format.
 
 
-def test_version_8_stores_these_names_and_shapes(tmp_path):
+def test_version_9_stores_these_names_and_shapes(tmp_path):
     """Checkpoints of earlier releases have them: a new name needs a new version."""
     state = filled(Run(**ADAM).begin())
     with saving(tmp_path) as checkpointer:
@@ -231,7 +231,7 @@ def test_version_8_stores_these_names_and_shapes(tmp_path):
         stored = checkpointer._orbax.load(1)
     shapes = {name: np.shape(x) for name, x in stored.items()}
     of_kind = lambda kind: {x for x in shapes if x.startswith(kind)}
-    assert labels.VERSION == 8
+    assert labels.VERSION == 9
     assert Round._fields == ("length", "next_length", "exchanges")
     fields = {x.replace("[", ".").split(".")[1] for x in of_kind("decided/")}
     decided = {"ladder", "decided", "next_rungs", "past_rungs", "controller", "info"}
@@ -245,7 +245,7 @@ def test_version_8_stores_these_names_and_shapes(tmp_path):
     per_replica |= {f"local/.local.norms[{i}]": (N, 2, 1) for i in range(2)}
     assert {x: shapes[x] for x in of_kind(("memory", "local"))} == per_replica
     others = shapes.keys() - per_replica - of_kind("decided")
-    assert {x.split("/")[0] for x in others} == {"tree", "steps", "info"}
+    assert {x.split("/")[0] for x in others} == {"tree", "steps", "loss", "info"}
     flat = np.asarray(ours(state).local.memory[0].residual)
     u, w = (stored[f"memory/.residual['{name}']"] for name in ("u", "w"))
     assert np.array_equal(u, flat[:, : 16 * 8].reshape(N, 16, 8))
@@ -459,8 +459,8 @@ def test_another_version_and_what_orbax_saved_by_itself_are_refused_with_a_way_o
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave({"params": PARAMS}))
         manager.wait_until_finished()
-    monkeypatch.setattr(labels, "VERSION", 9)
-    newer = r"version 8, and this .* reads 9.*gravac.flush"
+    monkeypatch.setattr(labels, "VERSION", 10)
+    newer = r"version 9, and this .* reads 10.*gravac.flush"
     rows = (of_momentum, newer), (tmp_path, r"begin with its params, step\.init")
     for directory, words in rows:
         with saving(directory) as reader, pytest.raises(CheckpointError, match=words):

@@ -33,7 +33,7 @@ ADAMW = partial(adamw, 1)
 PLAIN = type("Plain", (gravac.Encoding,), {"traffic": len, "exchange": len})
 
 FIGURES = gravac.WireCost.__dataclass_fields__
-NO_WIDTHS = 3, 2.0, np.float32(2), np.int8(2), jnp.int32(2)
+NO_WIDTHS = 3, 2.0, np.float32(2), jnp.int32(2)
 NO_FIGURES = -1e-3, "1 Gbit/s", np.nan, np.inf, True
 
 # What is called, with what, and the remedy that its error must name, too.

@@ -333,6 +333,24 @@ def test_a_bad_gradient_is_left_out_and_a_guard_skips_the_step():
     assert_same(after(new_step(gravac.guard(RECIPES["adamw"])), bad), (PARAMS, 1))
 
 
+def test_the_loss_is_of_its_batch_also_where_a_wrapper_leaves_out_the_exchange():
+    tx = RECIPES["adamw"]
+
+    def update(grads, state, params, **told):
+        take = lambda: tx.update(grads, state, params, **told)
+        return jax.lax.cond(False, take, lambda: (params, state))
+
+    step = new_step(optax.GradientTransformationExtraArgs(tx.init, update), at="shared")
+    *_, loss = step(*step.init(PARAMS), BATCHES[0])
+    np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCHES[0]), rtol=1e-6)
+
+
+def test_the_loss_takes_no_message_of_its_own():
+    step = new_step(gravac.guard(two_stages(gravac.Bits(2))))
+    text = step.lower(*step.init(PARAMS), BATCHES[0]).compile().as_text()
+    assert {x.kind for x in _harness.collectives(text)} == {"all-to-all", "all-gather"}
+
+
 # ------------------------------------------------- a program for each rung
 
 

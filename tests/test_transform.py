@@ -241,9 +241,9 @@ def test_each_rung_runs_its_own_network(recipe, of_bucket, of_gradient):
     # The energies of what is sent and of everything, and of each rung if the controller
     # looks at the bucket.
     energies = 4 * (2 + of_bucket)
-    # Dense leaves; a count, two energies, a contrast and the rung; for each rung a time
-    # with its count, and an energy if the controller looks at the gradient.
-    figures = 4 * (DENSE_SIZE + 5 + 2 * len(LADDER) + of_gradient)
+    # Dense leaves; a count, two energies, a contrast, the rung, a loss; for each rung a
+    # time with its count, and an energy if the controller looks at the gradient.
+    figures = 4 * (DENSE_SIZE + 6 + 2 * len(LADDER) + of_gradient)
     assert sorted(found) == sorted(
         [
             ("all-reduce", "f32", 4 * SIZE + energies + figures, (0,)),

@@ -16,7 +16,7 @@ import numpy as np
 
 from gravac_jax._step import consistency
 
-VERSION = 8
+VERSION = 9
 
 Named = dict[str, Any]  # arrays and numbers by their names in a checkpoint
 

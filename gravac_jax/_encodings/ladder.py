@@ -54,11 +54,8 @@ class Ladder:
 
     def init(self) -> dict[str, Any]:
         """Return the state of each class of encodings, by its name: the largest one."""
-
-        def size(encoding: Encoding) -> int:
-            state = jax.eval_shape(lambda: encoding.init(self.bucket))
-            return sum(x.size for x in jax.tree.leaves(state))
-
+        state = lambda encoding: jax.eval_shape(lambda: encoding.init(self.bucket))
+        size = lambda encoding: sum(x.size for x in jax.tree.leaves(state(encoding)))
         # The last of a name stays: the largest, and of equal ones the first rung.
         largest = {_name(x): x for x in sorted(reversed(self.encodings), key=size)}
         return {name: x.init(self.bucket) for name, x in largest.items()}
@@ -106,11 +103,11 @@ class Ladder:
         looked: dict[str, Any] = {}
         found = []
         for encoding in self.sent_at(replicas):
-            kind = _name(encoding)
-            if kind not in looked:
-                looked[kind] = encoding.look(x, states.get(kind, ()), self.bucket, key)
+            name = _name(encoding)
+            if name not in looked:
+                looked[name] = encoding.look(x, states.get(name, ()), self.bucket, key)
             estimate = encoding.waits if waiting else encoding.share
-            found.append(estimate(looked[kind], self.bucket, replicas))
+            found.append(estimate(looked[name], self.bucket, replicas))
         return 1 / (1 + jnp.stack(found)) if waiting else jnp.stack(found)
 
     def exchange(
@@ -158,15 +155,15 @@ class Ladder:
         all_figures = jnp.concatenate([own, others])
 
         def branch(encoding: Encoding) -> tuple[Sent, jax.Array, Any]:
-            kind, traffic = _name(encoding), encoding.traffic(self.bucket, replicas)
+            name, traffic = _name(encoding), encoding.traffic(self.bucket, replicas)
             carries_all = _carries_all(traffic, replicas)
             carrier = Carrier(comm.axis_name, all_figures if carries_all else own)
-            state = states.get(kind, ())
+            state = states.get(name, ())
             sent, after = encoding.exchange(x, state, **given, comm=carrier)
             means = carrier.mean_of_figures(sent.energy)
             if not carries_all:
                 means = jnp.concatenate([means, comm.mean(others)])
-            return sent, means, states | {kind: after} if kind in states else states
+            return sent, means, states | {name: after} if name in states else states
 
         taken = self.sent_at(replicas)
         if is_known := isinstance(rung, np.integer):

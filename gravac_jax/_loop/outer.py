@@ -88,7 +88,7 @@ def outer(
         arrived, inner = transform.update(updates, state.transform, params, **extra)
         # An outer optimizer is not asked how to deliver, or whether a step exchanges.
         deliver, is_due = extra.pop("deliver", None), extra.pop("is_due", None)
-        if deliver is not None:
+        if deliver is not None and deliver.how:
             return arrived, state._replace(transform=inner)
 
         still = arrived, state.optimizer  # zeros

@@ -19,8 +19,8 @@ from gravac_jax._step.update import SPLIT_OVER
 
 _NOTES = {
     "update_fn() missing": """
-gravac: a part of the optimizer is told more than gradients: write step.flush(params,
-opt_state, value=loss); in a step of your own tx.update(..., value=jax.lax.pmean(loss)).
+gravac: what is told more than gradients comes after the transform: write step.flush(
+..., value=loss), and in a step of your own tx.update(..., value=jax.lax.pmean(loss)).
 """,
     "manual ax": """
 gravac: "V:" marks what may differ between replicas: accumulate gradients by
@@ -108,8 +108,9 @@ def data_parallel(
         replicas where it must not. Pass False for a loss with library code that begins
         a loop with zeros, such as an RNN of Flax: gradients are the same. It does
         nothing where the compiler shards the model.
-      average_metrics: whether metrics are averaged, which takes a message in each step.
-        Otherwise they are returned as each replica's own, `[replicas, ...]`.
+      average_metrics: whether metrics are averaged, which takes a message in each
+        step, but for those that JAX knows to be the same on all replicas. Otherwise
+        they are returned as each replica's own, `[replicas, ...]`.
 
     Returns:
       The step, jitted, with the same arguments. Its `lower` shows the program, and

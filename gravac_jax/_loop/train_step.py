@@ -15,6 +15,7 @@ from gravac_jax._loop import chain, delivery, gradients, parallel, placement
 from gravac_jax._loop.step_clock import StepClock
 from gravac_jax._network import AxisName, Comm
 from gravac_jax._step.states import TransformState
+from gravac_jax._step.update import Delivery
 
 
 def train_step(
@@ -51,7 +52,7 @@ def train_step(
         over other axes of the mesh stay so, and the compiler shards the model; see
         `gravac.data_parallel`.
       has_aux: whether `loss_fn` returns (loss, aux). The aux is averaged over replicas,
-        as the loss is.
+        as the loss is; with `micro_batches` those of all parts lie along a first axis.
       micro_batches: parts of a batch that are computed one after the other.
       at: where a replica takes its gradient: at its "own" params, or at the "shared"
         ones. By default at its own, and at the shared ones if what comes after the
@@ -119,18 +120,24 @@ def train_step(
         where = at or chain.gradients_at(tx, params, opt_state)
         own = delivery.own_params(tx, params, opt_state) if where == "own" else params
         value, grads = loss_and_grad(own, batch)
+        loss, *aux = value if has_aux else (value,)
+        made = Delivery(None)
+        known: Any = {"at": where, "own_loss": loss, "deliver": made, **times}
         # For what steps by the loss, such as optax.contrib.reduce_on_plateau.
-        mean = Comm(axes).mean(value[0] if has_aux else value)
-        known = {"at": where, "value": mean, **kind._asdict(), **times}
+        known |= {"value": Comm(axes).mean(loss), **kind._asdict()}
         updates, opt_state = tx.update(grads, opt_state, params, **known)
         params = optax.apply_updates(params, updates)
-        metrics = value if has_aux else (value,)
+        now = _transform_of(opt_state)
+        # The mean, in float32, has come with the exchange, if no wrapper left that out.
+        has_come = made.after is not None and now.loss is made.after.loss
+        if has_come and kind.is_due is None and jnp.result_type(loss) != jnp.float64:
+            loss = now.loss.astype(jnp.result_type(loss))
+        metrics = loss, *aux
         if kind.tells_host:
             # The state is donated, so that the host cannot read in it.
-            state = _transform_of(opt_state)
-            length = state.round.next_length if state.round else jnp.int32(1)
+            length = now.round.next_length if now.round else jnp.int32(1)
             # The rung and the round after the next ones; floats, which are averaged.
-            metrics = *metrics, jnp.asarray([state.next_rungs[1], length], jnp.float32)
+            metrics = *metrics, jnp.asarray([now.next_rungs[1], length], jnp.float32)
         return params, opt_state, *metrics
 
     how: Any = {"mesh": mesh, "fast_axis_name": fast_axis_name, "check_vma": check_vma}
@@ -156,8 +163,7 @@ def train_step(
     )
 
 
-def _transform_of(opt_state: Any) -> TransformState:
-    return chain.the_transform(opt_state, "gravac.train_step")
+_transform_of = functools.partial(chain.the_transform, caller="gravac.train_step")
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -163,6 +163,7 @@ class Components:
             controller=controller,
             past_rungs=jnp.full(PAST_STEPS, -1, jnp.int32),
             round=rounds,
+            loss=jnp.zeros((), jnp.float32),
             info=step_info.before_the_first_step(len(ladder)),
         )
 

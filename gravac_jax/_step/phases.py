@@ -60,6 +60,7 @@ class Figures(NamedTuple):
         the first replica's state; `[0]` without rounds.
       apart: `[1]` float32, other than 0 if a sample shows that replicas hold different
         params; `[0]` if they are not compared.
+      loss: `[]` float32, the loss; 0 if `update` was given none.
     """
 
     told: Told
@@ -67,6 +68,7 @@ class Figures(NamedTuple):
     rung: jax.Array
     round_steps: jax.Array
     apart: jax.Array
+    loss: jax.Array
 
 
 def held_by(memory: Memory, local: LocalState) -> Parts:
@@ -84,10 +86,10 @@ class Step:
       buckets: what is fused, and what goes dense.
       state: the transform's state after the last step.
       params: the params, or None if `update` was not given any.
-      reach: the rungs that steps may take, rising; static.
       is_own: whether gradients are known to be taken at own params; static.
       is_due: with rounds, whether this step exchanges, if the caller knows; static.
       times: as in `Told`.
+      loss: as in `Figures`.
       rung: the rung of this step, `[]` int32, on which all replicas have agreed; an
         `np.int32` if it never changes or the caller knows it.
     """
@@ -97,10 +99,10 @@ class Step:
     buckets: Buckets
     state: TransformState
     params: Any
-    reach: tuple[int, ...]
     is_own: bool
     is_due: bool | None
     times: jax.Array
+    loss: jax.Array
     rung: jax.Array | np.int32
 
     @functools.cached_property
@@ -309,6 +311,7 @@ class Step:
             next_rungs=jnp.stack([state.next_rungs[1], number(figures.rung)]),
             controller=controller,
             round=following,
+            loss=figures.loss,
             info=self.info(figures, evidence, costs),
         )
 
@@ -330,6 +333,7 @@ class Step:
             rung=axes.both.of_first(state.decided),
             round_steps=round_steps,
             apart=consistency.sample_contrast(self.params, axes),
+            loss=self.loss,
         )
 
     def agree(self, own_figures: Figures) -> Figures:
@@ -351,7 +355,8 @@ class Step:
         warn_if_dense(self.ladders, self.axes.slow.replicas)
         has_rounds = self.components.has_rounds
         turn = self.state.round.exchanges if has_rounds else self.state.steps
-        known: Any = {"rung": self.rung, "reach": self.reach, "looks": self.looks}
+        reach = self.components.controller.reach(self.is_own)
+        known: Any = {"rung": self.rung, "reach": reach, "looks": self.looks}
         known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
         exchange = functools.partial(Ladder.exchange, **known)
         riding = [own_figures if self.rides else (), *[()] * (len(self.ladders) - 1)]

@@ -44,7 +44,7 @@ def unsummed_axes(components: Components, updates: Any) -> frozenset[str]:
 
 
 def on_devices(update: Callable, unsummed: Collection[str]) -> Callable[..., Any]:
-    """Return `update(updates, state, params, times)` of one device, run on all.
+    """Return `update(updates, state, params, known)` of one device, run on all.
 
     Args:
       update: takes the gradient of the rows of one device; where JAX has summed a

@@ -112,16 +112,16 @@ class Slices:
         """Call `update` on every device, with what it owns.
 
         Args:
-          update: `(updates, state, params, times)` of one device; it returns
+          update: `(updates, state, params, known)` of one device; it returns
             updates and the new state.
           how: it is asked, in place of a step: as in `update.Delivery`.
           given: gradients, or anything of the shapes of the params; the transform's
-            state; the params, or None; the step times.
+            state; the params, or None; times and the loss.
 
         Returns:
           What `update` returns.
         """
-        updates, state, params, times = given
+        updates, state, params, known = given
         comm = Comm(self.axis_name)
         by_hand = jax.sharding.get_abstract_mesh().manual_axes
         if {*axis_names(self.axis_name)} & {*by_hand}:
@@ -142,10 +142,10 @@ class Slices:
             leaves, structure = jax.tree.flatten(tree)
             return jax.tree.unflatten(structure, map(change, leaves, cuts, self.specs))
 
-        def on_device(updates: Any, state: Any, params: Any, times: Any) -> Any:
+        def on_device(updates: Any, state: Any, params: Any, known: Any) -> Any:
             mine = lambda x, cut, _: Comm(cut.copies).owned(x)
             own = each(mine, updates), state, each(mine, params)
-            updates, state = update(*own, times)
+            updates, state = update(*own, known)
             return each(lambda x, cut, _: Comm(cut.copies).first(x), updates), state
 
         def as_model(x: jax.Array, _: Cut, spec: jax.P) -> jax.Array:
@@ -157,7 +157,7 @@ class Slices:
         lies = states.per_leaf(state, jax.P(self.axes), jax.P())
         on_devices = self._escaped(
             on_device,
-            (specs(updates), lies, specs(params), all_of(jax.P(), times)),
+            (specs(updates), lies, specs(params), all_of(jax.P(), known)),
             (specs(updates), lies),
             (all_of(how == "own", updates), states.per_leaf(state, True, False)),
         )

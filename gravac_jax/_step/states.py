@@ -104,6 +104,8 @@ class TransformState(NamedTuple):
       past_rungs: `[8]` int32, the rung of step s at index s modulo 8; the number of
         rungs if the step was local, and -1 before the first step.
       round: how long rounds are, if there are any.
+      loss: `[]` float32, the mean over replicas of the `own_loss` that the last
+        exchange was given, or 0.
       info: what a human wants to know.
     """
 
@@ -116,6 +118,7 @@ class TransformState(NamedTuple):
     controller: Any
     past_rungs: jax.Array
     round: Any
+    loss: jax.Array
     info: StepInfo
 
 

@@ -27,7 +27,7 @@ ASKED: set[str | None] = set()
 
 @dataclasses.dataclass
 class Delivery:
-    """What `_loop/` asks of the transform in place of a step.
+    """What `_loop/` asks of the transform, in place of a step or beside one.
 
     Attributes:
       how: "mean" sends what is held back to all replicas, "own" returns this replica's
@@ -35,11 +35,14 @@ class Delivery:
         takes a step.
       share: a factor of what "own" and "identity" return.
       components: those of the transform that answered; None before.
+      after: the state after a step, with the mean of `own_loss`; None before, and
+        with a delay.
     """
 
     how: str | None
     share: Any = 1
     components: Components | None = None
+    after: Any = None
 
 
 def update(
@@ -54,6 +57,7 @@ def update(
     is_due: bool | None = None,
     step_seconds: Any = None,
     steps_ago: Any = None,
+    own_loss: Any = None,
     **_: Any,
 ) -> tuple[Any, TransformState]:
     """Take one step, or deliver what is held back: `update` of `gravac.transform`."""
@@ -74,7 +78,7 @@ def update(
     slow, fast = Comm(components.axis_name), Comm(components.fast_axis_name)
     axes = Axes(slow, fast, is_sliced=components.slices is not None)
 
-    def run(updates: Any, state: Any, params: Any, times: Any) -> Any:
+    def run(updates: Any, state: Any, params: Any, known: Any) -> Any:
         """Work with what a device owns: check what came, before anything is changed."""
         _refuse.bound_axis(axes.both.axis_name, "update")
         if not how:
@@ -90,11 +94,11 @@ def update(
             after = state._replace(local=states.leave(local, state.local))
             return buckets.unpack(parts), _delivered(after)
         is_own = at == "own" or (at is None and components.memory.is_at_own_params)
-        reach = components.controller.reach(is_own)
-        told = _times(components, state, **times)
-        taken = _rung(rung, reach, state, axes.both)
+        *times, loss = known
+        told = _times(components, state, *times)
+        taken = _rung(rung, components.controller.reach(is_own), state, axes.both)
         step = Step(
-            components, axes, buckets, state, params, reach, is_own, is_due, told, taken
+            components, axes, buckets, state, params, is_own, is_due, told, loss, taken
         )
         arrived, after = step.take(*step.prepare(updates), local)
         slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
@@ -104,12 +108,13 @@ def update(
             past_rungs=jnp.where(slot, after.info.rung, state.past_rungs),
         )
 
-    times = {"step_seconds": step_seconds, "steps_ago": steps_ago}
-    if components.slices is not None:
-        whole = functools.partial(components.slices.run, run, how)
-    else:
-        whole = plain_jit.on_devices(run, unsummed)
-    found, after = whole(updates, state, params, times)
+    sliced = components.slices and functools.partial(components.slices.run, run, how)
+    whole = sliced or plain_jit.on_devices(run, unsummed)
+    # An exchange that comes first, with a delay, must not wait for the loss.
+    told_loss = None if components.delay else own_loss
+    known = step_seconds, steps_ago, _scalar(told_loss, 0, jnp.float32, "own_loss")
+    found, after = whole(updates, state, params, known)
+    delivery.after = None if components.delay else after
     # `own_params` takes the derivative by the share.
     return optax.tree.scale(delivery.share, found) if how == "own" else found, after
 
