@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # JAX on CPUs (jax 0.10.2) has no pool of memory: large arrays are new pages at each call.
 #
-# Surprise: scaling 16 million numbers takes ten times as long if the result is a new array
+# Surprise: scaling 16 million numbers takes 13 times as long if the result is a new array
 #   as it does in place. The C library gives back to Linux what is freed above 32 MB, outputs
 #   as well as temporaries of a program, so that every call has Linux clear 16,000 small
-#   pages. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 it clears a fiftieth as many, large
-#   ones, and the same call is several times as fast.
+#   pages. With GLIBC_TUNABLES=glibc.malloc.hugetlb=1 it clears a few hundred, most of
+#   them large, and the same call is several times as fast.
 # Why one would guess otherwise: on GPUs and TPUs JAX keeps memory in a pool, arithmetic on
 #   large arrays is thought to wait for memory and not for the kernel, and a loop that frees
 #   and makes arrays of one size is the case that allocators are made for. Smaller arrays
