@@ -218,7 +218,8 @@ params = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8
 state, rungs = step.init(params), []
 normal = np.random.default_rng([1, jax.process_index()]).normal
 for i in range(steps):
-    *state, _ = step(*state, np.float32(normal(size=(8, 64))))
+    batch = np.float32(normal(size=(8, 64)))
+    *state, _ = step(*state, batch)
     rungs.append(int(optax.tree.get(state[1], "StepInfo").rung.addressable_data(0)))
     if i == 10:
         print("in the middle", flush=True)

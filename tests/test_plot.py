@@ -5,7 +5,6 @@ import pytest
 
 from gravac_jax import metrics, plot
 
-FACTORS = (1.0, 10.0, 100.0)
 NAMES = ["Dense()", "TopK(10)", "TopK(100)"]
 STEPS = 50
 PANELS = ["loss", "rung", "bytes sent so far", "seconds per step"]
@@ -19,7 +18,7 @@ def line(step, rung=1, **more):
         "loss": 4 / (step + 1),
         "gravac/rung": rung,
         **{f"gravac/gains/{name}": 1 / (i + 1) for i, name in enumerate(NAMES)},
-        "gravac/wire_bytes": 4e6 / FACTORS[rung],
+        "gravac/wire_bytes": 4e6 / 10**rung,
         "gravac/dense_wire_bytes": 4e6,
         **more,
     }

@@ -67,7 +67,8 @@ class WireFormat:
 
     def _words(self, k: int) -> tuple[int, int, int]:
         """Return the words of the values, places and ends of blocks of `k` slots."""
-        return k if self.values == "bfloat16" else 2 * k, k, 2 * -(-self.n // BLOCK)
+        values = k if self.values == "bfloat16" else 2 * k
+        return values, k, 2 * -(-self.n // BLOCK)
 
     def payload_bytes(self, k: int) -> int:
         """Return the bytes of a payload of `k` slots."""

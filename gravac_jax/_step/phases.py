@@ -353,8 +353,7 @@ class Step:
     ) -> tuple[tuple[Exchanged, ...], tuple[Any, ...]]:
         """Return what came of the exchange of each bucket, and states of encodings."""
         warn_if_dense(self.ladders, self.axes.slow.replicas)
-        has_rounds = self.components.has_rounds
-        turn = self.state.round.exchanges if has_rounds else self.state.steps
+        turn = self.state.round.exchanges if self.state.round else self.state.steps
         reach = self.components.controller.reach(self.is_own)
         known: Any = {"rung": self.rung, "reach": reach, "looks": self.looks}
         known |= {"key": self.key, "step": turn, "comm": self.axes.slow}
