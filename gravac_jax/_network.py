@@ -164,7 +164,7 @@ class Comm:
         return jax.tree.unflatten(structure, _arrays.unravel(mean, leaves))
 
     def reported_mean(self, tree: Any) -> Any:
-        """Return `tree` with the mean of its floats, in float64 for those that are.
+        """Return `tree` with the mean of its floats: float32, or float64 of such.
 
         Those that are known to be the same on all replicas are left as they are. XLA
         sends all means together.
@@ -172,7 +172,7 @@ class Comm:
         varies = lambda x: _arrays.is_float(x) and not self.is_known_alike(x)
         wide = lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
         mean = lambda x: jax.lax.pmean(self.cast(wide(x)), self.axis_name)
-        return jax.tree.map(lambda x: mean(x).astype(x.dtype) if varies(x) else x, tree)
+        return jax.tree.map(lambda x: mean(x) if varies(x) else x, tree)
 
     def sum(self, tree: Any) -> Any:
         """Return the sum of `tree` over replicas by one collective.

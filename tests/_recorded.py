@@ -12,7 +12,6 @@ from flax import nnx
 import gravac_jax as gravac
 from gravac_jax._step import bucketing
 
-FACTOR = 100
 STEPS = (1, 10, 30)
 
 
@@ -25,7 +24,7 @@ def buckets() -> list[np.ndarray]:
     text, _ = quickstart.read_text(None)
     graph, params = nnx.split(quickstart.ByteModel(nnx.Rngs(0)), nnx.Param)
     plan = bucketing.plan(params, bucketing.matrices())
-    send = gravac.TopK(FACTOR, select="exact", values="float32")
+    send = gravac.TopK(100, select="exact", values="float32")
     tx = optax.chain(gravac.transform(None, send=send), optax.sgd(0.1, momentum=0.9))
     loss_of = quickstart.loss_of_model(graph)
 

@@ -80,8 +80,6 @@ def test_small_entries_of_a_selection_wait_longer_than_its_share_says():
 
 # On gradients of a training run. ---------------------------------------------------
 
-FACTORS = (10, 1000)
-
 # What each selection sends on gradients at least, as shares of k and of the energy of
 # the k largest entries.
 LEAST_SENT = {"threshold": (0.5, 0.6), "sampled": (0.5, 0.6), "exact": (1.0, 1.0)}
@@ -127,7 +125,7 @@ def sent_of(factor, select):
 @by_selection
 def test_on_gradients_nearly_the_largest_entries_are_sent(select):
     least_entries, least_energy = LEAST_SENT[select]
-    for factor in FACTORS:
+    for factor in (10, 1000):
         for x, residual, sent in sent_of(factor, select):
             k = x.size // factor
             share = energy_of(x - residual) / energy_of_the_largest(x, k)

@@ -306,7 +306,7 @@ def test_it_is_lowered_from_arrays_or_shapes():
 
 def test_what_the_loss_returns_beside_is_averaged():
     def with_aux(params, x):
-        own = jax.lax.axis_index("data").astype(jnp.float32)
+        own = jax.lax.axis_index("data").astype(jnp.bfloat16)
         return loss_fn(params, x), {"rows": jnp.float32(len(x)), "own": own}
 
     tx = RECIPES["adamw"]
@@ -314,6 +314,7 @@ def test_what_the_loss_returns_beside_is_averaged():
     *_, loss, aux = step(*step.init(PARAMS), BATCHES[0])
     assert aux["rows"].tolist() == [2, 2]
     assert aux["own"].tolist() == [(N - 1) / 2] * 2
+    assert aux["own"].dtype == loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, loss_fn(PARAMS, BATCHES[0]), rtol=1e-6)
 
 

@@ -79,7 +79,7 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
     if named := list(filter(is_dense, ladders[0].encodings)):
         _refuse.warn(
-            f"with {replicas} replicas a dense step is taken in place of"
-            f" {', '.join(map(repr, named))}, which would send more bytes: but for the"
-            f" start of a warm-up, choose gravac.Bits(2) or gravac.LowRank(4)."
+            f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
+            f" bytes than a dense step, which is taken instead: but for the start of a"
+            f" warm-up, choose gravac.Bits(2) or gravac.LowRank(4)."
         )

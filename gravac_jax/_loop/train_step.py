@@ -131,12 +131,12 @@ def train_step(
         # The mean, in float32, has come with the exchange, if no wrapper left that out.
         has_come = made.after is not None and now.loss is made.after.loss
         if has_come and kind.is_due is None and jnp.result_type(loss) != jnp.float64:
-            loss = now.loss.astype(jnp.result_type(loss))
+            loss = now.loss
         metrics = loss, *aux
         if kind.tells_host:
             # The state is donated, so that the host cannot read in it.
             length = now.round.next_length if now.round else jnp.int32(1)
-            # The rung and the round after the next ones; floats, which are averaged.
+            # The rung and the round after the next ones; floats, as means are.
             metrics = *metrics, jnp.asarray([now.next_rungs[1], length], jnp.float32)
         return params, opt_state, *metrics
 
