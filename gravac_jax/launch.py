@@ -100,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--restarts and --elastic need -n")
     if not (options.coordinator or ":0").rpartition(":")[2].isdecimal():
         parser.error(f"--coordinator must be HOST:PORT, got {options.coordinator}")
-    if options.min_processes and not (goes_on and options.n >= options.min_processes):
+    least = options.min_processes
+    if least and not (goes_on and least <= (options.n or 0)):
         parser.error("--min-processes needs --restarts or --elastic, and is at most N")
     if options.n and any(x is not None for x in options.place):
         parser.error("-n starts a job of its own: leave out --coordinator and the like")

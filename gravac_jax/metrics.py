@@ -41,7 +41,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,7 @@ def explain(opt_state: Any, send: Encoding | Controller) -> str:
     return controller.explain(jax.tree.map(squeeze, state.controller))
 
 
+@runtime_checkable
 class Writer(Protocol):
     """The interface of writers: any object with these two methods is one."""
 
@@ -277,7 +278,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         to number the encodings.
 
     Raises:
-      TypeError: If `send` is neither an encoding nor a controller.
+      TypeError: If `send` is neither an encoding nor a controller, or a writer lacks
+        `write` or `close`, as what `metrics.first_host` returns does outside of `with`.
 
     Example:
       >>> import pathlib, tempfile, jax, jax.numpy as jnp, optax
@@ -302,6 +304,12 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
     ) -> None:
         each = (x if isinstance(x, _Writers) else [x] for x in writers)
         self.writers = _Writers(itertools.chain.from_iterable(each))
+        for writer in self.writers:
+            if not isinstance(writer, Writer):
+                raise TypeError(
+                    f"a writer needs `write` and `close`, got {_arrays.brief(writer)}:"
+                    f" take metrics.JsonlWriter(path), or metrics.first_host in `with`."
+                )
         ladder = () if send is None else controller_of(send).ladder
         self._named = list(map(repr, ladder))
         self._copied: dict[int, Fetch] = {}

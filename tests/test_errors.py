@@ -241,6 +241,8 @@ VALUES = {
     "nothing to wait for in None": (gravac.StepClock().record, None),
     "`carries`…'swap', got 'x'": partial(gravac.Traffic(8, 1, 1, 1, "x").figures, 9, N),
     "must begin with gravac.Dense": partial(GUESS, ladder=gravac.Fastest().ladder[1:]),
+    'got (Dense("bfloat16")': partial(GUESS, ladder=(gravac.Dense("bfloat16"), TWO)),
+    "`min_entries` must be a whole number…'few'": (gravac.matrices, "few"),
     "a dict…tx.update(grads, opt_state, params)": (run, SWAPPED),
     "`mesh` must be…got {'b'…": (place, MESH, PARAMS),
     "['b']…second transform": (run, TWICE.update, TWICE),

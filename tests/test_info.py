@@ -178,6 +178,8 @@ def test_rungs_that_would_send_more_than_dense_are_dense_and_warned_about():
         table = traced(send, 128, COMPRESS, replicas=64)[1]
     assert table.is_dense.tolist() == [1, 1, 0]
     assert table.factors.tolist()[:2] == [1, 1]
+    halves = gravac.Fastest((gravac.Dense(), gravac.Dense("bfloat16")))
+    assert traced(halves, 8, COMPRESS)[1].is_dense.tolist() == [1, 0]
     usual = gravac.Fastest().ladder, LADDERS[1][:2], gravac.TopK.geometric(10, 1000)
     for ladder, replicas in zip(usual, (32, 32, 16), strict=True):
         with warnings.catch_warnings(action="error"):

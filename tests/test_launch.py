@@ -135,6 +135,9 @@ def test_wrong_options_are_refused(capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             launch.main(options.split())
         assert complaint in capsys.readouterr().err
+    monkeypatch.setenv(launch.FOLDER, "of a job")
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["--elastic", "--min-processes", "1", "train.py"])
     monkeypatch.setattr(launch, "_run_job", lambda options: None)
     launch.main(["-n", "2", "--elastic", "--min-processes", "1", "train.py"])
 

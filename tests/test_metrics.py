@@ -143,11 +143,13 @@ def test_gains_have_the_names_of_encodings_if_the_recorder_is_told(send):
     assert f"step 1 of 9, {taken}, factor" in line
 
 
-def test_a_recorder_refuses_what_is_not_the_send_of_the_transform():
+def test_a_recorder_refuses_what_is_no_writer_or_not_the_send_of_the_transform():
     with pytest.raises(TypeError, match=r"`send` must be an encoding.*got 'fastest'"):
         metrics.Recorder(Kept(), send="fastest")
     with pytest.raises(TypeError, match=r"`send` must be an encoding.*got \(\)"):
         metrics.Recorder(Kept(), send=())
+    with pytest.raises(TypeError, match=r"needs `write` and `close`, got 'one.jsonl'"):
+        metrics.Recorder("one.jsonl")
     recorder = metrics.Recorder(Kept(), send=gravac.Bits(2))
     with pytest.raises(ValueError, match=r"the encodings Bits\(2\), .* is of 2\. Give"):
         recorder.record(0, states()[0])

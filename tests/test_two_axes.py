@@ -124,13 +124,14 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
     assert {x.data.size for x in residual(state).addressable_shards} == {ROWS * COLUMNS}
 
 
-def test_a_step_over_an_axis_that_the_transform_does_not_know_is_refused():
+def test_a_step_over_other_axes_than_those_of_the_transform_is_refused():
     loss_fn, mesh = lambda params, batch: (batch @ params).mean(), two_axes()
-    for axis_name in ("dcn", NAMES):
-        tx = gravac.transform(axis_name, send=gravac.Bits(4))
+    alone, both = ("dcn", None), (NAMES, None)
+    for (slow, fast), names in ((alone, NAMES), (both, NAMES), (NAMES, alone)):
+        tx = gravac.transform(slow, send=gravac.Bits(4), fast_axis_name=fast)
         mean = lambda params, state, x, tx=tx: tx.update(x.mean(0), state, params)
-        step = gravac.train_step(loss_fn, tx, mesh, *NAMES, check_vma=False)
-        by_hand = gravac.data_parallel(mean, mesh, *NAMES, check_vma=False)
+        step = gravac.train_step(loss_fn, tx, mesh, *names)
+        by_hand = gravac.data_parallel(mean, mesh, *names, check_vma=False)
         state = step.init(np.ones(256))
         for take in (step, by_hand):
             with pytest.raises(ValueError, match=r"has the axes .*same `axis_name`"):
@@ -146,7 +147,6 @@ def test_what_the_user_averages_over_the_fast_axis_is_no_mistake():
 
 def test_slices_of_params_are_refused_over_a_fast_axis():
     tx, mesh = transform(compress=COMPRESS), two_axes()
-    slices = {"w": jax.P("ici"), "b": jax.P()}
     cut = lambda params: jax.tree.map(lambda x: x[: x.shape[0] // FAST], params)
     _, state = gravac.place(
         (PARAMS, tx.init({**PARAMS, "w": cut(PARAMS["w"])})), mesh, "dcn"
@@ -158,7 +158,7 @@ def test_slices_of_params_are_refused_over_a_fast_axis():
     mapped = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(slices, gravac.state_specs(state, "dcn")),
+        in_specs=({"w": jax.P("ici"), "b": jax.P()}, gravac.state_specs(state, "dcn")),
         out_specs=(jax.P(), gravac.state_specs(state, "dcn")),
     )
     with pytest.raises(ValueError, match=r"\['w'\] is a slice.*shardings=params"):

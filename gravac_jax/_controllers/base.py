@@ -22,9 +22,9 @@ class Evidence(NamedTuple):
     Attributes:
       step: `[]` int32, steps before this one.
       replicas: N, static.
-      first_sparse: `[]` int32, the lowest rung that does not send everything. Rungs
-        below it are dense steps whatever their encodings, because with so many replicas
-        their payloads would weigh more.
+      first_sparse: `[]` int32, the lowest rung where something is encoded. Rungs below
+        it are dense steps whatever their encodings, because with so many replicas their
+        payloads would weigh more.
       energies: `[rungs]` float32, the mean over replicas of the energy that each rung
         would have sent in this step of the leaves that are compressed. If the
         controller does not look at the bucket (`looks_at`), or the step does not

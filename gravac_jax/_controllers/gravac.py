@@ -100,7 +100,7 @@ class GraVAC(Controller):
 
     def __post_init__(self) -> None:
         check_ladder(self.ladder, "GraVAC", least=2)
-        if not isinstance(self.ladder[0], Dense):
+        if self.ladder[0] != Dense():
             raise ValueError(
                 f"the ladder of GraVAC must begin with gravac.Dense(), the step that it"
                 f" falls back to, got {_arrays.brief(self.ladder)}."

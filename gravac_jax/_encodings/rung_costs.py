@@ -53,7 +53,7 @@ def rung_costs(
         parts = [ladder.traffic(rung, count, replicas) for ladder, count in beside]
         sent = functools.reduce(Traffic.plus, parts if rides else [*parts, apart])
         bits = sum(x.bits for x in parts)
-        is_dense = all(isinstance(x.sent_at(replicas)[rung], Dense) for x in ladders)
+        is_dense = all(x.sent_at(replicas)[rung] == Dense() for x in ladders)
         rows.append((dense_bits / bits if bits else 1.0, *sent[1:4], is_dense))
     # Without figures: beside a few entries they weigh more, and each kind of message
     # carries others.

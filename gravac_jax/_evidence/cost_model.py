@@ -49,8 +49,8 @@ class WireCost:
       latency_seconds: latency of one message. The default, 0.1 ms, is arbitrary.
       compute_seconds: length of a step without any exchange. The default, 10 ms, is
         arbitrary; it keeps the model from promising more speed than a step can give.
-      selection_seconds: time that a compressed step needs to choose what it sends. The
-        default, 1 ms, is arbitrary.
+      selection_seconds: time that a step needs to encode what it sends. The default,
+        1 ms, is arbitrary.
 
     Raises:
       ValueError: if a figure is negative or not a number.

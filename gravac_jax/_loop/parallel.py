@@ -127,8 +127,8 @@ def data_parallel(
         state is not placed on the mesh; if the first axis of a batch or a carry does
         not divide over the replicas; if the step does not return its state, or returns
         it different on different replicas; if the transform lacks an axis along which
-        its gradients may differ; if the compiler shards the model and the transform was
-        not told how.
+        its gradients may differ, or the step an axis of the transform; if the compiler
+        shards the model and the transform was not told how.
 
     Example:
       See `gravac.transform`.

@@ -75,6 +75,9 @@ def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
     Returns:
       A function of a leaf's path and the leaf.
 
+    Raises:
+      ValueError: if `min_entries` is no whole number, or below 0.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import gravac_jax as gravac
@@ -84,6 +87,7 @@ def matrices(min_entries: int = MIN_ENTRIES) -> Predicate:
       >>> is_compressed("bias", jnp.ones(100_000))
       False
     """
+    _refuse.number(min_entries, "min_entries", is_whole=True, low=0)
     return lambda path, leaf: leaf.ndim >= 2 and leaf.size >= min_entries
 
 

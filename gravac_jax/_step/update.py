@@ -94,11 +94,11 @@ def update(
             after = state._replace(local=states.leave(local, state.local))
             return buckets.unpack(parts), _delivered(after)
         is_own = at == "own" or (at is None and components.memory.is_at_own_params)
-        *times, loss = known
-        told = _times(components, state, *times)
+        *measured, loss = known
+        times = _times(components, state, *measured)
         taken = _rung(rung, components.controller.reach(is_own), state, axes.both)
         step = Step(
-            components, axes, buckets, state, params, is_own, is_due, told, loss, taken
+            components, axes, buckets, state, params, is_own, is_due, times, loss, taken
         )
         arrived, after = step.take(*step.prepare(updates), local)
         slot = jnp.arange(PAST_STEPS) == state.steps % PAST_STEPS
@@ -120,14 +120,16 @@ def update(
 
 
 def _check_axes(components: Components, updates: Any) -> None:
-    """Refuse gradients not known to be alike along axes that the transform lacks."""
+    """Refuse a step that lacks an axis of the transform, or divides over another."""
     own = components.axis_name, components.fast_axis_name
     over = SPLIT_OVER.get() or own
     known, split = ([{*_refuse.axis_names(x)} for x in axes] for axes in (own, over))
-    lacking = tuple(sorted(set.union(*split).difference(*known)))
+    given = set.union(*split)
+    lacking = tuple(sorted(given.difference(*known)))
     is_alike = not lacking or Comm(lacking).is_known_alike(updates)
     # The state of each replica lies along the step's axis.
-    if components.slices is None and not (is_alike and known[0] <= split[0]):
+    fits = is_alike and known[0] <= split[0] and known[1] <= given
+    if components.slices is None and not fits:
         raise ValueError(
             f"gravac.transform has the axes {own}, got a step over {over}: give both"
             f" the same `axis_name` and `fast_axis_name`."
