@@ -243,15 +243,11 @@ def to_words(x: jax.Array, word: Any = jnp.uint32) -> jax.Array:
     """Return the bits of `x`, `[..., m]`, as words of another dtype: `[..., words]`.
 
     Where words are wider than entries, an odd one at the end is filled up with a zero.
+    But for that, `.view(x.dtype)` undoes it.
     """
     each = max(1, jnp.dtype(word).itemsize // x.dtype.itemsize)
     whole = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % each)]
     return (jnp.pad(x, whole) if each > 1 else x).view(word)
-
-
-def from_words(words: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Undo `to_words`, but for a zero that filled up the last word."""
-    return words.view(dtype)
 
 
 def round_to_bfloat16(x: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """All that a training step says to other replicas, and what it costs.
 
-All that crosses the network goes through `Comm`, in float32 or as integers; what only
-one replica has goes in its own dtype. `Comm` also answers what differs from replica to
-replica. With `axis_name=None` a replica is alone: the same code runs and nothing is
-exchanged.
+All that crosses the network goes through `Comm`, in float32 or as integers; metrics in
+float64, and what only one replica has, go in their own dtype. `Comm` also answers what
+differs from replica to replica. With `axis_name=None` a replica is alone: the same code
+runs and nothing is exchanged.
 """
 
 import dataclasses
@@ -309,7 +309,7 @@ class Carrier(Comm):
         parts = jnp.pad(flat, (0, -flat.size % self.replicas))
         parts = _arrays.to_words(parts.reshape(self.replicas, -1), x.dtype)
         rows, parts = _arrays.together(super().swap, [x, parts])
-        self._parts["own"] = jnp.mean(_arrays.from_words(parts), axis=0)
+        self._parts["own"] = jnp.mean(parts.view(jnp.float32), axis=0)
         return rows
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -319,7 +319,7 @@ class Carrier(Comm):
         is_mean = "own" in self._parts
         given = _arrays.to_words(self._parts["own" if is_mean else "figures"], x.dtype)
         rows, parts = _arrays.together(super().gather, [x, given])
-        found = _arrays.from_words(parts)
+        found = parts.view(jnp.float32)
         self._parts["all"] = found.reshape(-1) if is_mean else jnp.mean(found, axis=0)
         return rows
 

@@ -351,7 +351,7 @@ def adamw(
     steps = OwnOptimizer(optax.adam(learning_rate, b1, b2, eps), keeps_norm=True)
     return optax.chain(
         transform(axis_name, send=send, memory=steps, **others),
-        optax.add_decayed_weights(_times(-weight_decay, learning_rate), mask),
+        optax.add_decayed_weights(_scaled(-weight_decay, learning_rate), mask),
     )
 
 
@@ -466,7 +466,7 @@ def _refuse_rate(rate: Any, call: str) -> None:
         )
 
 
-def _times(factor: float, rate: Any) -> Any:
+def _scaled(factor: float, rate: Any) -> Any:
     """Return a learning rate, a number or a schedule, times a factor."""
     schedule: Any = rate
     return (lambda step: factor * schedule(step)) if callable(rate) else factor * rate

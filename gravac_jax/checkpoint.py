@@ -304,7 +304,7 @@ class Checkpointer:
             step = operator.index(step)
             saved, label = labels.read(self._orbax.metadata(step))
         sums = label["checksums"]
-        tree = named_arrays.with_pieces(tree, label.get("layout"))
+        tree = named_arrays.with_pieces(tree, label["layout"])
         here = named_arrays.of_tree(tree, params)
         wanted = named_arrays.to_load(here, saved, sums, partial=partial)
         with self._errors(what):

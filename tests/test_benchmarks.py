@@ -30,8 +30,7 @@ def book(tmp_path):
 
 
 def test_a_line_is_made_once(book):
-    makes = lambda: {"loss": 3.0}
-    assert book.once(makes, seed=2) == {"seed": 2, "loss": 3.0}
+    assert book.once(lambda: {"loss": 3.0}, seed=2) == {"seed": 2, "loss": 3.0}
     assert book.once(lambda: pytest.fail("made again"), seed=2)["loss"] == 3
     assert journal.read(book.path)[1] == book.lines
     assert len(book.lines) == 3

@@ -233,9 +233,8 @@ def test_version_9_stores_these_names_and_shapes(tmp_path):
     of_kind = lambda kind: {x for x in shapes if x.startswith(kind)}
     assert labels.VERSION == 9
     assert Round._fields == ("length", "next_length", "exchanges")
-    fields = {x.replace("[", ".").split(".")[1] for x in of_kind("decided/")}
     decided = {"ladder", "decided", "next_rungs", "past_rungs", "controller", "info"}
-    assert fields == decided
+    assert {x.replace("[", ".").split(".")[1] for x in of_kind("decided/")} == decided
     leaves = {"['b']": (N, 16), "['u']": (N, 16, 8), "['w']": (N, 24, 16)}
     vectors = itertools.product(("residual", "optimizer.mu", "optimizer.nu"), leaves)
     per_replica = {f"memory/.{x}{y}": leaves[y] for x, y in vectors}
@@ -475,14 +474,13 @@ def refused():
     of_pmap = jax.tree.map(lambda x: jnp.stack([x] * N), begin(1))
     # Not placed, it goes through pmap as if it were the same on all devices.
     numbers = jax.pmap(lambda i: i[None], "r", out_axes=None)(jnp.arange(N))
-    mixed = optax.tree.set(begin(1), replica=numbers)
     rows = [
         ((1, state, fewer), "not the params"),
         ((1, PARAMS, state), r"save\(step, \(params.*restore\(\(params"),
         ((1, (state, state), PARAMS), "one state of gravac.transform"),
         ((1, nnx.split(optimizer)[1], PARAMS), "the nnx.Optimizer itself"),
         ((1, of_pmap, PARAMS), "gravac.data_parallel"),
-        ((1, mixed, PARAMS), "of jax.pmap"),
+        ((1, optax.tree.set(begin(1), replica=numbers), PARAMS), "of jax.pmap"),
         ((1, jax.device_get(state), PARAMS), "gravac.place makes it"),
         ((1, (PARAMS, Run(**BITS).tx.init(PARAMS)), PARAMS), "gravac.place makes it"),
         ((1, state, PARAMS, {1, 2}), "JSON serializable"),

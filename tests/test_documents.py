@@ -156,9 +156,8 @@ def test_every_public_name_is_in_the_reference_and_the_packages_own_in_a_guide()
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocstrings", reason="needs gravac_jax[docs]")
     pytest.importorskip("material", reason="needs gravac_jax[docs]")
-    command = "-m", "mkdocs", "build", "--strict"
     places = ["--config-file", ROOT / "docs/mkdocs.yml", "--site-dir", tmp_path]
-    printed(*command, *places)
+    printed("-m", "mkdocs", "build", "--strict", *places)
     page = (tmp_path / "docs/reference/index.html").read_text()
     assert "Average gradients over replicas" in page
 

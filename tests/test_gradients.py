@@ -28,18 +28,15 @@ def is_local(received, expected):
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, received, expected)))
 
 
-def weighted(w, x, b):
-    return jnp.sum(w["w"] * x + b)
-
-
 WITH_AUX = lambda w, x: (LOSS(w, x), {"x": x})
+WEIGHTED = lambda w, x, b: jnp.sum(w["w"] * x + b)
 SCALED = lambda w, *, x, scale: scale * LOSS(w, x)
 # Calls of value_and_grad, JAX's own or the package's.
 CALLS = {
     "loss": lambda grad: grad(LOSS),
     "aux": lambda grad: grad(WITH_AUX, has_aux=True),
     "keywords": lambda grad: lambda w, x: grad(SCALED)(w, x=x, scale=2.0),
-    "arguments": lambda grad: lambda w, x: grad(weighted)({"w": w}, x, w),
+    "arguments": lambda grad: lambda w, x: grad(WEIGHTED)({"w": w}, x, w),
 }
 
 

@@ -181,9 +181,6 @@ def running_step(total, own, batch, *, scale):
     return total + jax.lax.psum(jnp.sum(batch), "data"), own, own["sums"].max()
 
 
-THREE = {"by": np.float32(3)}
-
-
 @pytest.mark.parametrize("where", [*WHERE, SIMULATED])
 def test_a_carry_stays_each_replica_s_own_and_keyword_arguments_come_whole(where):
     place, step = parallel(running_step, where, carried=1)
@@ -192,7 +189,7 @@ def test_a_carry_stays_each_replica_s_own_and_keyword_arguments_come_whole(where
     own = {"sums": np.zeros(2 * N, np.float32)}
     for i in range(1, 4):
         before = own
-        total, own, largest = step(total, own, BATCH, scale=THREE)
+        total, own, largest = step(total, own, BATCH, scale={"by": np.float32(3)})
         assert own["sums"].tolist() == (3 * i * BATCH).tolist()
         assert float(total) == i * BATCH.sum()
         # Each replica holds two rows; the result is the mean of the larger ones.

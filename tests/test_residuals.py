@@ -176,10 +176,9 @@ def test_training_at_own_params_is_training_of_its_oracle(training):
 
     init = lambda params: (params, tx.init(params))
     looking = optax.GradientTransformation(init, update)
-    repeated = {"w": np.broadcast_to(targets, (STEPS, *targets.shape))}
     run = _harness.trajectory(looking, {"w": PARAMS["w"]}, "shard_map")
     with jax.numpy_dtype_promotion("standard"):  # Optax's decay needs it
-        received, _ = run(repeated)
+        received, _ = run({"w": np.broadcast_to(targets, (STEPS, *targets.shape))})
 
     params = np.zeros(64, np.float32)
     kind = _oracles.look_up(_oracles.MEMORIES, memory)

@@ -16,7 +16,8 @@ from gravac_jax import _arrays
 from gravac_jax._encodings import selection
 from gravac_jax._encodings.selection import PAD, Marks
 
-magnitude_bits, from_bits = map(jax.jit, (_arrays.magnitude_bits, _arrays.from_words))
+magnitude_bits = jax.jit(_arrays.magnitude_bits)
+from_bits = jax.jit(lambda bits: bits.view(jnp.float32))
 mark, clear = map(jax.jit, (selection.mark, selection.clear))
 places = jax.jit(selection.places_of_first, static_argnums=1)
 places_of_ranks = jax.jit(selection.places_of_ranks)

@@ -159,14 +159,13 @@ GRADIENTS = {
     name: 8.0 * RNG.integers(-50, 51, (STEPS, 2, *shape)).astype(np.float32)
     for name, (_, shape, _) in LEAVES.items()
 }
-ZEROS = jax.tree.map(np.zeros_like, PARAMS)
 
 
 def follow(tx_of):
     """Take steps whose gradients are given; return params and states before each."""
     mesh = three_axes()
     specs = {name: P("dcn", *spec) for name, spec in SPECS.items()}
-    params = put(ZEROS, mesh, SPECS)
+    params = put(jax.tree.map(np.zeros_like, PARAMS), mesh, SPECS)
     tx = tx_of(params)
     opt_state = gravac.place(tx.init(params), mesh, "dcn")
     step = _harness.own_gradients(tx)

@@ -237,14 +237,13 @@ def test_all_replicas_take_the_rung_of_the_first():
     ],
 )
 def test_each_rung_runs_its_own_network(recipe, of_bucket, of_gradient):
-    found = _harness.collectives(program("shard_map", recipe))
     # The energies of what is sent and of everything, and of each rung if the controller
     # looks at the bucket.
     energies = 4 * (2 + of_bucket)
     # Dense leaves; a count, two energies, a contrast, the rung, a loss; for each rung a
     # time with its count, and an energy if the controller looks at the gradient.
     figures = 4 * (DENSE_SIZE + 6 + 2 * len(LADDER) + of_gradient)
-    assert sorted(found) == sorted(
+    assert sorted(_harness.collectives(program("shard_map", recipe))) == sorted(
         [
             ("all-reduce", "f32", 4 * SIZE + energies + figures, (0,)),
             # A gather would send so many figures N - 1 times.

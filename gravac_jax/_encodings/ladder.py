@@ -108,6 +108,7 @@ class Ladder:
                 looked[name] = encoding.look(x, states.get(name, ()), self.bucket, key)
             estimate = encoding.waits if waiting else encoding.share
             found.append(estimate(looked[name], self.bucket, replicas))
+        # Waits as shares of energy, which add up over buckets.
         return 1 / (1 + jnp.stack(found)) if waiting else jnp.stack(found)
 
     def exchange(

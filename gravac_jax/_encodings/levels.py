@@ -130,7 +130,7 @@ def fit(x: jax.Array, entries: jax.Array, bits: int) -> Levels:
 
 
 def _fit_one_bit(x: jax.Array, entries: jax.Array) -> Levels:
-    total = jnp.sum(jnp.abs(x), axis=_within(x))
+    total = jnp.sum(jnp.abs(x), axis=(1, 2))
     mean = _normal(total / entries)
     return Levels(jnp.ones_like(mean), _alone(mean), mean * total)
 
@@ -157,7 +157,7 @@ def _fit_four_bits(x: jax.Array, entries: jax.Array) -> Levels:
 
 
 def _fit_eight_bits(x: jax.Array, entries: jax.Array) -> Levels:
-    units = _normal(jnp.max(jnp.abs(x), axis=_within(x)) / 127.5)
+    units = _normal(jnp.max(jnp.abs(x), axis=(1, 2)) / 127.5)
     q = _steps(x, units) + 0.5
     matched, norms = _xla.row_sums(x * q, jnp.square(q))
     norms = norms - 0.25 * (float(x[0].size) - entries)  # q is 1/2 in padding
@@ -243,7 +243,7 @@ def _split(joined: jax.Array, rows: int, bits: int) -> tuple[jax.Array, jax.Arra
     """Undo `_join`: return words `[parts, rows, bits, ...]` and scales."""
     parts = len(joined)
     words, scales = jnp.split(joined, [joined.shape[1] - SCALES * rows], axis=1)
-    scales = _arrays.from_words(scales).reshape(parts, rows, SCALES)
+    scales = scales.view(jnp.float32).reshape(parts, rows, SCALES)
     return words.reshape(parts, rows, bits, -1), scales
 
 
@@ -293,11 +293,6 @@ def _of_rows(figures: jax.Array, like: jax.Array) -> jax.Array:
     return figures.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _within(x: jax.Array) -> tuple[int, ...]:
-    """Return the axes of a row of `[rows, ...]`."""
-    return tuple(range(1, x.ndim))
-
-
 def _alone(scale: jax.Array) -> jax.Array:
     """Return the one scale of each row beside a 0, `[rows, 2]`."""
     return jnp.stack([scale, jnp.zeros_like(scale)], axis=1)
@@ -305,7 +300,7 @@ def _alone(scale: jax.Array) -> jax.Array:
 
 def _root_mean_square(x: jax.Array, entries: jax.Array) -> jax.Array:
     """Return the root mean square of each row; 0 where squares leave float32."""
-    return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=_within(x)) / entries))
+    return jnp.sqrt(_normal(jnp.sum(jnp.square(x), axis=(1, 2)) / entries))
 
 
 def _normal(x: jax.Array) -> jax.Array:

@@ -150,7 +150,7 @@ class LowRank(Encoding):
     ) -> tuple[Sent, tuple[PowerState, ...]]:
         """Run one power iteration, in two collectives, or in one if none is low."""
         mine = _cut(x, bucket)
-        states, low = list(comm.cast(state)), self._low(bucket)
+        states, low = list(state), self._low(bucket)
         sketch = lambda i: _multiply(mine[i], states[i].right[:, : self.rank])
         first = [sketch(i) if i in low else x for i, x in enumerate(mine)]
         energies = [_arrays.energy(x) for i, x in enumerate(first) if i not in low]
@@ -162,15 +162,14 @@ class LowRank(Encoding):
         rights = [_multiply(mine[i].T, left) for i, left in pairs]
         # Left matrices are orthonormal.
         energy = _arrays.total([*energies, *map(_arrays.energy, rights)])
-        if low:
-            comm.tell(energy)
-        right_means = comm.mean(rights) if low else []
+        comm.tell(energy)
+        right_means = comm.mean(rights)
         sent, means = list(first), list(first_means)  # of those that went whole
         for i, left, right, mean in zip(low, lefts, rights, right_means, strict=True):
             sent[i], means[i] = _multiply(left, right.T), _multiply(left, mean.T)
             states[i] = _learn(states[i], right, mean, _arrays.energy(mine[i]))
         residual = x - _arrays.ravel(sent)
-        return Sent(_arrays.ravel(means), residual, energy), tuple(comm.cast(states))
+        return Sent(_arrays.ravel(means), residual, energy), tuple(states)
 
     def look(self, x: jax.Array, state: Any, bucket: Bucket, key: jax.Array) -> Any:
         """Return the state, energies of arrays, and of the largest of a sample."""

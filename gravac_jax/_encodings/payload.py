@@ -87,9 +87,9 @@ class WireFormat:
         borders = list(itertools.accumulate(self._words(k)))[:-1]
         values, places, ends = jnp.split(buffer, borders)
         is_short = self.values == "bfloat16"
-        read = _arrays.bfloat16_from_bits if is_short else _arrays.from_words
-        ends = _arrays.from_words(ends, jnp.int32)
-        return Payload(read(values), _from_blocks(places, ends))
+        as_floats = lambda x: x.view(jnp.float32)
+        read = _arrays.bfloat16_from_bits if is_short else as_floats
+        return Payload(read(values), _from_blocks(places, ends.view(jnp.int32)))
 
 
 def _in_blocks(indices: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

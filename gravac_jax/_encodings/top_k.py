@@ -239,7 +239,7 @@ def _by_threshold(
     reached = jnp.maximum(marks.total.astype(jnp.float32), 0.5)
     thin = lambda marks: _thin(marks, k, x, bits, key)
     thinned = _xla.only_if(marks.total > k, thin, marks)
-    return thinned, TopKState(_arrays.from_words(bits), reached)
+    return thinned, TopKState(bits.view(jnp.float32), reached)
 
 
 def _thin(marks: Marks, k: int, x: jax.Array, bits: jax.Array, key: jax.Array) -> Marks:

@@ -5,7 +5,6 @@ Optax that holds whole arrays is taken to remember gradients, and wrappers are k
 their names.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,21 +45,6 @@ def the_transform(state: Any, caller: str) -> TransformState:
         )
     _refuse.pure(found[0].steps)
     return found[0]
-
-
-def checked(
-    tx: optax.GradientTransformation, caller: str
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx`, whose `init` refuses an optimizer without a transform at work."""
-    tx = optax.with_extra_args_support(tx)
-
-    def init(params: Any) -> Any:
-        state = tx.init(params)
-        check_momentum(state)
-        the_transform(state, caller)
-        return state
-
-    return optax.GradientTransformationExtraArgs(init, tx.update)
 
 
 def ask(tx: Any, asked: Delivery, *given: Any, **extra: Any) -> Any:
@@ -115,7 +99,7 @@ def gradients_at(tx: Any, params: Any, opt_state: Any) -> str:
     if local.told or is_linear(tx, params, opt_state, value=-jnp.inf):
         return "own"
     asked = Delivery("identity")
-    look = functools.partial(ask, tx, asked, value=-jnp.inf)
+    look = lambda *given: ask(tx, asked, *given, value=-jnp.inf)
     jax.eval_shape(look, params, opt_state, params)
     ours: Any = asked.components
     coarsest = ours.controller.ladder[max(ours.controller.reach(False))]

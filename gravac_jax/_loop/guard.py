@@ -54,10 +54,11 @@ def guard(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
       1
     """
     _refuse.optimizer(tx, "gravac.guard(tx)")
-    tx = chain.checked(tx, "gravac.guard")
+    tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
         state: Any = tx.init(params)
+        chain.check_momentum(state)
         local = chain.the_transform(state, "gravac.guard").local
         has_optimizer = isinstance(local.memory[0], OwnOptimizerState)
         if local.told:

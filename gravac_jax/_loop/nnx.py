@@ -160,9 +160,9 @@ def nnx_data_parallel(
     It is `nnx.jit` for a step on many replicas: `gravac.data_parallel` of objects.
     `train_step(*objects, batch)` changes its objects (a model, an optimizer, metrics,
     random streams) in place, and returns None, a metric, or several in any nesting.
-    They are averaged over the replicas, in float32. The objects must be placed by
-    `gravac.place` first, with all their variables their own. The batch may also stand
-    between objects: it is the one positional argument that is no nnx object.
+    Floats are averaged over the replicas, in float32 or wider. The objects must be
+    placed by `gravac.place` first, with all their variables their own. The batch may
+    also stand between objects: it is the one positional argument that is no nnx object.
 
     Each replica updates metrics (`nnx.metrics.Average`, `nnx.metrics.Accuracy` or a
     subclass, also in an `nnx.MultiMetric`) with its part of the batch, and their sums

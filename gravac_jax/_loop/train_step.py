@@ -88,9 +88,9 @@ def train_step(
       ValueError: if `mesh` is neither a mesh nor a positive number, or does not have
         the axis, `micro_batches` is no positive number, or `at` neither of the two.
         From `init`: as `gravac.place`, and if `tx` holds no `gravac.transform`, or more
-        than one. When called: as the parts; if the transform has other axes; if own
-        params are asked for, or there is a delay or rounds, and what comes after the
-        transform is not linear, as Adam.
+        than one. When called: as the parts; if the transform has other axes; if what
+        comes after the transform is not linear, as Adam, and own params are asked for,
+        or there is a delay or rounds and no `at="shared"`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -107,7 +107,7 @@ def train_step(
     call = "gravac.train_step(loss_fn, tx, mesh)"
     _refuse.function(loss_fn, "loss_fn", call)
     _refuse.optimizer(tx, call)
-    tx = chain.checked(tx, "gravac.train_step")
+    tx = optax.with_extra_args_support(tx)
     _refuse.one_of(at, "at", (None, "own", "shared"))
     axes = _network.join(axis_name, fast_axis_name)
     loss_and_grad = gradients.value_and_grad(
@@ -148,7 +148,12 @@ def train_step(
         body = functools.partial(on_one_replica, kind)
         return run(body, average_metrics=kind.is_due is None)
 
-    init = lambda params: placement.place((params, tx.init(params)), mesh, axis_name)
+    def init(params: Any) -> Any:
+        state = tx.init(params)
+        chain.check_momentum(state)
+        _transform_of(state)  # refuses none, or several
+        return placement.place((params, state), mesh, axis_name)
+
     flush = run(lambda p, state, _, **extra: delivery.flush(tx, p, state, **extra))
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
     if branches is None:
@@ -158,7 +163,7 @@ def train_step(
         _init=init,
         _program=program,
         _flush=flush,
-        _new_view=functools.partial(HostView, has_branches=branches),
+        _has_branches=branches,
         _new_clock=StepClock if len(devices) else None,
     )
 
@@ -179,7 +184,7 @@ class TrainStep:
     _init: Callable[[Any], tuple[Any, Any]]
     _flush: Callable[..., tuple[Any, Any]]
     _program: "Callable[[Kind], jax.stages.Wrapped]"
-    _new_view: "Callable[[TransformState], HostView]"
+    _has_branches: bool
     _new_clock: type[StepClock] | None
     _steps: Any = None  # the count in the state that the last step returned
 
@@ -198,7 +203,7 @@ class TrainStep:
             _refuse.traced((params, opt_state, batch))
             _refuse.members([state])
             _refuse.reused([jax.tree.leaves(x) for x in (params, opt_state)])
-            self._view = self._new_view(state)
+            self._view = HostView(state, self._has_branches)
             self._clock = self._new_clock and self._new_clock()
         kind = self._view.next()
         times = self._clock.times() if self._clock else {}

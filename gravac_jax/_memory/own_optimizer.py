@@ -117,7 +117,11 @@ class OwnOptimizer(Memory):
         _refuse.instance(self.by_leaf, bool, "by_leaf", "False")
         _refuse.instance(self.keeps_norm, bool, "keeps_norm", "False")
         _refuse_start(self.optimizer, self.by_leaf)
-        if not self.by_leaf and (why := self._looks_at_leaves()):
+        if self.by_leaf:
+            return
+        why, needs_params = _on_a_vector(self.optimizer)
+        object.__setattr__(self, "needs_params", needs_params)
+        if why:
             raise ValueError(
                 f"gravac.OwnOptimizer runs an optimizer on flat vectors of many leaves,"
                 f" got one that {why}: give a clip to the transform,"
@@ -125,27 +129,6 @@ class OwnOptimizer(Memory):
                 f" For Muon, LAMB and others that look at a leaf write"
                 f" gravac.OwnOptimizer(..., by_leaf=True)."
             )
-
-    def _looks_at_leaves(self) -> str:
-        """Return why the optimizer cannot run on a vector, or set `needs_params`."""
-        leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
-        is_mask = lambda x: isinstance(x, optax.MaskedState)
-        try:
-            state: Any = jax.eval_shape(self.optimizer.init, leaf)
-        except Exception as error:  # of a mask that has the form of the params, too
-            return f"raises {_arrays.brief(error)}"
-        if any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
-            return "looks at the tree of the params"
-        trace = functools.partial(jax.make_jaxpr(self.optimizer.update), leaf, state)
-        with jax.numpy_dtype_promotion("standard"):
-            try:
-                jaxpr = trace().jaxpr
-            except Exception:  # as one with weight decay raises
-                jaxpr = trace(leaf).jaxpr
-            else:
-                object.__setattr__(self, "needs_params", False)
-        is_one = any(_refuse.reached(jaxpr, [False] * len(jaxpr.invars), _adds_up))
-        return "adds up entries, as for a norm" if is_one else ""
 
     def of_leaves(self, leaves: Leaves) -> "OwnOptimizer":
         """Return the memory of a bucket that holds these leaves, in this order."""
@@ -185,6 +168,28 @@ class OwnOptimizer(Memory):
         like = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in self._leaves]
         arrays = _arrays.unravel(vector, like)
         return {path: x for (path, _), x in zip(self._leaves, arrays, strict=True)}
+
+
+def _on_a_vector(optimizer: optax.GradientTransformation) -> tuple[str, bool]:
+    """Return why an optimizer cannot run on a vector, or "", and if it needs params."""
+    leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    is_mask = lambda x: isinstance(x, optax.MaskedState)
+    try:
+        state: Any = jax.eval_shape(optimizer.init, leaf)
+    except Exception as error:  # of a mask that has the form of the params, too
+        return f"raises {_arrays.brief(error)}", True
+    if any(map(is_mask, jax.tree.leaves(state, is_leaf=is_mask))):
+        return "looks at the tree of the params", True
+    trace = functools.partial(jax.make_jaxpr(optimizer.update), leaf, state)
+    needs_params = False
+    with jax.numpy_dtype_promotion("standard"):
+        try:
+            jaxpr = trace().jaxpr
+        except Exception:  # as one with weight decay raises
+            needs_params, jaxpr = True, trace(leaf).jaxpr
+    is_one = any(_refuse.reached(jaxpr, [False] * len(jaxpr.invars), _adds_up))
+    why = "adds up entries, as for a norm" if is_one else ""
+    return why, needs_params
 
 
 def _adds_up(eqn: Any) -> bool:

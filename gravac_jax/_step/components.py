@@ -18,11 +18,11 @@ from gravac_jax._encodings.ladder import Ladder
 from gravac_jax._evidence.cost_model import WireCost
 from gravac_jax._memory.base import Memory
 from gravac_jax._network import AxisName
-from gravac_jax._step import bucketing, norms, states, step_info
+from gravac_jax._step import bucketing, norms, step_info
 from gravac_jax._step.bucketing import Buckets
 from gravac_jax._step.clipping import ClipByGlobalNorm
 from gravac_jax._step.slicing import Slices
-from gravac_jax._step.states import PAST_STEPS, LocalState, Round, TransformState
+from gravac_jax._step.states import PAST_STEPS, LocalState, Round, Told, TransformState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +142,11 @@ class Components:
         if self.memory.keeps_norm:
             known = tuple(map(norms.none, buckets.sizes))
         if self.is_told_late:
-            nothing = tuple(map(norms.untold, known))
-            told = states.nothing_told(self.controller, self.kinds, nothing)
+            zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+            rungs = zeros(len(ladder)) if self.controller.looks_at == "gradient" else ()
+            times, own_norms = zeros(2, self.kinds), tuple(map(norms.untold, known))
+            # Before the first step there is nothing to tell.
+            told = Told(zeros(), zeros(), (zeros(), zeros()), rungs, times, own_norms)
         if self.has_rounds:
             first = self.round_steps(jnp.zeros((), jnp.int32))
             rounds = Round(first, self.round_steps(first), jnp.zeros((), jnp.int32))

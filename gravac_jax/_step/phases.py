@@ -277,8 +277,8 @@ class Step:
         some = _arrays.energy(largest[:: largest.size // SAMPLE + 1])
         sample = some, self.axes.slow.contrast(some)
         energies = always + _arrays.total(each), sampled
-        good = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
-        return Told(bad, good[0], sample, good[1], self.times, own_norms)
+        energy, sampled = jax.tree.map(lambda x: jnp.where(bad != 0, 0, x), energies)
+        return Told(bad, energy, sample, sampled, self.times, own_norms)
 
     def send(
         self, fed: Parts, memory: tuple[Any, ...], told: Told, local: LocalState

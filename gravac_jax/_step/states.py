@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from gravac_jax import _refuse
-from gravac_jax._controllers.base import Controller
 from gravac_jax._network import Comm
 from gravac_jax._step.step_info import StepInfo
 
@@ -37,13 +35,6 @@ class Told(NamedTuple):
     gradient_energies: Any
     times: jax.Array
     norms: tuple[jax.Array, ...]
-
-
-def nothing_told(controller: Controller, kinds: int, norms: Any) -> Told:
-    """Return what is told before the first step: nothing."""
-    zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    rungs = zeros(len(controller.ladder)) if controller.looks_at == "gradient" else ()
-    return Told(zeros(), zeros(), (zeros(), zeros()), rungs, zeros(2, kinds), norms)
 
 
 class Round(NamedTuple):
