@@ -39,11 +39,13 @@ class Recipe(NamedTuple):
       make: Takes what is sent, what may follow, its learning rate, the axis of the
         replicas, and `clip`, and returns the whole optimizer.
       is_own: Whether gradients are taken at each replica's own params.
+      brings_loss: Whether the exchange of a step can bring the mean loss of that step.
     """
 
     words: str
     make: Callable[..., optax.GradientTransformation]
     is_own: bool = True
+    brings_loss: bool = True
 
 
 def _at_shared(send: Any, after: Any, rate: Any, axis_name: Any, clip: Any) -> Any:
@@ -123,9 +125,11 @@ RECIPES = {
     "": Recipe("gradients at the shared params", _at_shared, is_own=False),
     "momentum": Recipe("momentum before the exchange", _momentum, is_own=False),
     "dgc": Recipe("Deep Gradient Compression, no warm-up", _dgc, is_own=False),
-    "diloco": Recipe("DiLoCo in rounds of 30 steps", _diloco),
+    "diloco": Recipe("DiLoCo in rounds of 30 steps", _diloco, brings_loss=False),
     **{
-        f"{prefix} {name}".strip(): Recipe(f"{words} {prefix}".strip(), _how(make, how))
+        f"{prefix} {name}".strip(): Recipe(
+            f"{words} {prefix}".strip(), _how(make, how), brings_loss=not how
+        )
         for prefix, how in _HOW.items()
         for name, (words, make) in _AT_OWN.items()
     },
@@ -150,6 +154,11 @@ class Method:
     def is_own(self) -> bool:
         """Whether gradients are taken at each replica's own params."""
         return RECIPES[self.recipe].is_own
+
+    @property
+    def brings_loss(self) -> bool:
+        """Whether the exchange of a step can bring the mean loss of that step."""
+        return RECIPES[self.recipe].brings_loss
 
     @property
     def ladder(self) -> tuple[gravac.Encoding, ...]:

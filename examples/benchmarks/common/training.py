@@ -20,6 +20,7 @@ def train_step(
     loss: Callable[..., Any],
     is_own: bool = False,
     axis_name: str | None = "data",
+    brings_loss: bool = False,
 ) -> Callable[..., Any]:
     """Return a step of one replica: `(params, opt_state, batch)` to both and a loss.
 
@@ -28,13 +29,17 @@ def train_step(
       loss: The loss of params and a batch.
       is_own: Whether a replica takes its gradient at its own params.
       axis_name: The axis of the replicas; None for one alone.
+      brings_loss: Whether to return the mean loss, which the exchange brings.
     """
 
     def step(params: Any, opt_state: Any, batch: Any, **others: Any) -> Any:
         where = gravac.own_params(tx, params, opt_state) if is_own else params
         value, grads = gravac.value_and_grad(loss, axis_name)(where, batch)
         at = "own" if is_own else "shared"
-        updates, opt_state = tx.update(grads, opt_state, params, at=at, **others)
+        others |= {"at": at, "own_loss": value if brings_loss else None}
+        updates, opt_state = tx.update(grads, opt_state, params, **others)
+        if brings_loss:
+            value = optax.tree.get(opt_state, "TransformState").loss
         return optax.apply_updates(params, updates), opt_state, value
 
     return step

@@ -73,6 +73,14 @@ def is_own(name: str) -> bool:
     return name not in PLAIN and method(name).is_own
 
 
+def brings_loss(name: str) -> bool:
+    """Return whether a method's exchange brings the mean loss.
+
+    A plain all-reduce of gradients has one of the loss beside it, as people write it.
+    """
+    return name not in PLAIN and method(name).brings_loss
+
+
 class Trainer:
     """A compiled step and its state, with a state to go back to."""
 
@@ -135,8 +143,8 @@ class Runner:
             return by_itself(params, opt_state, batch)
 
         state = gravac.place((params, tx.init(params)), mesh)
-        step = gravac.data_parallel(train_step(tx, task.loss, is_own(name)), mesh)
-        self.whole = Trainer(step, state)
+        whole = train_step(tx, task.loss, is_own(name), brings_loss=brings_loss(name))
+        self.whole = Trainer(gravac.data_parallel(whole, mesh), state)
         self._alone = jax.jit(alone, donate_argnums=(0, 1))
 
     def prepare(self, data: Sequence[Any]) -> None:

@@ -6,7 +6,8 @@ order, so that whatever else the machine does falls on all alike. The record has
 quartiles over steps of these seconds:
 
 - `step`: the compiled step of `gravac.data_parallel`, as people run it, until its last
-  result is there; on the slowest replica. Speed-ups are of its mean, since rungs may
+  result is there; on the slowest replica. The mean loss comes with the exchange of all
+  but dense steps and late ones. Speed-ups are of the mean of steps, since rungs may
   alternate. The other seconds are means over replicas, of every fourth step.
 - `compute`: that step without any exchange, every replica by itself with its own
   gradients, all processes at the same time.
