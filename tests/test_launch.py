@@ -138,6 +138,7 @@ def test_wrong_options_are_refused(capsys, monkeypatch):
     monkeypatch.setenv(launch.FOLDER, "of a job")
     with pytest.raises(SystemExit, match="2"):
         launch.main(["--elastic", "--min-processes", "1", "train.py"])
+    assert "and is at most N" in capsys.readouterr().err
     monkeypatch.setattr(launch, "_run_job", lambda options: None)
     launch.main(["-n", "2", "--elastic", "--min-processes", "1", "train.py"])
 

@@ -17,8 +17,7 @@ import gravac_jax as gravac
 ROWS = 8 * N
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 8)).astype(np.float32)
-LABEL = np.argmax(X[:, :4], axis=1).astype(np.int32)
-BATCH = {"x": X, "label": LABEL}
+BATCH = {"x": X, "label": np.argmax(X[:, :4], axis=1).astype(np.int32)}
 PARTS = [jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], BATCH) for i in range(N)]
 MESHES = {"mesh": make_mesh(), "simulated": N}
 everywhere = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)

@@ -102,9 +102,8 @@ def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
 
     def job(n, script, timeout_seconds):
         jobs.append((n, json.loads(script[-1])))
-        is_cut = len(jobs) == 2
         with out.open("a") as file:
-            for name in names[: 1 if is_cut else 2]:
+            for name in names[: 1 if len(jobs) == 2 else 2]:  # the second is cut off
                 file.write(json.dumps(line(name, 1.0, hosts=n)) + "\n")
 
     monkeypatch.setattr(hosts, "run", job)

@@ -1,5 +1,7 @@
 """Payloads travel over a slow axis, and whole gradients over a fast one."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -126,12 +128,12 @@ def test_all_devices_take_one_rung_and_hold_the_residual_of_their_replica():
 
 def test_a_step_over_other_axes_than_those_of_the_transform_is_refused():
     loss_fn, mesh = lambda params, batch: (batch @ params).mean(), two_axes()
-    alone, both = ("dcn", None), (NAMES, None)
-    for (slow, fast), names in ((alone, NAMES), (both, NAMES), (NAMES, alone)):
+    unlike = (("dcn", None), NAMES), ((NAMES, None), NAMES), (NAMES, ("dcn", None))
+    for ((slow, fast), names), check_vma in itertools.product(unlike, (False, True)):
         tx = gravac.transform(slow, send=gravac.Bits(4), fast_axis_name=fast)
         mean = lambda params, state, x, tx=tx: tx.update(x.mean(0), state, params)
-        step = gravac.train_step(loss_fn, tx, mesh, *names)
-        by_hand = gravac.data_parallel(mean, mesh, *names, check_vma=False)
+        step = gravac.train_step(loss_fn, tx, mesh, *names, check_vma=check_vma)
+        by_hand = gravac.data_parallel(mean, mesh, *names, check_vma=check_vma)
         state = step.init(np.ones(256))
         for take in (step, by_hand):
             with pytest.raises(ValueError, match=r"has the axes .*same `axis_name`"):

@@ -76,8 +76,8 @@ def warn_if_dense(ladders: Sequence[Ladder], replicas: int) -> None:
     """Warn about rungs that are dense because their payloads would weigh more."""
     pairs = lambda x: zip(x.encodings, x.sent_at(replicas), strict=True)
     sent = [dict(pairs(x)) for x in ladders if x.bucket.n]
-    is_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
-    if named := list(filter(is_dense, ladders[0].encodings)):
+    becomes_dense = lambda x: any(y[x] != x and isinstance(y[x], Dense) for y in sent)
+    if named := list(filter(becomes_dense, ladders[0].encodings)):
         _refuse.warn(
             f"with {replicas} replicas {', '.join(map(repr, named))} would send more"
             f" bytes than a dense step, which is taken instead: but for the start of a"
