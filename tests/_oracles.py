@@ -334,9 +334,11 @@ class Decision(NamedTuple):
     margin: float  # of the closest comparison; float32 cannot be trusted at a tiny one
 
 
-def scheduled(
-    controller: Any, evidence: list[Any], states: list[Any]
-) -> Iterator[Decision]:
+Run = list[Any]  # what goes in, or comes, in each step
+Decisions = Iterator[Decision]
+
+
+def scheduled(controller: Any, evidence: Run, states: Run) -> Decisions:
     """Yield the last rung that has begun by the third exchange from here."""
     del states
     for e in evidence:
@@ -344,9 +346,7 @@ def scheduled(
         yield Decision(sum(x <= third for x in controller.starts), (), math.inf)
 
 
-def gravac_algorithm_1(
-    controller: Any, evidence: list[Any], states: list[Any]
-) -> Iterator[Decision]:
+def gravac_algorithm_1(controller: Any, evidence: Run, states: Run) -> Decisions:
     """Yield the decisions of GraVAC's Algorithm 1.
 
     Gains are quotients of averages (the paper's text). The first measured time clears
@@ -416,9 +416,7 @@ def check_gravac(
     return minimum, candidate, gap <= omega, margin
 
 
-def fastest(
-    controller: Any, evidence: list[Any], states: list[Any]
-) -> Iterator[Decision]:
+def fastest(controller: Any, evidence: Run, states: Run) -> Decisions:
     """Yield the rung of least seconds per progress, and visits to other rungs.
 
     What is known about the parts of a step is read from the library's state: the filter
@@ -500,8 +498,10 @@ def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
     """
     guess = np.array([*e.predicted_parts, [e.predicted_parts[0][0], 0, 0, 0]], float)
     largest = guess.max(0)
-    parts = guess / np.where(largest, largest, 1)
-    seconds = parts @ (timing.scale if timing.times else largest)
+    # Each kind of step has an extra of its own, of which nothing is predicted.
+    parts = np.hstack([guess / np.where(largest, largest, 1), np.eye(len(guess))])
+    first = [*largest, *np.zeros(len(guess))]
+    seconds = parts @ (timing.scale if timing.times else first)
     seconds = np.maximum(seconds, 0.02 * timing.seconds)
     # A round is an exchange, and then local steps.
     of_rounds = lambda x: (x[:-1] + (e.round_steps - 1) * x[-1]) / e.round_steps
@@ -540,7 +540,7 @@ def excess(dearer: float, deviation: float) -> float:
 class Decider(NamedTuple):
     """What a controller should do, and where its state holds rungs."""
 
-    decisions: Callable[[Any, list[Any], list[Any]], Iterator[Decision]]
+    decisions: Callable[[Any, Run, Run], Decisions]
     rungs_of_state: Callable[[Any], tuple[Any, ...]]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import gravac_jax as gravac
 from gravac_jax._evidence import compression_gain, cost_model
-from gravac_jax._evidence.compression_gain import waiting_steps
+from gravac_jax._evidence.compression_gain import WAITING_COST, progress
 
 NO_ENERGY = (0.0, 2.0**-101, np.inf, np.nan)  # that float32 could hold the squares of
 
@@ -49,8 +49,9 @@ def test_an_entry_waits_as_long_as_one_that_is_followed(steps):
     share, rng = 0.4, np.random.default_rng(0)
     # An entry that is made in any step of a round goes with each exchange by chance.
     ends = rng.integers(0, steps, 100_000) + steps * (rng.geometric(share, 100_000) - 1)
-    found = waiting_steps(jnp.float32(share), steps)
-    assert float(found) == pytest.approx(ends.mean(), rel=0.02)
+    worth = float(progress(jnp.float32(share), steps))
+    found = ((1 / worth - 1) / WAITING_COST) ** 2
+    assert found == pytest.approx(ends.mean(), rel=0.02)
 
 
 def test_a_step_is_compute_selection_latency_and_bytes_over_bandwidth():
@@ -62,6 +63,7 @@ def test_a_step_is_compute_selection_latency_and_bytes_over_bandwidth():
 # Seconds, learned from step times. --------------------------------------------------
 
 RUNGS = 6
+NO_EXTRAS = [0] * RUNGS
 # Compute, selection, messages and bytes of a guess, at each rung.
 guess_of = lambda r: [0.01, 0.001 * (r > 0), 0.0003, 0.08 / 4.0**r]
 GUESS = np.float32([*map(guess_of, range(RUNGS))])
@@ -88,7 +90,7 @@ def observed(rungs, seconds, timing=None, guess=GUESS):
         np.pad(np.int32(rungs), no_times),
         np.pad(np.float32(seconds), no_times, constant_values=np.nan),
     )
-    start = cost_model.no_times() if timing is None else timing
+    start = cost_model.no_times(RUNGS) if timing is None else timing
     states, alarms = jax.tree.map(np.asarray, _jitted()[0](start, guess, xs))
     return states, jax.tree.map(lambda x: x[-1], states), alarms
 
@@ -181,9 +183,9 @@ def test_parts_of_which_nothing_is_predicted_hurt_nothing(parts):
 
 
 def test_a_time_where_less_than_nothing_was_predicted_is_shared_out():
-    timing = cost_model.no_times()._replace(
-        scale=jnp.float32([0.0, 0.1, 0.0, -0.2]),
-        covariance=jnp.diag(jnp.float32([1e-6, 1e-4, 1e-4, 0.3])),
+    timing = cost_model.no_times(RUNGS)._replace(
+        scale=jnp.float32([0.0, 0.1, 0.0, -0.2, *NO_EXTRAS]),
+        covariance=jnp.diag(jnp.float32([1e-6, 1e-4, 1e-4, 0.3, *NO_EXTRAS])),
         times=jnp.int32(10),
     )
     _, last, _ = observed([0], [2.0], timing)
@@ -192,8 +194,8 @@ def test_a_time_where_less_than_nothing_was_predicted_is_shared_out():
 
 
 def test_no_part_is_thought_to_be_nothing_for_good():
-    timing = cost_model.no_times()._replace(
-        scale=jnp.float32([0.1, 0.0, 0.0, 0.0]), times=jnp.int32(10)
+    timing = cost_model.no_times(RUNGS)._replace(
+        scale=jnp.float32([0.1, 0.0, 0.0, 0.0, *NO_EXTRAS]), times=jnp.int32(10)
     )
     *_, before = predicted(timing)
     assert not before.any()

@@ -19,6 +19,9 @@ LOOK_FIRST = 32  # steps; arbitrary
 class Evidence(NamedTuple):
     """What a controller may know about a step; the same on every replica.
 
+    Where the compiler shards the model, energies are divided by the devices that share
+    a replica: use their quotients.
+
     Attributes:
       step: `[]` int32, steps before this one.
       replicas: N, static.

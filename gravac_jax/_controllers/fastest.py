@@ -76,7 +76,7 @@ class Fastest(Controller):
         progress = 1 / (1 + c sqrt(waiting)), what a step is worth in dense steps, where
                    c is 0.15, or 0.15 sqrt(N / 4) with N > 4 replicas
         seconds  = compute + (selection + messages + bytes) / steps of a round,
-                   each part fitted to the measured step times
+                   each part, and what a rung takes beyond them, fitted to step times
         cost     = seconds / progress
 
         if another encoding costs 3% less than this one: take it
@@ -169,7 +169,7 @@ class Fastest(Controller):
             rested=jnp.int32(0),
             known=jnp.int32(0),
             averages=compression_gain.no_averages(rungs),
-            timing=cost_model.no_times(),
+            timing=cost_model.no_times(rungs + 1),  # and local steps
             seconds=jnp.zeros(rungs, jnp.float32),
             progress=jnp.zeros(rungs, jnp.float32),
         )

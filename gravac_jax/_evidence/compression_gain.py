@@ -75,36 +75,23 @@ def smooth(old: Averages, sent: jax.Array, total: jax.Array, weight: float) -> A
     return Averages(moved(old.sent, sent), moved(old.total, total))
 
 
-def waiting_steps(share: jax.Array, steps: jax.Array | int) -> jax.Array:
-    """Return how many steps an entry waits on average until it is sent.
-
-    It waits for the end of its round, and (1 - a) + (1 - a)**2 + ... = (1 - a) / a
-    rounds more, if an exchange sends the share a, and decides by chance what that is.
-
-    Args:
-      share: a, float32.
-      steps: the steps of a round, of a shape that goes with `share`.
-
-    Returns:
-      float32; infinite where the share is 0.
-    """
-    return (steps - 1) / 2 + steps * (1 - share) / share
-
-
 def progress(
     share: jax.Array, steps: Any = 1, asks_again: Any = False, replicas: int = 1
 ) -> jax.Array:
     """Return what a step is worth, in dense steps.
 
-    The law: 1 / (1 + c sqrt(waiting steps)). While entries wait, replicas drift apart
-    like random walks, and the cost grows with the distance. It is an observation, not a
-    theorem. With c = 0.15, times sqrt(N / 4) for more than four replicas, it holds for
-    gradients at own params and for an optimizer's steps. It fails for momentum after
-    the exchange in long rounds, and for one bit of SGD's steps (0.70, where 0.92 is
-    predicted). Gradients at the shared params ask again for what waits; there c = 1.2.
+    The law: 1 / (1 + c sqrt(waiting steps)). An entry waits for the end of its round,
+    and (1 - a) + (1 - a)**2 + ... = (1 - a) / a rounds more, if an exchange sends the
+    share a, and decides by chance what that is. While entries wait, replicas drift
+    apart like random walks, and the cost grows with the distance. It is an observation,
+    not a theorem. With c = 0.15, times sqrt(N / 4) for more than four replicas, it
+    holds for gradients at own params and for an optimizer's steps. It fails for
+    momentum after the exchange in long rounds, and for one bit of SGD's steps (0.70,
+    where 0.92 is predicted). Gradients at the shared params ask again for what waits;
+    there c = 1.2.
 
     Args:
-      share: float32, the share of the energy of one gradient that an exchange sends.
+      share: a, float32, of the energy of one gradient that an exchange sends.
       steps: the steps of a round, of a shape that goes with `share`.
       asks_again: `[]` bool, whether gradients ask again for what waits.
       replicas: N.
@@ -114,4 +101,5 @@ def progress(
     """
     drift = WAITING_COST * jnp.sqrt(jnp.maximum(replicas / FEW_REPLICAS, 1))
     cost = jnp.where(asks_again, WAITING_COST_AT_SHARED, drift)
-    return 1 / (1 + cost * jnp.sqrt(waiting_steps(share, steps)))
+    waiting = (steps - 1) / 2 + steps * (1 - share) / share
+    return 1 / (1 + cost * jnp.sqrt(waiting))

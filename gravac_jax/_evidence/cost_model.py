@@ -3,16 +3,17 @@
 `WireCost` predicts the seconds from bytes and messages. As soon as step times are
 measured, a filter corrects them: a step is a sum of parts (compute, selection,
 messages, bytes), and only the proportions of each part between rungs are kept of the
-prediction. How long the parts really take is learned by Bayesian linear regression
-that forgets: a Kalman filter of four numbers. A single time at one rung does not tell
+prediction. What a kind of step takes beyond these is a part that it alone has, its
+extra, which may be negative. How long all of them really take is learned by Bayesian
+linear regression that forgets, a Kalman filter. A single time at one rung does not tell
 how it divides into parts. The filter then is uncertain about the other rungs, and that
 gives a visit to them its worth.
 
-Sums over the four parts are no matrix products, so that XLA makes a few kernels of all.
+Sums over parts are no matrix products, so that XLA makes a few kernels of all.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,12 @@ import numpy as np
 
 from gravac_jax import _arrays, _refuse
 
-PARTS = 4  # compute, selection, messages, bytes
+PARTS = 4  # compute, selection, messages, bytes; then the extra of each kind of step
 IS_COMPUTE = np.arange(PARTS) == 0
 
 # All of these are arbitrary. Networks drift more than chips.
 DRIFT = np.array([0.002, 0.002, 0.03, 0.03], "f")  # of a part in a step
+EXTRA = 0.1  # of a step of its kind, before it is learned; it does not drift
 LEAST_PART = 0.3  # of a step; a smaller part wanders as if it were this large
 
 NOISE = 0.2  # relative standard deviation of a time, before any is measured
@@ -88,8 +90,8 @@ class Timing(NamedTuple):
     """What is known about the parts.
 
     Attributes:
-      scale: `[parts]` float32, seconds of each part at the rung that has most of it;
-        before the first time the prediction is used instead.
+      scale: `[parts]` float32, seconds of each part at the rung that has most of it,
+        then the extras; before the first time the prediction is used instead.
       covariance: `[parts, parts]` float32, the covariance of `scale`.
       noise: `[]` float32, the relative variance of a measured time.
       surprise: `[]` float32, the recent mean error in standard deviations, signed.
@@ -112,23 +114,24 @@ class Seconds(NamedTuple):
 
     Attributes:
       mean: `[kinds]` float32, for each kind of step, such as one at a rung.
-      covariance: `[kinds, kinds]` float32, the covariance of the errors of `mean`.
+      covariance: `[kinds, kinds]` float32, of the errors of `mean` with those of each
+        kind; from `in_rounds` `[rungs, kinds]`.
     """
 
     mean: jax.Array
     covariance: jax.Array
 
 
-def no_times() -> Timing:
-    """Return the state before any time was measured."""
+def no_times(kinds: int) -> Timing:
+    """Return the state before any time was measured of some kinds of steps."""
     return Timing(
-        scale=jnp.ones(PARTS, jnp.float32),
-        covariance=jnp.zeros((PARTS, PARTS), jnp.float32),
+        scale=_each(1, 0, kinds),
+        covariance=jnp.diag(_each(0, 0, kinds)),
         noise=jnp.full((), NOISE**2, jnp.float32),
         surprise=jnp.zeros((), jnp.float32),
         times=jnp.zeros((), jnp.int32),
         seconds=jnp.zeros((), jnp.float32),
-        at=jnp.zeros(PARTS, jnp.float32),
+        at=_each(0, 0, kinds),
     )
 
 
@@ -192,13 +195,15 @@ def observe(
     guessed = _dot(at, scale)
     scale *= jnp.where(is_first & (guessed > 0), seconds / guessed, 1.0)
     # Any part may be all of a step, unless no rung has any of it.
-    whole = seconds * jnp.any(shares > 0, axis=0).astype(jnp.float32)
+    whole = jnp.where(jnp.any(shares[:, :PARTS] > 0, axis=0), seconds, 0)
+    expected = jnp.maximum(_dot(at, scale), LEAST_SHARE * seconds)
+    whole = jnp.append(whole, EXTRA * seconds / expected * _dot(shares, scale[None]))
     # A part that was believed to be zero may turn out not to be.
-    drift = DRIFT * jnp.maximum(jnp.clip(scale, 0, seconds / at), LEAST_PART * whole)
+    drift = jnp.maximum(jnp.clip(scale, 0, seconds / at), LEAST_PART * whole)
+    drift *= _each(DRIFT, 0, len(guess))
     covariance = timing.covariance + jnp.diag(jnp.square(drift))
     covariance += jnp.diag(jnp.square(jnp.where(is_first, whole, 0.0)))
 
-    expected = jnp.maximum(_dot(at, scale), LEAST_SHARE * seconds)
     share = at / expected
     with_time = _dot(covariance, share[None])
     deviation = jnp.sqrt(_dot(with_time, share) + timing.noise)
@@ -222,7 +227,7 @@ def observe(
     )
     # If float32 was not enough, begin again.
     is_sound = jnp.isfinite(jnp.sum(learned.scale) + jnp.sum(learned.covariance))
-    learned = _arrays.where(is_sound, learned, no_times())
+    learned = _arrays.where(is_sound, learned, no_times(len(guess)))
     return _arrays.where(is_time, learned, timing), is_time & is_alarm
 
 
@@ -236,8 +241,8 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
 
 
 def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Move the most negative part half the way to 0, and what goes with it."""
-    i = jnp.argmin(scale)
+    """Move the most negative part, no extra, half the way to 0, and what follows."""
+    i = jnp.argmin(scale[:PARTS])
     with_part, variance = covariance[i], covariance[i, i]
     root = jnp.where((scale[i] < 0) & (variance > 0), jnp.sqrt(0.5 / variance), 0.0)
     moved = with_part * root
@@ -251,8 +256,17 @@ def _shares(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     largest = jnp.max(guess, axis=0)
     shares = guess / jnp.where(largest > 0, largest, 1)[None]
-    scale = jnp.where(timing.times == 0, largest, timing.scale)
-    return jnp.where(IS_COMPUTE[None], 1, shares), scale
+    shares = jnp.where(IS_COMPUTE[None], 1, shares)
+    scale = jnp.where(timing.times == 0, _each(largest, 0, len(guess)), timing.scale)
+    return jnp.concatenate(
+        [shares, jnp.eye(len(guess), dtype=jnp.float32)], axis=1
+    ), scale
+
+
+def _each(of_parts: Any, of_extras: float, kinds: int) -> jax.Array:
+    """Return a figure of each part, then of each extra: `[parts]` float32."""
+    parts = jnp.broadcast_to(jnp.asarray(of_parts, jnp.float32), PARTS)
+    return jnp.append(parts, jnp.full(kinds, of_extras, jnp.float32))
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
