@@ -337,10 +337,12 @@ def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any
     """Return `exchange()` if it is due, else `otherwise`, without a collective.
 
     Args:
-      is_due: `[]` bool, the same on all replicas.
-      exchange: talks to the others.
+      is_due: `[]` bool, the same on all replicas; or static, for no branch.
+      exchange: talks to the others, or steps on what they sent.
       otherwise: a tree like that from `exchange`.
     """
+    if isinstance(is_due, bool):
+        return exchange() if is_due else otherwise
 
     def like(x: jax.Array, shape: Any) -> jax.Array:
         marks = shape.manual_axis_type

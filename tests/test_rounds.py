@@ -394,6 +394,14 @@ def test_an_outer_optimizer_of_narrow_params_may_be_wide():
     assert (state[0]["w"] != 1).all()
 
 
-def test_an_outer_optimizer_of_gradients_is_refused():
+@pytest.mark.parametrize("inner", [transform(), gravac.adamw(0.1, every=H)])
+def test_an_outer_optimizer_of_anything_but_own_steps_is_refused(inner):
     with pytest.raises(ValueError, match="what optimizers made"):
-        gravac.outer(transform(), optax.sgd(0.1)).init(PARAMS)
+        gravac.outer(inner, optax.sgd(0.1)).init(PARAMS)
+
+
+def test_an_outer_optimizer_without_rounds_steps_in_each_step():
+    own = gravac.OwnOptimizer(optax.sgd(1.0))
+    tx = gravac.outer(gravac.transform(None, send=ROWS, memory=own), optax.sgd(0.5))
+    updates, _ = tx.update(jnp.ones(8), tx.init(jnp.ones(8)), is_due=False)
+    assert updates.tolist() == [-0.5] * 8

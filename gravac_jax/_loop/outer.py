@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gravac_jax import _refuse
+from gravac_jax import _network, _refuse
 from gravac_jax._memory.own_optimizer import OwnOptimizerState
-from gravac_jax._step.states import transform_states
+from gravac_jax._step.states import is_transform_state
 
 
 class OuterState(NamedTuple):
@@ -67,17 +67,17 @@ def outer(
     kind, sgd = optax.GradientTransformation, "optax.sgd(0.7, momentum=0.9)"
     _refuse.instance(transform, kind, "transform", "gravac.transform(...)")
     _refuse.instance(optimizer, kind, "optimizer", sgd)
-    transform = optax.with_extra_args_support(transform)
     optimizer = optax.with_extra_args_support(optimizer)
+    take_step: Any = transform.update
 
     def init(params: Any) -> OuterState:
-        state = transform.init(params)
-        found = transform_states(state)
-        kinds = {type(x) for ours in found for x in ours.local.memory}
-        if len(found) != 1 or kinds != {OwnOptimizerState}:
+        state: Any = transform.init(params)
+        is_one = is_transform_state(state)
+        kinds = {type(x) for x in state.local.memory} if is_one else {type(state)}
+        if kinds != {OwnOptimizerState}:
             raise ValueError(
-                f"gravac.outer steps on what optimizers made, got {len(found)}"
-                f" transforms with {sorted(x.__name__ for x in kinds)}: give it one of"
+                f"gravac.outer steps on what optimizers made, got a state of"
+                f" {sorted(x.__name__ for x in kinds)}: give it, in no chain,"
                 f" gravac.transform(memory=gravac.OwnOptimizer(optax.adamw(1e-3)))."
             )
         return OuterState(state, optimizer.init(params))
@@ -85,7 +85,7 @@ def outer(
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, OuterState]:
-        arrived, inner = transform.update(updates, state.transform, params, **extra)
+        arrived, inner = take_step(updates, state.transform, params, **extra)
         # An outer optimizer is not asked how to deliver, or whether a step exchanges.
         deliver, is_due = extra.pop("deliver", None), extra.pop("is_due", None)
         if deliver is not None and deliver.how:
@@ -99,12 +99,9 @@ def outer(
             # Optimizers in float32 of params in bfloat16 may return float32.
             return optax.tree.cast_like(made, still)
 
-        if is_due is None:
-            (found,) = transform_states(inner)
-            has_arrived = found.info.local_steps == 0
-            stepped, kept = jax.lax.cond(has_arrived, step, lambda: still)
-        else:
-            stepped, kept = step() if is_due else still
+        is_due = is_due if inner.round else True
+        has_arrived = inner.info.local_steps == 0 if is_due is None else is_due
+        stepped, kept = _network.exchange_if(has_arrived, step, still)
         return stepped, OuterState(inner, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -169,23 +169,18 @@ class Step:
 
     def _take_held(self, local: LocalState) -> tuple[Parts, TransformState]:
         """Exchange what the memory holds, if the step is the last one of a round."""
-        is_due = self._exchanges
 
         def exchange() -> tuple[Parts, TransformState]:
             held = held_by(self.components.memory, local)
             rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
             return self.send(held, local.memory, local.told, rest)
 
-        if is_due is True:
-            return exchange()
         nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
         replicas = self.axes.slow.replicas
         dense = _network.mean_traffic(sum(self.buckets.entries), replicas)
         info = step_info.of_a_local_step(self.state.info, dense.wire_bytes)
         stayed = nothing, self.state._replace(local=local, info=info)
-        if is_due is False:
-            return stayed
-        return _network.exchange_if(is_due, exchange, stayed)
+        return _network.exchange_if(self._exchanges, exchange, stayed)
 
     @property
     def _exchanges(self) -> jax.Array | bool:
