@@ -198,10 +198,8 @@ class Checkpointer:
         label = labels.new(named, data, named_arrays.pieces_in(tree))
         try:
             self.wait()
-        except CheckpointError:  # this one may be written all the same
+        finally:  # this one may be written, though the one before could not
             self._save(step, named, label)
-            raise
-        self._save(step, named, label)
         if self._must_stop:
             self.wait()
         return True
@@ -250,7 +248,8 @@ class Checkpointer:
         replica then gets the mean of the replicas in whose place it stands, so that the
         mean over all replicas stays the same. The controller keeps what it knows about
         gradients, and measures again how long steps take; what encodings keep begins
-        anew. With another ladder the controller begins anew, too, with a warning.
+        anew. With another ladder the controller begins anew, too, with a warning. This
+        round and the next keep the length that was agreed on, whatever `every` is now.
 
         Args:
           tree: the state, as for `save`, placed on the devices of this run. It stays as

@@ -41,7 +41,7 @@ def pieces_in(tree: Any) -> Any:
 
 
 def with_pieces(tree: Any, pieces: Any) -> Any:
-    """Return `tree` with the saved pieces of buckets where it has their shape alone."""
+    """Return `tree` with the saved layout in its state, if that is only a shape."""
     here = pieces_in(tree)
 
     def fill(x: Any) -> Any:
@@ -101,13 +101,14 @@ def to_load(here: Named, saved: Named, sums: dict[str, int], *, partial: bool) -
             "the checkpoint was saved with another ladder or controller: residuals"
             " are restored; the controller, and what encodings keep, begin anew."
         )
-    begins_anew = () if is_same else ("decided", "local")
-    firsts = [_shape(x)[0] for k, x in here.items() if _kind(k) == "memory"]
+    firsts = lambda y: {_shape(x)[0] for k, x in y.items() if _kind(k) == "memory"}
+    has_moved = firsts(here) != firsts(saved)  # as many devices may be other replicas
+    is_new = {"decided": not is_same, "local": has_moved or not is_same}
     # Norms of slices are of one device each.
-    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(firsts)
+    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(firsts(here))
     of_one = lambda x, k: _shape(x)[1:] if may_move(k) else _shape(x)
     fits = lambda k: _kind(k) == "memory" or of_one(saved[k], k) == of_one(here[k], k)
-    names = [k for k in here if k in saved and _kind(k) not in begins_anew and fits(k)]
+    names = [k for k in here if k in saved and not is_new.get(_kind(k)) and fits(k)]
     _require_values(*(here[k] for k in here.keys() - names))
     lie = lambda x, shape: x if _shape(x) == shape else loading(x, shape)
     return {k: lie(here[k], _shape(saved[k])) for k in names}
