@@ -31,7 +31,7 @@ def poll(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def delay(lived_seconds: float, pause: int) -> int:
-    """Return seconds until what died starts again: more if it never lives for long.
+    """Return the pause in seconds before what died starts again.
 
     Args:
       lived_seconds: how long it lived.

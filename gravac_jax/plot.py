@@ -123,13 +123,15 @@ def _draw_gains(axis: Axes, run: Run) -> None:
     every = -(-len(run.lines) // 300)  # 300 columns are enough for 8 inches
     names = run.names(GAINS + ".*")
     gains = np.array([run.figures(name)[::every] for name in names])
-    steps, taken = run.figures("step")[::every], run.figures("gravac/rung")[::every]
+    steps, rungs = run.figures("step")[::every], np.arange(len(names))
     norm = PowerNorm(0.5, 0, 1)  # most gains that differ are below 0.2
-    rungs = np.arange(len(names))
     image = axis.pcolormesh(steps, rungs, _or_nan(gains), cmap="cividis", norm=norm)
     axis.figure.colorbar(image, ax=axis, label="gain", ticks=(0, 0.1, 0.5, 1))
-    shown = np.where(taken < len(names), taken, np.nan)
-    axis.plot(steps, shown, ".", color=_COLORS[2], ms=2)
+    # A run that resumes may have another ladder; a local step takes no rung of it.
+    ladders = [[names.index(x) for x in y if x in names] for y in run.lines[::every]]
+    row = lambda ladder, rung: ladder[int(rung)] if rung < len(ladder) else np.nan
+    taken = list(map(row, ladders, run.figures("gravac/rung")[::every]))
+    axis.plot(steps, taken, ".", color=_COLORS[2], ms=2)
     axis.set_title(f"{run.name}: last known gain of every rung", size="medium")
     axis.set_ylabel("rung\n(dots: taken)")
     axis.set_yticks(rungs, [x.removeprefix(GAINS) for x in names], size="small")

@@ -430,7 +430,7 @@ def read(path: str | Path) -> gravac.WireCost:
     """
     try:
         return gravac.WireCost(**json.loads(Path(path).read_text())["network"])
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, json.JSONDecodeError):
         why = f"{path} is not what the probe writes: give it --json FILE."
         raise ValueError(why) from None
 

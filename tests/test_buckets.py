@@ -149,9 +149,7 @@ def test_leaves_are_chosen_by_a_bool_a_function_or_a_mask(compress, expected):
         ((128, 127), 10**9, False),
     ],
 )
-def test_a_matrix_is_compressed_if_large_or_a_thousandth_of_a_small_model(
-    shape, others, is_compressed
-):
+def test_a_matrix_is_compressed_if_large_for_its_model(shape, others, is_compressed):
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     buckets = bucketing.plan([leaf(*shape), leaf(others)], None)
     assert buckets.is_compressed == (is_compressed, False)

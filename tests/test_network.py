@@ -214,9 +214,7 @@ pathlib.Path(sys.argv[1], f"{process}.json").write_text(text)
 
 
 @pytest.mark.slow
-def test_interfaces_agree_with_wire_bytes_and_stay_still_in_local_steps(
-    net_of, script, tmp_path
-):
+def test_interfaces_count_wire_bytes_and_no_local_steps(net_of, script, tmp_path):
     with net_of(hosts=3) as net:
         net.launch([script(WIRE), str(tmp_path)]).wait(3 * SECONDS)
     told = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]

@@ -465,9 +465,7 @@ MISUSED = [
 
 
 @pytest.mark.parametrize(("step", "objects", "error", "message"), MISUSED)
-def test_a_misused_step_says_what_is_wrong_and_leaves_its_objects(
-    step, objects, error, message
-):
+def test_a_misused_step_says_why_and_leaves_its_objects(step, objects, error, message):
     before = arrays(objects)
     with pytest.raises(error, match=message):
         gravac.nnx_data_parallel(step, MESHES["mesh"])(*objects, BATCH)

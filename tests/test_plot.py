@@ -46,12 +46,15 @@ def test_gains_are_drawn_by_encoding_where_known_with_the_one_taken():
     for x in lines[:21]:
         x["gravac/gains/TopK(100)"] = 0.0  # it was not taken yet
     lines[30]["gravac/rung"] = 3  # a local step
+    for x in lines[40:]:  # resumed on a ladder without a dense rung
+        del x["gravac/gains/Dense()"]
+        x["gravac/rung"] = 1 + (x["step"] == 45)  # a local step
     (axis,) = [x for x in plot.draw([plot.Run("one", lines)]).axes if x.collections][:1]
     assert [x.get_text() for x in axis.get_yticklabels()] == NAMES
     drawn = axis.collections[0].get_array().filled(np.nan)
-    np.testing.assert_allclose(drawn[:2], [[1.0] * STEPS, [0.5] * STEPS])
+    np.testing.assert_allclose(drawn[:2], [[1] * 40 + [np.nan] * 10, [0.5] * STEPS])
     np.testing.assert_allclose(drawn[2], [np.nan] * 21 + [1 / 3] * 29)
-    taken = [1] * 21 + [2] * 9 + [np.nan] + [2] * 19
+    taken = [1] * 21 + [2] * 9 + [np.nan] + [2] * 14 + [np.nan] + [2] * 4
     np.testing.assert_array_equal(axis.lines[0].get_ydata(), taken)
 
 

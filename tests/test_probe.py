@@ -150,6 +150,9 @@ def test_it_times_the_steps_of_a_loss(model, tmp_path, capsys):
     assert dense == 4 * 16384 * 2 * 7 / 8
     assert report["headroom"][0] > 0
     assert probe.read(path).compute_seconds == report["network"]["compute_seconds"]
+    path.write_text("no JSON")
+    with pytest.raises(ValueError, match="not what the probe writes"):
+        probe.read(path)
     assert "Without an exchange a step takes" in said
     with pytest.raises(ValueError, match="not finite"):
         probe.main(f"--loss {model}:infinite --send TopK(10)".split())

@@ -130,11 +130,9 @@ def adamw(learning_rate, send=TWO_BITS):
         (exchange(gravac.Fastest(), network=gravac.WireCost()), False),
     ],
 )
-def test_a_step_that_never_asked_for_own_params_where_they_matter_warns(
-    tx, warns, monkeypatch
-):
-    module = sys.modules["gravac_jax._step.update"]  # its name is that of a function
-    monkeypatch.setattr(module, "ASKED", set())
+def test_a_step_that_never_asked_for_own_params_warns(tx, warns, monkeypatch):
+    # The module has the name of a function.
+    monkeypatch.setattr(sys.modules["gravac_jax._step.update"], "ASKED", set())
     params = {"w": jnp.ones((N, 8, 8)), "b": jnp.ones((N, 8))}
     state = tx.init(at(params, 0))
     each = functools.partial(jax.vmap, axis_name="data")

@@ -94,9 +94,7 @@ def test_the_smallest_comparison_runs_on_a_network(tmp_path, text):
     assert row(said, "TopK(100)")
 
 
-def test_what_a_job_wrote_is_kept_and_a_bandwidth_that_was_cut_is_timed_again(
-    tmp_path, text, monkeypatch
-):
+def test_a_bandwidth_that_was_cut_is_timed_again(tmp_path, text, monkeypatch):
     out, jobs, names = tmp_path / "x.jsonl", [], ("dense", "TopK(10)")
     args = run.Args(text, out, (2, 4), (100.0,), setting=run.Setting(methods=names))
 

@@ -97,7 +97,7 @@ class Encoding(abc.ABC):
 
     @property
     def needs_own_params(self) -> bool:
-        """Whether gradients should be taken at own params: not more than elsewhere.
+        """Whether it suits gradients at own params alone: no, unless overridden.
 
         Where entries take turns, or are rounded to one bit, gradients at the shared
         params ask again for what waits. `gravac.Fastest` takes such encodings only at

@@ -96,9 +96,9 @@ class Ladder:
           states: from `init` or the last step.
           key: a random key, the same on every replica.
           replicas: N.
-          waiting: whether `x` is a gradient on its own, of which the share is asked
-            that lets its entries wait as long as chance would. Otherwise it is what is
-            exchanged now.
+          waiting: whether to return, in place of the share of `x` that is sent now, the
+            share 1 / (1 + w), where w is how many steps entries of `x`, a gradient
+            without a residual, wait (`Encoding.waits`).
         """
         looked: dict[str, Any] = {}
         found = []

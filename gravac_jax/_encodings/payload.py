@@ -86,9 +86,8 @@ class WireFormat:
         """Return the payload of `k` slots that `encode` was given."""
         borders = list(itertools.accumulate(self._words(k)))[:-1]
         values, places, ends = jnp.split(buffer, borders)
-        is_short = self.values == "bfloat16"
         as_floats = lambda x: x.view(jnp.float32)
-        read = _arrays.bfloat16_from_bits if is_short else as_floats
+        read = _arrays.bfloat16_from_bits if self.values == "bfloat16" else as_floats
         return Payload(read(values), _from_blocks(places, ends.view(jnp.int32)))
 
 

@@ -188,8 +188,7 @@ def _on_a_vector(optimizer: optax.GradientTransformation) -> tuple[str, bool]:
         except Exception:  # as one with weight decay raises
             needs_params, jaxpr = True, trace(leaf).jaxpr
     is_one = any(_refuse.reached(jaxpr, [False] * len(jaxpr.invars), _adds_up))
-    why = "adds up entries, as for a norm" if is_one else ""
-    return why, needs_params
+    return ("adds up entries, as for a norm" if is_one else ""), needs_params
 
 
 def _adds_up(eqn: Any) -> bool:
