@@ -198,8 +198,10 @@ class Checkpointer:
         label = labels.new(named, data, named_arrays.pieces_in(tree))
         try:
             self.wait()
-        finally:  # this one may be written, though the one before could not
+        except CheckpointError:  # this one may be written all the same
             self._save(step, named, label)
+            raise
+        self._save(step, named, label)
         if self._must_stop:
             self.wait()
         return True

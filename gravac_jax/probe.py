@@ -430,9 +430,8 @@ def read(path: str | Path) -> gravac.WireCost:
     """
     try:
         return gravac.WireCost(**json.loads(Path(path).read_text())["network"])
-    except (KeyError, TypeError, json.JSONDecodeError):
-        why = f"{path} is not what the probe writes: give it --json FILE."
-        raise ValueError(why) from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is not what the probe writes by --json.") from None
 
 
 if __name__ == "__main__":

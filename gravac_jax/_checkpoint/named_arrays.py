@@ -101,11 +101,11 @@ def to_load(here: Named, saved: Named, sums: dict[str, int], *, partial: bool) -
             "the checkpoint was saved with another ladder or controller: residuals"
             " are restored; the controller, and what encodings keep, begin anew."
         )
-    firsts = lambda y: {_shape(x)[0] for k, x in y.items() if _kind(k) == "memory"}
-    has_moved = firsts(here) != firsts(saved)  # as many devices may be other replicas
-    is_new = {"decided": not is_same, "local": has_moved or not is_same}
+    first = lambda y: {_shape(x)[0] for k, x in y.items() if _kind(k) == "memory"}
+    is_moved = first(here) != first(saved)  # as many devices may be other replicas
+    is_new = {"decided": not is_same, "local": is_moved or not is_same}
     # Norms of slices are of one device each.
-    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(firsts(here))
+    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(first(here))
     of_one = lambda x, k: _shape(x)[1:] if may_move(k) else _shape(x)
     fits = lambda k: _kind(k) == "memory" or of_one(saved[k], k) == of_one(here[k], k)
     names = [k for k in here if k in saved and not is_new.get(_kind(k)) and fits(k)]
@@ -212,7 +212,7 @@ def _filled(state: TransformState, params: Any, named: Named) -> TransformState:
         return join(name)[keys[2].idx] if is_vector else copy()
 
     filled = jax.tree.map_with_path(fill, state)
-    if "local" not in map(_kind, named):  # it has another number of replicas
+    if "local" not in map(_kind, named):  # of other replicas, or another ladder
         fresh = jax.tree.map(jnp.copy, state.controller)
         filled = filled._replace(controller=states.moved(filled.controller, fresh))
     return jax.device_put(filled, jax.tree.map(lambda x: x.sharding, state))

@@ -21,7 +21,7 @@ import numpy as np
 
 from gravac_jax import _arrays, _refuse
 
-PARTS = 4  # compute, selection, messages, bytes; then the extra of each kind of step
+PARTS = 4  # compute, selection, messages, bytes
 IS_COMPUTE = np.arange(PARTS) == 0
 
 # All of these are arbitrary. Networks drift more than chips.
@@ -197,6 +197,7 @@ def observe(
     # Any part may be all of a step, unless no rung has any of it.
     whole = jnp.where(jnp.any(shares[:, :PARTS] > 0, axis=0), seconds, 0)
     expected = jnp.maximum(_dot(at, scale), LEAST_SHARE * seconds)
+    # An extra is scaled as the parts are where the network has changed.
     whole = jnp.append(whole, EXTRA * seconds / expected * _dot(shares, scale[None]))
     # A part that was believed to be zero may turn out not to be.
     drift = jnp.maximum(jnp.clip(scale, 0, seconds / at), LEAST_PART * whole)

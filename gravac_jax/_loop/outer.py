@@ -73,11 +73,10 @@ def outer(
     def init(params: Any) -> OuterState:
         state: Any = transform.init(params)
         is_one = is_transform_state(state)
-        kinds = {type(x) for x in state.local.memory} if is_one else {type(state)}
-        if kinds != {OwnOptimizerState}:
+        if not is_one or {*map(type, state.local.memory)} != {OwnOptimizerState}:
+            got = "a transform with another memory" if is_one else "a chain or the like"
             raise ValueError(
-                f"gravac.outer steps on what optimizers made, got a state of"
-                f" {sorted(x.__name__ for x in kinds)}: give it, in no chain,"
+                f"gravac.outer steps on what optimizers made, got {got}: give it"
                 f" gravac.transform(memory=gravac.OwnOptimizer(optax.adamw(1e-3)))."
             )
         return OuterState(state, optimizer.init(params))
