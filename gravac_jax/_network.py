@@ -333,23 +333,23 @@ class Carrier(Comm):
         return self._parts["all"][: 1 + self.figures.size]
 
 
-def exchange_if(is_due: Any, exchange: Callable[[], Any], otherwise: Any) -> Any:
-    """Return `exchange()` if it is due, else `otherwise`, without a collective.
+def if_due(is_due: Any, take: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """Return `take()` if it is due, else `otherwise()`.
 
     Args:
       is_due: `[]` bool, the same on all replicas; or static, for no branch.
-      exchange: talks to the others, or steps on what they sent.
-      otherwise: a tree like that from `exchange`.
+      take: may talk to the others.
+      otherwise: talks to nobody, and returns a tree like that from `take`.
     """
     if isinstance(is_due, bool):
-        return exchange() if is_due else otherwise
+        return take() if is_due else otherwise()
 
     def like(x: jax.Array, shape: Any) -> jax.Array:
         marks = shape.manual_axis_type
         return x if marks is None else _varying(x, marks.varying)  # None under vmap
 
-    marked = jax.tree.map(like, otherwise, jax.eval_shape(exchange))
-    return jax.lax.cond(is_due, exchange, lambda: marked)
+    marked = jax.tree.map(like, otherwise(), jax.eval_shape(take))
+    return jax.lax.cond(is_due, take, lambda: marked)
 
 
 def _varying(x: jax.Array, names: Iterable[str]) -> jax.Array:

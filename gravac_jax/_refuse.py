@@ -204,8 +204,9 @@ def placed(leading: int | None, parts: int, is_sliced: bool = False) -> None:
     made = "gravac.transform(shardings=params)" if is_sliced else "tx.init(params)"
     raise ValueError(
         f"the state is {where} on {parts}: make it by {made} and gravac.place with the"
-        f" mesh of the step, without a fast axis for `shardings`; in your own shard_map"
-        f" take gravac.state_specs. gravac_jax.checkpoint moves states to other meshes."
+        f" mesh of the step, which with `shardings` has no fast axis; in a shard_map of"
+        f" your own take gravac.state_specs. gravac_jax.checkpoint moves what replicas"
+        f" hold back to other meshes."
     )
 
 

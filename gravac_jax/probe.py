@@ -430,8 +430,9 @@ def read(path: str | Path) -> gravac.WireCost:
     """
     try:
         return gravac.WireCost(**json.loads(Path(path).read_text())["network"])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not what the probe writes by --json.") from None
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{path} is not what the probe writes: {error}. Give it --json FILE."
+        raise ValueError(why) from None
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ class Decision(NamedTuple):
     margin: float  # of the closest comparison; float32 cannot be trusted at a tiny one
 
 
-Run = list[Any]  # what goes in, or comes, in each step
+Run = list[Any]  # one entry a step
 Decisions = Iterator[Decision]
 
 
@@ -500,7 +500,7 @@ def costs(e: Any, progress: Any, home: int, timing: Any) -> Any:
     largest = guess.max(0)
     # Each kind of step has an extra of its own, of which nothing is predicted.
     parts = np.hstack([guess / np.where(largest, largest, 1), np.eye(len(guess))])
-    first = [*largest, *np.zeros(len(guess))]
+    first = np.pad(largest, (0, len(guess)))
     seconds = parts @ (timing.scale if timing.times else first)
     seconds = np.maximum(seconds, 0.02 * timing.seconds)
     # A round is an exchange, and then local steps.

@@ -38,6 +38,7 @@ ENTRIES = sum(x.size for x in PARAMS.values())
 DENSE, FEW = gravac.Dense(), gravac.TopK(4)  # which has a state
 TWO_BITS = gravac.Bits(2, row_entries=32)  # which compiles fast
 BITS = {"send": TWO_BITS}
+CHOICE = gravac.Fastest((FEW, TWO_BITS))
 MOMENTUM = {"memory": gravac.Momentum(0.5)}
 ADAM = {"memory": gravac.OwnOptimizer(optax.scale_by_adam(), keeps_norm=True)}
 CHOOSES = {**ADAM, "send": gravac.Fastest((DENSE, TWO_BITS))}
@@ -151,10 +152,10 @@ def ours(state):
 
 
 def filled(state):
-    """Return the state with other numbers, but for counts, in memory and encodings."""
+    """Return the state with other numbers, but for counts, in all that it learns."""
     draw = lambda x: RNG.normal(size=x.shape).astype(np.float32)
     put = lambda x: x if x.dtype == np.int32 else jax.device_put(draw(x), x.sharding)
-    kept = {name: getattr(ours(state).local, name) for name in ("memory", "encodings")}
+    kept = {x: optax.tree.get(state, x) for x in ("memory", "encodings", "controller")}
     return state[0], optax.tree.set(state[1], **jax.tree.map(put, kept))
 
 
@@ -278,6 +279,7 @@ MOVES += [("slices", shape) for shape in ("2, 4", "4, 2", "3, 1", "1, 8")]
 KNOWN = {
     "Steps": (["Averages"], ["Timing"]),
     "search": (["minimum", "candidate"], ["throughputs", "is_settled"]),
+    "slices": (["Averages"], ["Timing"]),
 }
 QUICK = ("Momentum", "mesh of 8"), ("Steps", "mesh of 8"), ("slices", "4, 2")
 
@@ -288,7 +290,7 @@ def in_slices(slow, fast):
     specs = {"b": jax.P(), "u": jax.P(), "w": jax.P(None, "ici")}
     put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
     params = jax.tree.map(put, PARAMS, specs)
-    tx = gravac.transform("dcn", shardings=params, **MOMENTUM, send=FEW)
+    tx = gravac.transform("dcn", shardings=params, **MOMENTUM, send=CHOICE)
     return gravac.place((params, (tx.init(params),)), mesh, "dcn")
 
 
@@ -322,7 +324,7 @@ def test_on_other_replicas_the_mean_of_what_is_kept_stays_the_same(tmp_path, mov
     stays = state if where == "2, 4" else fresh  # on the same mesh, all that it knows
     assert_same(ours(there).local.encodings, ours(stays).local.encodings)
     get = lambda tree, name: on_host(optax.tree.get(tree, name))
-    for names, like in zip(KNOWN.get(recipe, ()), (state, fresh), strict=False):
+    for names, like in zip(KNOWN.get(recipe, ()), (state, stays), strict=False):
         for name in names:
             assert_same(get(there, name), get(like, name), name)
         assert any(np.any(x) for x in jax.tree.leaves(get(state, names[0])))

@@ -186,9 +186,8 @@ def without_counters(state, name):
     blank = own._replace(steps=0, past_rungs=0, next_rungs=0, info=0)
     is_own = is_transform_state
     state = jax.tree.map(lambda x: blank if is_own(x) else x, state, is_leaf=is_own)
-    if name == INSIDE:  # whose own count is outside the guard
-        return state[0], state[1].inner_state
-    return state
+    # Its own count is outside the guard.
+    return (state[0], state[1].inner_state) if name == INSIDE else state
 
 
 @in_every_guard

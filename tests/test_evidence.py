@@ -50,8 +50,7 @@ def test_an_entry_waits_as_long_as_one_that_is_followed(steps):
     # An entry that is made in any step of a round goes with each exchange by chance.
     ends = rng.integers(0, steps, 100_000) + steps * (rng.geometric(share, 100_000) - 1)
     worth = float(progress(jnp.float32(share), steps))
-    found = ((1 / worth - 1) / WAITING_COST) ** 2
-    assert found == pytest.approx(ends.mean(), rel=0.02)
+    assert ((1 / worth - 1) / WAITING_COST) ** 2 == pytest.approx(ends.mean(), rel=0.02)
 
 
 def test_a_step_is_compute_selection_latency_and_bytes_over_bandwidth():
@@ -147,6 +146,8 @@ def test_a_surprise_is_doubt_about_the_network_first():
     seconds, deviation, _ = predicted(last)
     assert seconds[0] > 2 * TRUE_SECONDS[0]  # more bytes there
     assert deviation[0] / seconds[0] > deviation[1] / seconds[1]
+    extras = np.sqrt(np.diag(last.covariance))[4:]  # unknown again, of longer steps
+    assert extras[3:] == pytest.approx(cost_model.EXTRA * seconds[3:], rel=0.5)
 
 
 def test_nothing_is_learned_from_no_time():

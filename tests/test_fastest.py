@@ -149,7 +149,7 @@ def driven(factor=1, change=0, late=0, apart=0):
         (7, 1, 0, 0.02, 0.05),
         (0, 0.1, 0, 0.03, 0.06),
         (0, 10, 0, 0.03, 0.06),
-        (0, 1, 0.1, 0.03, 0.12),
+        (0, 1, 0.1, 0.02, 0.12),
     ],
     ids=["stays", "late times", "slower", "faster", "steps unlike their parts"],
 )

@@ -84,8 +84,7 @@ def test_micro_batches_are_the_large_batch(how, micro_batches):
 
 
 def test_micro_batches_are_given_by_name_too_and_keep_the_params_dtype():
-    loss = lambda w, *, x: jnp.mean(x @ w)
-    grad = gravac.value_and_grad(loss, None, micro_batches=3)
+    grad = gravac.value_and_grad(lambda w, *, x: jnp.mean(x @ w), None, micro_batches=3)
     value, received = grad(W.astype(jnp.bfloat16), x=ROWS[0].astype(jnp.bfloat16))
     assert value.dtype == received.dtype == jnp.bfloat16
     np.testing.assert_allclose(received.astype(jnp.float32), ROWS[0].mean(0), rtol=0.01)

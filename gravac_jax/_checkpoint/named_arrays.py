@@ -102,10 +102,10 @@ def to_load(here: Named, saved: Named, sums: dict[str, int], *, partial: bool) -
             " are restored; the controller, and what encodings keep, begin anew."
         )
     first = lambda y: {_shape(x)[0] for k, x in y.items() if _kind(k) == "memory"}
-    is_moved = first(here) != first(saved)  # as many devices may be other replicas
-    is_new = {"decided": not is_same, "local": is_moved or not is_same}
+    ours, theirs = first(here), first(saved)  # as many devices may be other replicas
+    is_new = {"decided": not is_same, "local": not is_same or ours != theirs}
     # Norms of slices are of one device each.
-    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(first(here))
+    may_move = lambda k: _kind(k) == "norms" and _shape(here[k])[0] == min(ours)
     of_one = lambda x, k: _shape(x)[1:] if may_move(k) else _shape(x)
     fits = lambda k: _kind(k) == "memory" or of_one(saved[k], k) == of_one(here[k], k)
     names = [k for k in here if k in saved and not is_new.get(_kind(k)) and fits(k)]

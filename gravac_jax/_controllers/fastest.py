@@ -108,7 +108,7 @@ class Fastest(Controller):
     believes the cost model.
 
     Cost:
-      Some 30 tiny kernels an exchange on GPUs, and 50 on CPUs; in one step of eight, a
+      Some 30 tiny kernels an exchange on GPUs, and 70 on CPUs; in one step of eight, a
       sample of the gradient; visits of three exchanges each, at most one in fifty steps
       once the network has been stable for 400.
 

@@ -13,7 +13,7 @@ Sums over parts are no matrix products, so that XLA makes a few kernels of all.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,11 +87,11 @@ class WireCost:
 
 
 class Timing(NamedTuple):
-    """What is known about the parts.
+    """What is known about the parts, among which the extra of each kind of step counts.
 
     Attributes:
       scale: `[parts]` float32, seconds of each part at the rung that has most of it,
-        then the extras; before the first time the prediction is used instead.
+        the extras last; before the first time the prediction is used instead.
       covariance: `[parts, parts]` float32, the covariance of `scale`.
       noise: `[]` float32, the relative variance of a measured time.
       surprise: `[]` float32, the recent mean error in standard deviations, signed.
@@ -125,13 +125,13 @@ class Seconds(NamedTuple):
 def no_times(kinds: int) -> Timing:
     """Return the state before any time was measured of some kinds of steps."""
     return Timing(
-        scale=_each(1, 0, kinds),
-        covariance=jnp.diag(_each(0, 0, kinds)),
+        scale=jnp.ones(PARTS + kinds, jnp.float32),
+        covariance=jnp.zeros((PARTS + kinds, PARTS + kinds), jnp.float32),
         noise=jnp.full((), NOISE**2, jnp.float32),
         surprise=jnp.zeros((), jnp.float32),
         times=jnp.zeros((), jnp.int32),
         seconds=jnp.zeros((), jnp.float32),
-        at=_each(0, 0, kinds),
+        at=jnp.zeros(PARTS + kinds, jnp.float32),
     )
 
 
@@ -201,7 +201,7 @@ def observe(
     whole = jnp.append(whole, EXTRA * seconds / expected * _dot(shares, scale[None]))
     # A part that was believed to be zero may turn out not to be.
     drift = jnp.maximum(jnp.clip(scale, 0, seconds / at), LEAST_PART * whole)
-    drift *= _each(DRIFT, 0, len(guess))
+    drift *= np.pad(DRIFT, (0, len(guess)))
     covariance = timing.covariance + jnp.diag(jnp.square(drift))
     covariance += jnp.diag(jnp.square(jnp.where(is_first, whole, 0.0)))
 
@@ -242,7 +242,7 @@ def _noise(timing: Timing, at: jax.Array, seconds: jax.Array) -> jax.Array:
 
 
 def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Move the most negative part, no extra, half the way to 0, and what follows."""
+    """Move the most negative of the four half the way to 0, and what goes with it."""
     i = jnp.argmin(scale[:PARTS])
     with_part, variance = covariance[i], covariance[i, i]
     root = jnp.where((scale[i] < 0) & (variance > 0), jnp.sqrt(0.5 / variance), 0.0)
@@ -253,21 +253,16 @@ def _positive(scale: jax.Array, covariance: jax.Array) -> tuple[jax.Array, jax.A
 def _shares(timing: Timing, guess: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the share of each part at each rung, at most 1, and seconds of the parts.
 
-    Compute is the same at all rungs, whatever was predicted.
+    Compute is the same at all rungs, whatever was predicted. An extra is a part of one
+    kind of step alone.
     """
     largest = jnp.max(guess, axis=0)
     shares = guess / jnp.where(largest > 0, largest, 1)[None]
     shares = jnp.where(IS_COMPUTE[None], 1, shares)
-    scale = jnp.where(timing.times == 0, _each(largest, 0, len(guess)), timing.scale)
-    return jnp.concatenate(
-        [shares, jnp.eye(len(guess), dtype=jnp.float32)], axis=1
-    ), scale
-
-
-def _each(of_parts: Any, of_extras: float, kinds: int) -> jax.Array:
-    """Return a figure of each part, then of each extra: `[parts]` float32."""
-    parts = jnp.broadcast_to(jnp.asarray(of_parts, jnp.float32), PARTS)
-    return jnp.append(parts, jnp.full(kinds, of_extras, jnp.float32))
+    first = jnp.pad(largest, (0, len(guess)))
+    scale = jnp.where(timing.times == 0, first, timing.scale)
+    alone = jnp.eye(len(guess), dtype=jnp.float32)
+    return jnp.concatenate([shares, alone], axis=1), scale
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

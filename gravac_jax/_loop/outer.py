@@ -68,7 +68,7 @@ def outer(
     _refuse.instance(transform, kind, "transform", "gravac.transform(...)")
     _refuse.instance(optimizer, kind, "optimizer", sgd)
     optimizer = optax.with_extra_args_support(optimizer)
-    take_step: Any = transform.update
+    take_step: Any = optax.with_extra_args_support(transform).update
 
     def init(params: Any) -> OuterState:
         state: Any = transform.init(params)
@@ -100,7 +100,7 @@ def outer(
 
         is_due = is_due if inner.round else True
         has_arrived = inner.info.local_steps == 0 if is_due is None else is_due
-        stepped, kept = _network.exchange_if(has_arrived, step, still)
+        stepped, kept = _network.if_due(has_arrived, step, lambda: still)
         return stepped, OuterState(inner, kept)
 
     return optax.GradientTransformationExtraArgs(init, update)

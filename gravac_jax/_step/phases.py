@@ -175,12 +175,14 @@ class Step:
             rest = local._replace(told=jax.tree.map(jnp.zeros_like, local.told))
             return self.send(held, local.memory, local.told, rest)
 
-        nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
-        replicas = self.axes.slow.replicas
-        dense = _network.mean_traffic(sum(self.buckets.entries), replicas)
-        info = step_info.of_a_local_step(self.state.info, dense.wire_bytes)
-        stayed = nothing, self.state._replace(local=local, info=info)
-        return _network.exchange_if(self._exchanges, exchange, stayed)
+        def stay() -> tuple[Parts, TransformState]:
+            nothing = tuple(jnp.zeros(n, jnp.float32) for n in self.buckets.sizes)
+            replicas = self.axes.slow.replicas
+            dense = _network.mean_traffic(sum(self.buckets.entries), replicas)
+            info = step_info.of_a_local_step(self.state.info, dense.wire_bytes)
+            return nothing, self.state._replace(local=local, info=info)
+
+        return _network.if_due(self._exchanges, exchange, stay)
 
     @property
     def _exchanges(self) -> jax.Array | bool:
